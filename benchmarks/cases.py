@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from haarkv.engine.generation import prefill_in_chunks
+from haarkv.benchmarks.timing import MOST_COPIES
 from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor, verify
 from haarkv.models import caches
@@ -19,7 +19,7 @@ from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import RING_CHUNK
@@ -145,18 +145,6 @@ def filled(
     return cache, paging
 
 
-def prefill(
-    executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences, cache: PagedKVCache
-) -> Tensor:
-    """Compute prompts in chunks; the logits after each one's last token, [B, vocab]."""
-    return prefill_in_chunks(executor, prompts, sequences, paging, cache)
-
-
-def decode(executor: Executor, tokens: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    """A decode step of one new token a sequence; its logits [B, vocab]."""
-    return verify(executor, tokens, batch, cache)
-
-
 def next_tokens(config: ModelConfig, count: int, device: torch.device = CPU) -> Tensor:
     """One token for each sequence."""
     return torch.arange(count, device=device) % config.vocab_size
@@ -175,7 +163,7 @@ def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences,
 
     def run() -> Tensor:
         batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
-        logits = decode(executor, tokens, batch, cache)
+        logits = verify(executor, tokens, batch, cache)
         # A sampler reads the token on the host, so a step is over when it is there.
         logits.argmax(-1).tolist()
         return logits
@@ -197,8 +185,6 @@ def layer_call(
     return run
 
 
-MOST_COPIES = 64
-"""Of one layer, that take turns: as many layers as there are rotations; a short context stays within a processor's cache."""
 _CACHE = re.compile(r"(?P<pairs>[^+]+)(?P<beside>(\+(tail|sink)\d{1,9})*)")
 
 

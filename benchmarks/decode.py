@@ -9,9 +9,12 @@ measured in the same run: the longer of moving those bytes at a copy's speed and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Literal
+
+from torch import Tensor
 
 from haarkv.benchmarks import cases, decode_peers, plots, whole
 from haarkv.benchmarks.attention import Asked, Sides, decode_rows, prompt_rows
@@ -45,6 +48,8 @@ class Request:
         peers: of `decode_peers.PEERS`. transformers' caches are measured where they are installed; llama.cpp must be.
         llama_kvs: kinds of llama.cpp's KV cache.
         hf_caches: other caches for transformers' model, measured beside its own.
+        step_peers: others' whole steps of a model and case, over K and V [B, Hkv, context, D] in every layer.
+        stored: tokens before a prompt whose attention is measured.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
         ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
     """
@@ -60,7 +65,9 @@ class Request:
     peers: Sequence[str] = (SDPA, TRANSFORMERS)
     llama_kvs: Sequence[LlamaKV] = ()
     hf_caches: Callable[[ModelConfig], Sequence[HFCache]] = lambda _: ()
+    step_peers: Callable[[DecoderModel, Case, Tensor, Tensor], Iterable[decode_peers.Peer]] = lambda *_: ()
     kinds: Sequence[Kind] = ("attention", "layer", "step")
+    stored: int = 0
     repeats: int = 7
     isa: str | None = None
     ranks: Ranks = ALONE
@@ -77,16 +84,18 @@ class Request:
 
 
 def measure(
-    request: Request, progress: Progress | None = None, on_turn: OnTurn = lambda _: None
+    request: Request, progress: Progress | None = None, on_turn: OnTurn = lambda _: None, model: DecoderModel | None = None
 ) -> tuple[Machine, list[CostRow]]:
     """Every row of a request, case by case.
 
+    Args:
+        model: the request's, if it is loaded.
     Raises:
         InputError: a model, executor, format or device is not there, or a case is longer than the model's context.
     """
     if request.ranks.size > 1 and (request.peers or tuple(request.kinds) != ("step",)):
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
-    model = load_model(request.model, request.dtype, request.layers, progress, request.ranks)
+    model = model or load_model(request.model, request.dtype, request.layers, progress, request.ranks)
     longest, limit = max(request.contexts), model.config.max_position_embeddings - request.steps
     if {"layer", "prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(
@@ -99,8 +108,8 @@ def measure(
     machine, peers = measure_machine(device), SDPA in request.peers
     rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
-        k, v = random_kv(model.config, case, device)
-        asked = Asked(sides, model, case, k, v, machine, peers, request.repeats, on_turn)
+        k, v = random_kv(model.config, Case(case.batch, case.context + request.stored), device)
+        asked = Asked(sides, model, case, k, v, machine, peers, request.repeats, on_turn, request.stored)
         if "attention" in request.kinds:
             rows += decode_rows(asked)
         if "prefill" in request.kinds:
@@ -155,8 +164,13 @@ def _call_rows(kind: Literal["layer", "step"], request: Request, asked: Asked) -
         held = (plan, model.config) if step else first_layer(plan, model.config)
         cache, paging = filled(*held, case, k, v, request.steps)
         runs[who] = decode_step(executor, cache, paging, case) if step else layer_call(executor, model, cache, paging, case)
-    if TRANSFORMERS in request.peers and kind == "step":
-        for peer in decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(model.config)):
+    if kind == "step":
+        theirs = chain(
+            decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(model.config))
+            if TRANSFORMERS in request.peers else (),
+            request.step_peers(model, case, k, v),
+        )  # fmt: skip
+        for peer in theirs:
             costs[peer.name] = step_cost(model, case, [numbers * peer.bits / 8 for numbers in kv_numbers(model.config)])
             if peer.run is None:
                 yield CostRow(kind, peer.name, case, costs[peer.name], asked.machine, None, peer.note)
@@ -196,6 +210,7 @@ def report(name: str, request: Request, machine: Machine, rows: Sequence[CostRow
         tables.append(Table(heading, columns, [_cells(r, rows) for r in chosen]))
     notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), _LEGEND]
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa")}
+    values |= {"stored": request.stored} if request.stored else {}
     values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
     packages = [name for name, peer in (("transformers", TRANSFORMERS), ("llama-cpp-python", LLAMA)) if peer in request.peers]
     return Report(name, request.model, request.contexts, request.kvs, values, tables, notes, packages)

@@ -13,7 +13,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Experts, ModelConfig
 
 Kind = Literal["attention", "store", "layer", "prompt", "step", "prefill"]
-_OTHERS = ("sdpa ", "torch ", "hf ", "llama.cpp ")
+_OTHERS = ("sdpa ", "torch ", "hf ", "llama.cpp ", "flash")
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,15 @@ def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) 
     return Cost(0, keys * kv_bytes, 2 * case.batch * of.q * of.dim * item, _attention(mixer, keys))
 
 
-def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
-    """Causal attention of every token of a prompt in the first layer; `kv_bytes` of one token's K and V, all heads."""
-    mixer, of, queries = config.layers[0].attention, heads(config), case.batch * case.context
-    flops = case.batch * _attention(mixer, _pairs(mixer, case.context))
-    return Cost(0, queries * kv_bytes, 4 * queries * of.q * of.dim, flops)
+def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, stored: int = 0) -> Cost:
+    """Causal attention of every token of a prompt in the first layer; `kv_bytes` of one token's K and V, all heads.
+
+    Args:
+        stored: tokens before the prompt.
+    """
+    mixer, of, queries, whole = config.layers[0].attention, heads(config), case.batch * case.context, case.context + stored
+    flops = case.batch * _attention(mixer, _pairs(mixer, whole) - _pairs(mixer, stored))
+    return Cost(0, case.batch * whole * kv_bytes, 4 * queries * of.q * of.dim, flops)
 
 
 def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from haarkv.benchmarks import cases
 from haarkv.benchmarks.cases import Case
-from haarkv.benchmarks.timing import OnTurn, take_turns
+from haarkv.benchmarks.timing import OnTurn, Spread, take_turns
+from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
@@ -22,33 +23,25 @@ from haarkv.tq_ops.kv.plan import KVPlan
 REPEATS, WARM_UP = 7, 2
 
 
-class LatencyRow(NamedTuple):
+class Call(NamedTuple):
     """A `prefill` of `context` tokens, a decode `step` behind so many, or a `layer`'s call in such a step, in one format.
 
     Attributes:
         tokens: that the call takes in, of all sequences.
-        ms, low, high, first_ms: as a `Spread`; None in a simulator.
+        taken: its times; None in a simulator.
     """
 
     kind: str
     kv: str
     context: int
     tokens: int
-    ms: float | None = None
-    low: float | None = None
-    high: float | None = None
-    first_ms: float | None = None
-
-    @property
-    def ms_per_token(self) -> float | None:
-        """Of a prompt or a step."""
-        return None if self.ms is None or self.kind == "layer" else self.ms / self.tokens
+    taken: Spread | None
 
 
 def measure_latency(
     executor: Executor, model: DecoderModel, plans: Mapping[str, KVPlan], contexts: Sequence[int], *, batch: int = 1,
     on_turn: OnTurn = lambda _: None,
-) -> Iterator[LatencyRow]:  # fmt: skip
+) -> Iterator[Call]:  # fmt: skip
     """Every call, format and context; the formats of a case take turns over the same K and V.
 
     Raises:
@@ -59,15 +52,14 @@ def measure_latency(
             runs = {kv: _checked(_run(kind, executor, model, plan, case), f"{kind} {kv}") for kv, plan in plans.items()}
             named = {f"{kind} {kv} {case.context}": run for kv, run in runs.items()}
             tokens = case.batch * (case.context if kind == "prefill" else 1)
+            times: dict[str, Spread] = {}
             if executor.simulated:
                 for name, run in named.items():
                     on_turn(name)
                     run()
-                yield from (LatencyRow(kind, kv, case.context, tokens) for kv in runs)
-                continue
-            times = take_turns(named, executor.device, repeats=REPEATS, warm_up=WARM_UP, cold=False, on_turn=on_turn)
-            for kv, t in zip(runs, times.values(), strict=True):
-                yield LatencyRow(kind, kv, case.context, tokens, t.ms, t.low, t.high, t.first_ms)
+            else:
+                times = take_turns(named, executor.device, repeats=REPEATS, warm_up=WARM_UP, cold=False, on_turn=on_turn)
+            yield from (Call(kind, kv, case.context, tokens, times.get(name)) for kv, name in zip(runs, named, strict=True))
 
 
 def _run(kind: str, executor: Executor, model: DecoderModel, plan: KVPlan, case: Case) -> Callable[[], Tensor]:
@@ -82,7 +74,7 @@ def _run(kind: str, executor: Executor, model: DecoderModel, plan: KVPlan, case:
 
     def prompt() -> Tensor:
         paging = cases.new_pages(empty)
-        return cases.prefill(executor, prompts, [paging.add() for _ in prompts], paging, empty)
+        return prefill_in_chunks(executor, prompts, [paging.add() for _ in prompts], paging, empty)
 
     return prompt
 

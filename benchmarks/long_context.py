@@ -20,12 +20,13 @@ from typing import Any, cast
 
 import torch
 
-from haarkv.benchmarks.cases import CPU, Case, as_rows, decode, new_cache, prefill, random_kv
+from haarkv.benchmarks.cases import CPU, Case, as_rows, new_cache, random_kv
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
+from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.plans import needed, plan_for
 from haarkv.executors import catalog
-from haarkv.executors.base import Executor
+from haarkv.executors.base import Executor, verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import DTYPES, load_model, read_config
 from haarkv.models.config import ModelConfig
@@ -97,14 +98,14 @@ class Held:
         """Seconds that the next tokens take, in chunks."""
         ids = [i % self.executor.config.vocab_size for i in range(tokens)]
         began = self.clock()
-        prefill(self.executor, [ids], [self.sequence], self.paging, self.cache)
+        prefill_in_chunks(self.executor, [ids], [self.sequence], self.paging, self.cache)
         return self.clock() - began
 
     def step(self) -> float:
         """Milliseconds of a decode step."""
         began = self.clock()
         batch = self.paging.batch([self.sequence], [1])
-        decode(self.executor, torch.tensor([1]), batch, self.cache).argmax(-1).tolist()
+        verify(self.executor, torch.tensor([1]), batch, self.cache).argmax(-1).tolist()
         return 1e3 * (self.clock() - began)
 
 

@@ -1,7 +1,6 @@
 """What every benchmark ends with: tables for people, and one JSON line under a header that all lines have in common.
 
 The header names what a figure depends on: benchmark, date, commit, cpu, gpu, threads, versions, model, context and kv.
-`header` writes it and `read` reads it, also from older lines, which named the same things in other ways.
 """
 
 from __future__ import annotations
@@ -60,22 +59,6 @@ def header(
     date = datetime.now(UTC).date().isoformat()
     return {"benchmark": benchmark, "date": date, **found, "versions": versions, "model": model, "context": list(context),
             "kv": list(kv)}  # fmt: skip
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Every line of a results file: the header's names, None or empty where a line lacks one, and all else as `values`.
-
-    In older lines versions stand alone, and context and kv may be single values, or in each row alone.
-    """
-    results = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        head = {name: line.pop(name, None) for name in ("benchmark", "date", "commit", "cpu", "gpu", "threads", "model")}
-        versions = line.pop("versions", {}) | {name: line.pop(name) for name in ("python", "torch", "vllm") if name in line}
-        given = {name: line.pop(name, []) for name in ("context", "kv")}
-        lists = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
-        results.append({**head, "versions": versions, **lists, "values": line})
-    return results
 
 
 class Table(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ _COPY_BYTES = 512 * 2**20
 _MATRIX = 1024
 _REST_S = 0.03  # threads of OpenMP spin for up to 20 ms after a loop
 _TURN_RUNS = 5
+MOST_COPIES = 64
+"""Of a layer, that take turns: as many layers as there are rotations. As many runs make a captured turn."""
 
 OnTurn = Callable[[str], None]
 """Told the name of what is timed next."""
@@ -33,6 +36,10 @@ class Spread:
     low: float
     high: float
     first_ms: float | None = field(default=None, compare=False)
+
+    def over(self, runs: int) -> Spread:
+        """Times of one run, of turns of so many."""
+        return Spread(self.ms / runs, self.low / runs, self.high / runs)
 
 
 def spread(seconds: list[float]) -> Spread:
@@ -110,8 +117,16 @@ def take_rested_turns(
     """Time short variants in turns of five runs, for calls that find their data cold and all else warm.
 
     Before its turn a variant rests until the threads of the one before have gone to sleep, and runs once uncounted. Every run
-    gets another number, to choose other data by. The first turn does not count.
+    gets another number, to choose other data by. The first turn does not count. On a GPU a turn is one replay of many runs,
+    captured as a graph: a launch takes the host longer than many a kernel runs. What no graph can hold is left out there.
     """
+    if device.type == "cuda":
+        graphs: dict[str, Callable[[], object]] = {}
+        for name, run in runs.items():
+            with suppress(RuntimeError):
+                graphs[name] = captured(run, MOST_COPIES, device)
+        taken = take_turns(graphs, device, repeats=repeats, cold=False, on_turn=on_turn)
+        return {name: t.over(MOST_COPIES) for name, t in taken.items()}
     timed, times = clock(device), {name: list[float]() for name in runs}
     first: dict[str, float] = {}
     for turn in range(repeats + 1):
@@ -122,9 +137,30 @@ def take_rested_turns(
             began = time.perf_counter()
             timed(partial(run, begin))
             first.setdefault(name, 1e3 * (time.perf_counter() - began))
-            taken = [timed(partial(run, begin + number)) for number in range(1, _TURN_RUNS + 1)]
-            times[name] += taken if turn else []
+            counted = [timed(partial(run, begin + number)) for number in range(1, _TURN_RUNS + 1)]
+            times[name] += counted if turn else []
     return {name: replace(spread(seconds), first_ms=first[name]) for name, seconds in times.items()}
+
+
+def captured(run: Callable[[int], object], runs: int, device: torch.device) -> Callable[[], object]:
+    """So many runs in a row as one CUDA graph, each with a number of its own."""
+
+    def all_runs() -> None:
+        for number in range(runs):
+            run(number)
+
+    aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        # What compiles, tunes or allocates once does so before the capture.
+        for number in range(min(2, runs)):
+            run(number)
+    torch.cuda.current_stream(device).wait_stream(aside)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_runs()
+    return graph.replay
 
 
 @dataclass(frozen=True)

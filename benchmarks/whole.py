@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from haarkv.benchmarks import decode_peers, gguf_file, llama_process
-from haarkv.benchmarks.cases import Case, decode, kv_numbers, new_cache, new_pages, prefill, random_prompts, token_bytes
+from haarkv.benchmarks.cases import Case, kv_numbers, new_cache, new_pages, random_prompts, token_bytes
 from haarkv.benchmarks.decode_cost import Cost, CostRow, step_cost, whole_prompt_cost
 from haarkv.benchmarks.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 from haarkv.benchmarks.timing import Machine, OnTurn, spread
-from haarkv.executors.base import Executor
+from haarkv.engine.generation import prefill_in_chunks
+from haarkv.executors.base import Executor, verify
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -76,7 +77,7 @@ class Ours(Side):
     def prompt(self, ids: Sequence[int]) -> float:
         self._paging = new_pages(self._cache)
         began, self._sequence = time.perf_counter(), self._paging.add()
-        prefill(self._executor, [ids], [self._sequence], self._paging, self._cache).argmax(-1).tolist()
+        prefill_in_chunks(self._executor, [ids], [self._sequence], self._paging, self._cache).argmax(-1).tolist()
         return time.perf_counter() - began
 
     def steps(self, ids: Sequence[int]) -> list[float]:
@@ -84,7 +85,7 @@ class Ours(Side):
         for token in ids:
             began = time.perf_counter()
             batch = self._paging.batch([self._sequence], [1]).to(device)
-            decode(self._executor, torch.tensor([token], device=device), batch, self._cache).argmax(-1).tolist()
+            verify(self._executor, torch.tensor([token], device=device), batch, self._cache).argmax(-1).tolist()
             taken.append(time.perf_counter() - began)
         return taken
 

@@ -158,21 +158,14 @@ class DraftCounts:
 
     Attributes:
         proposed, accepted: drafted tokens, and those of them that the model took.
-        checks: checks of a sequence's drafted tokens.
         steps: decode steps of a sequence, with drafted tokens or without.
         plain: seconds a token of steps in which nothing was drafted.
     """
 
     proposed: int = 0
     accepted: int = 0
-    checks: int = 0
     steps: int = 0
     plain: list[float] = field(default_factory=list)
-
-    @property
-    def plain_s(self) -> float | None:
-        """Median seconds a token without drafts; None if no step went without."""
-        return statistics.median(self.plain) if self.plain else None
 
 
 @dataclass(frozen=True)
@@ -185,8 +178,7 @@ class DraftReport:
         proposed, accepted: drafted tokens, and those that the model took.
         tokens_per_step: new tokens a decode step and sequence, the model's own among them.
         ms_per_token: of all decode steps, with drafting.
-        plain_ms_per_token: median of the steps in which the draft had nothing to say.
-        speed_up: the second by the first; None if no step was plain.
+        plain_ms_per_token: median of the steps in which the draft had nothing to say; None if no step was plain.
         same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
             where two tokens nearly tie, either may come.
         shared_bytes: of the model's weights, which the draft does not hold a second time.
@@ -200,7 +192,6 @@ class DraftReport:
     tokens_per_step: float | None
     ms_per_token: float | None
     plain_ms_per_token: float | None
-    speed_up: float | None
     executor: str
     same_text: bool
     shared_bytes: int
@@ -211,9 +202,15 @@ class DraftReport:
         """Share of the drafted tokens that the model took; None if none was drafted."""
         return self.accepted / self.proposed if self.proposed else None
 
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast decode steps give tokens as those without drafts; None if none was without."""
+        plain, ours = self.plain_ms_per_token, self.ms_per_token
+        return plain / ours if plain and ours else None
+
     def as_json(self) -> dict[str, Any]:
         """By name, for `--json`."""
-        return {**asdict(self), "acceptance": self.acceptance}
+        return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
 
     def describe(self) -> str:
         """In one line."""
@@ -246,12 +243,11 @@ def report_of(
 ) -> DraftReport:
     """What a draft did for sequences of so many tokens, where it might draft `most` tokens a step."""
     counts, tokens = timing.drafts or DraftCounts(), timing.decode_tokens
-    plain = counts.plain_s
     return DraftReport(
         name=source.name, most=most, proposed=counts.proposed, accepted=counts.accepted,
         tokens_per_step=tokens / counts.steps if counts.steps else None,
         ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
-        plain_ms_per_token=None if plain is None else 1e3 * plain, speed_up=timing.speed_up,
-        executor=executor.name, same_text=executor.batches_alike,
-        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
+        plain_ms_per_token=1e3 * statistics.median(counts.plain) if counts.plain else None,
+        executor=executor.name, same_text=executor.batches_alike, shared_bytes=source.shared_bytes,
+        kv_bytes=source.cache_bytes(sequences, max_context),
     )  # fmt: skip

@@ -64,12 +64,6 @@ class Timing:
     drafts: DraftCounts | None = None
 
     @property
-    def speed_up(self) -> float | None:
-        """How many times as fast the decode steps gave tokens as those of them without drafts; None if none was without."""
-        plain = self.drafts.plain_s if self.drafts else None
-        return plain * self.decode_tokens / self.decode_s if plain and self.decode_s else None
-
-    @property
     def decode_ms_per_token(self) -> float | None:
         """Mean latency of a decode step in ms, None without one."""
         return 1e3 * self.decode_s / self.decode_steps if self.decode_steps else None

@@ -74,7 +74,6 @@ class Speculation:
         self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
         logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
         came = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
-        self.cost.checks += sum(bool(drafts.token_ids) for drafts in proposed)
         self.cost.proposed += len(token_ids) - len(rows)
         self.cost.accepted += sum(len(tokens) - 1 for tokens in came)
         return came

@@ -52,7 +52,8 @@ class Executor(Protocol):
         """The op table it runs, so that a recorder can wrap it; None if its layers are fused programs."""
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        """None, or in one sentence why this executor cannot run such a model with such a cache."""
+        """None, or in one sentence why this executor cannot run such a model with such a cache. An executor of the catalog
+        answers as a class, before there is a model."""
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
         """This executor with its op table wrapped, to look on as its ops run; None where it does not run op by op."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
@@ -19,7 +19,6 @@ from haarkv.tq_ops.kv.plan import KVPlan
 if TYPE_CHECKING:
     from haarkv.tq_ops.npu.device import Runner
 
-Refuses = Callable[[ModelConfig, KVPlan], str | None]
 OnProgram = Callable[[str], object]
 """Called with the name of a program before it is compiled."""
 
@@ -28,11 +27,7 @@ def _any(_device: str | None) -> None:
     pass
 
 
-def _nothing(_config: ModelConfig, _plan: KVPlan) -> str | None:
-    return None
-
-
-def _compiles_nothing(_executor: Executor, _plan: KVPlan, _on_program: OnProgram) -> None:
+def _nothing() -> None:
     pass
 
 
@@ -46,10 +41,10 @@ class _Entry:
         any_dtype: whether it runs others.
         devices: first words of the devices that it runs on.
         here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
-        refuses: what `Executor.supports` answers, before there is a model.
+        missing: what is not installed without which it would run as another, slower one; None if nothing is.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
-        compile_ahead: compiles what its first forwards with such a cache would have to.
-        programs: opens what calls single programs on a device, for an executor whose kernels are programs.
+        programs: opens what calls single programs on a device, for an executor whose kernels are programs; it has a
+            `compile_ahead`, for what its first forwards with a cache would have to compile.
         whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
         numbered: its first device is one of several, of which each rank takes its own.
     """
@@ -59,9 +54,8 @@ class _Entry:
     any_dtype: bool = True
     devices: tuple[str, ...] = ("cpu",)
     here: Callable[[], bool] | None = None
-    refuses: Refuses = _nothing
+    missing: Callable[[], str | None] = _nothing
     require: Callable[[str | None], object] = _any
-    compile_ahead: Callable[[Any, KVPlan, OnProgram], None] = _compiles_nothing
     programs: Callable[[str | None], Runner] | None = None
     whole_layers: str = ""
     numbered: bool = False
@@ -100,19 +94,14 @@ def _on_device(name: str, model: DecoderModel, device: str | None) -> Executor:
     return executor
 
 
-def _unsupported(name: str, config: ModelConfig, plan: KVPlan) -> str | None:
-    reason: str | None = _class(name).unsupported(config, plan)
-    return reason
-
-
-def _cpu_refuses(config: ModelConfig, plan: KVPlan) -> str | None:
+def _kernels_missing() -> str | None:
     from haarkv.tq_ops.cpu.library import KernelsMissingError, load
 
     try:
         load()
     except KernelsMissingError as missing:
         return str(missing)
-    return _unsupported("cpu", config, plan)
+    return None
 
 
 def _require_gpu(device: str | None) -> None:
@@ -127,10 +116,6 @@ def _has_gpu() -> bool:
     from haarkv.tq_ops.cuda.available import triton_missing
 
     return torch.cuda.is_available() and triton_missing() is None
-
-
-def _compile_npu(executor: Any, plan: KVPlan, on_program: OnProgram) -> None:
-    executor.compile_ahead(plan, on_program)
 
 
 def _npu_programs(device: str | None) -> Runner:
@@ -163,19 +148,17 @@ _WHOLE_GRAPHS = "its graphs hold whole layers, and ranks must meet twice within 
 _ENTRIES: dict[str, _Entry] = {
     "reference": _Entry(partial(_on_host, "reference"), here=lambda: True, require=partial(_require_host, "reference")),
     "cpu": _Entry(
-        partial(_on_host, "cpu"), here=lambda: True, refuses=_cpu_refuses, require=partial(_require_host, "cpu")
+        partial(_on_host, "cpu"), here=lambda: True, missing=_kernels_missing, require=partial(_require_host, "cpu")
     ),
     "cuda": _Entry(
-        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, refuses=partial(_unsupported, "cuda"),
-        require=_require_gpu, numbered=True,
+        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True
     ),
     "npu": _Entry(
-        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu,
-        refuses=partial(_unsupported, "npu"), numbered=True, compile_ahead=_compile_npu, programs=_npu_programs,
+        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, numbered=True,
+        programs=_npu_programs,
     ),
     "onnx": _Entry(
-        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), refuses=partial(_unsupported, "onnx"),
-        require=_require_provider, whole_layers=_WHOLE_GRAPHS,
+        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS
     ),
 }  # fmt: skip
 NAMES = tuple(_ENTRIES)
@@ -245,7 +228,7 @@ def refusal(
     elif ranks.size > 1 and entry.whole_layers:
         reason = entry.whole_layers
     else:
-        reason = next((reason for plan in plans if (reason := entry.refuses(config, plan))), None)
+        reason = next((why for plan in plans if (why := entry.missing() or _class(name).supports(config, plan))), None)
     return reason and f"{name} cannot run this: {reason}"
 
 
@@ -283,7 +266,8 @@ def create(
     executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
-    entry.compile_ahead(executor, plan, on_program or (lambda _: None))
+    if entry.programs:
+        cast(Any, executor).compile_ahead(plan, on_program or (lambda _: None))
     return executor
 
 

@@ -85,17 +85,13 @@ class CpuExecutor(ReferenceExecutor):
     def _threads(self) -> AbstractContextManager[None]:
         return self._kernels.alone() if self._kernels else nullcontext()
 
-    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        return self.unsupported(config, plan)
-
     @property
     def whole(self) -> DenseLayers | None:
         """The layers that run in one call, stretch by stretch; None where each op is a call."""
         return self._model.whole if isinstance(self._model, _InOneCall) else None
 
     @staticmethod
-    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
-        """As `supports`, before there is a model."""
+    def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         return unsupported(READS, plan, config.kv_shapes)
 
 

@@ -101,12 +101,8 @@ class CudaExecutor:
     def weights(self) -> Weights:
         return self._model.weights
 
-    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        return self.unsupported(config, plan)
-
     @staticmethod
-    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
-        """As `supports`, before there is a model."""
+    def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         if any(isinstance(layer.mlp, Experts) for layer in config.layers):
             return "its decode steps are graphs, which cannot choose experts as they run"
         if len(config.attentions) < config.num_layers:

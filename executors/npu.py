@@ -74,12 +74,8 @@ class NpuExecutor:
     def weights(self) -> Weights:
         return self._model.weights
 
-    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        return self.unsupported(config, plan)
-
     @staticmethod
-    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
-        """As `supports`, before there is a model."""
+    def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         return programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes)
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:

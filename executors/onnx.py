@@ -121,12 +121,8 @@ class OnnxExecutor:
         self._coordinates: dict[tuple[KVFormat, int], dict[str, Tensor]] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
 
-    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        return self.unsupported(config, plan)
-
     @staticmethod
-    def unsupported(config: ModelConfig, plan: KVPlan) -> str | None:
-        """As `supports`, before there is a model."""
+    def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         reason = graphs_unsupported(config) or unsupported(READS, plan, config.kv_shapes)
         return reason or mixed(plan, config.heads.head_dim)
 

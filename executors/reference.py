@@ -48,7 +48,8 @@ class ReferenceExecutor:
     def weights(self) -> Weights:
         return self._model.weights
 
-    def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
+    @staticmethod
+    def supports(config: ModelConfig, plan: KVPlan) -> str | None:  # noqa: ARG004
         return None
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor:

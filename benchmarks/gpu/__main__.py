@@ -1,11 +1,12 @@
 """Everything that needs an NVIDIA GPU, in one call of less than nine minutes.
 
     python -m haarkv.benchmarks.gpu OUT              measure; run it again with the same OUT to go on after a cut
-    python -m haarkv.benchmarks.gpu OUT --page       only draw OUT/index.html anew
     TRITON_INTERPRET=1 python -m haarkv.benchmarks.gpu OUT --dry-run     rehearse at tiny sizes, on a CPU
 
-First the kernels are checked against the reference; then attention, storing, prompts and whole steps are timed. Every figure
-is a line of OUT/rows.jsonl as soon as it is known. OUT/index.html draws them, and OUT/log.txt holds what went wrong.
+First the kernels are checked against the reference; then attention, storing, prompts and whole steps are timed, as `tq bench
+decode` and `prefill` do, a process for each group of cases: what breaks one takes no other with it. Each is a line of
+OUT/rows.jsonl as soon as it is done. OUT/index.md has the same tables as the command, and what was predicted beside them;
+OUT/NAME.svg are drawn where matplotlib is installed. OUT/log.txt holds what was said on the way.
 
 It needs no installation: run it in the folder of a checkout. Exit code: 0 if every check passed and every figure is there, 1
 if not, 2 if it cannot run here, 130 if it was interrupted.
@@ -14,159 +15,298 @@ if not, 2 if it cannot run here, 130 if it was interrupted.
 from __future__ import annotations
 
 import argparse
-import signal
+import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import IO, Any
 
-from haarkv.benchmarks.gpu import page
-from haarkv.benchmarks.gpu.log import ROWS, DeviceLostError, Log, Row, drop_half_row, outcomes, read_rows, unfinished
+import torch
+
+from haarkv.benchmarks.decode import Request, measure, report, svg
+from haarkv.benchmarks.decode_peers import SDPA
+from haarkv.benchmarks.gpu import predictions
+from haarkv.benchmarks.report import Table
+from haarkv.executors.cuda import open_gpu
+from haarkv.models.catalog import read_config
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.table import OP_NAMES
 
-SHARES = {"machine": 25.0, "checks": 165.0, "attention": 140.0, "append": 30.0, "prefill": 45.0, "steps": 105.0}
-"""Seconds of each part, in their order; what one leaves over, the next may take."""
-_GRACE_S = 8.0  # after its time a part may finish what it has begun for so long
+Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-"""Where a part's process runs: behind the links of `haarkv/`, so that a checkout which is not installed is found."""
-_DEVICE_LOST, _INTERRUPTED = 3, 130
-_MOST_STARTS = 6
+"""Where processes run: behind the links of `haarkv/`, so that a checkout which is not installed is found."""
+ROWS, PAGE, LOG = "rows.jsonl", "index.md", "log.txt"
+_INTERRUPTED = 130
+_END_LINES, _FAILED_CASES = 30, 20
+_POLL_S = 0.2
 
 
+# -- What is checked and timed -----------------------------------------------------------------------------------------------
+_CONTRACT = ("-m", "haarkv.validation.ops", "--table", "cuda", "--json")
+_TESTS = {
+    "kernels": ("tests/tq_ops/cuda/test_cuda_ops.py", "tests/tq_ops/cuda/test_schedule.py"),
+    "executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
+}
+_SHARES = {"paged_attention": 6, "store_kv": 3}
+"""Processes that share an op's cases, each of which compiles kernels of its own."""
+CHECKS_S = 165.0
+
+
+def checks(dry: bool) -> Mapping[str, Sequence[str]]:
+    """Arguments of Python by the name of the check. In a rehearsal they take seconds, and nothing is proved."""
+    if dry:
+        return {
+            "contract rms_norm": [*_CONTRACT, "--op", "rms_norm", "--share", "1/2"],
+            "a check that fails": ["-c", "import sys; sys.exit('it fails on purpose')"],
+        }
+    # Compiling takes most of the time, so what can run at once does.
+    workers = ["-n", "2"] if find_spec("xdist") else []
+    contract = {
+        f"contract {op}, {part} of {shares}": [*_CONTRACT, "--op", op, "--share", f"{part}/{shares}"]
+        for op, shares in {**dict.fromkeys(OP_NAMES, 1), **_SHARES}.items()
+        for part in range(1, shares + 1)
+    }
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "not slow and not cuda_compile"]
+    held_out = "models/tiny_qwen3/held_out.txt"
+    return {
+        **contract,
+        "tests of the kernels": [*pytest, *workers, *_TESTS["kernels"]],
+        "tests of the executor": [*pytest, *workers, *_TESTS["executor"]],
+        "validate tiny": ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", held_out, "--prompt-tokens", "300",
+                          "--steps", "8"],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A group of cases in one process, and the seconds that it may take."""
+
+    request: Request
+    seconds: float
+
+
+_WHOLE_BYTES = 112 * 2**30
+"""Of a GPU on which all layers fit: weights, packed and 16-bit K and V of the largest case, and what a step computes with."""
+_FEW_LAYERS = 4
+
+
+def timings(dry: bool, memory: int) -> dict[str, Timing]:
+    """All groups by name, of Qwen3-14B's shape.
+
+    Args:
+        memory: bytes of the GPU's; too few for the whole model, and a few of its layers are run.
+    """
+    layer = Request("random:14b", ["cuda"], ["tq4"], (1024, 4096, 16384, 32768), (1,), layers=1, peers=(SDPA,), repeats=11,
+                    kinds=("attention",))  # fmt: skip
+    every = [name for name in formats.names() if not formats.needs_calibration(name)]
+    prompt = replace(layer, kinds=("prefill",), contexts=(2048,))
+    steps = replace(layer, kinds=("step",), layers=None if memory >= _WHOLE_BYTES else _FEW_LAYERS)
+    groups = {
+        **{f"attention of {batch}": Timing(replace(layer, batches=(batch,)), 45) for batch in (1, 8, 32)},
+        "attention of every format": Timing(replace(layer, kvs=every, contexts=(4096, 32768), batches=(1, 8), peers=()), 45),
+        "a prompt": Timing(prompt, 25),
+        "a prompt behind 32768": Timing(replace(prompt, stored=32768), 25),
+        "steps at 4096": Timing(replace(steps, contexts=(4096,), batches=(1, 8)), 60),
+        "steps at 32768": Timing(replace(steps, contexts=(32768,), batches=(8,)), 60),
+    }
+    if not dry:
+        return groups
+    small: dict[str, Any] = {"model": "tiny", "layers": None, "executors": ["reference"], "kvs": ["tq4"], "contexts": (32,)}
+    rehearsed = {name: groups[name].request for name in ("attention of 1", "a prompt behind 32768", "steps at 4096")}
+    return {
+        name: Timing(replace(request, **small, batches=(1,), repeats=1, stored=min(request.stored, 16)), 120)
+        for name, request in rehearsed.items()
+    }
+
+
+def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
+    """Measure a group in this process; its row is printed as the last line, and its plot written."""
+    # What follows imports Triton, which the process that starts this one may lack.
+    from haarkv.benchmarks.gpu.steps import random_model, sdpa_step
+
+    request = replace(timing.request, step_peers=sdpa_step)
+    model = None if dry else random_model(read_config(request.model, request.layers), open_gpu(None))
+    machine, rows = measure(request, on_turn=lambda who: print(f"timing {who}", flush=True), model=model)
+    kind = "prefill" if "prefill" in request.kinds else "decode"
+    found = report(kind, request, machine, rows)
+    if find_spec("matplotlib"):
+        (folder / f"{name.replace(' ', '-')}.svg").write_text(svg(request, rows), encoding="utf-8")
+    shown = [[*table, list(found.notes.get(number, ()))] for number, table in enumerate(found.tables)]
+    print(json.dumps({"result": json.loads(found.line()), "tables": shown}))
+
+
+# -- Running it --------------------------------------------------------------------------------------------------------------
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="haarkv.benchmarks.gpu", description=__doc__, formatter_class=form)
     parser.add_argument("folder", metavar="OUT", type=Path, help="where the results go; made if need be")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, in Triton's interpreter; the figures mean nothing")
-    parser.add_argument("--page", action="store_true", help="measure nothing, draw the page from the rows that are there")
-    parser.add_argument("--parts", default=",".join(SHARES), help="which of them, by comma [default: %(default)s]")
-    parser.add_argument("--one", choices=list(SHARES), help=argparse.SUPPRESS)  # this and the next two: of a part's process
-    parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--since", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # of a group's own process
     given = parser.parse_args(argv)
-    parts = given.parts.split(",")
-    if unknown := [part for part in parts if part not in SHARES]:
-        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(SHARES)}")
-    folder = given.folder.absolute()
+    folder, dry = given.folder.absolute(), given.dry_run
     try:
+        memory = 0 if dry else torch.cuda.get_device_properties(open_gpu(None)).total_memory
+        groups = timings(dry, memory)
         if given.one:
-            return run_part(given.one, Log(folder, given.one, given.seconds, given.since), given.seconds, dry=given.dry_run)
+            run_one(groups[given.one], folder, given.one, dry=dry)
+            return 0
         folder.mkdir(parents=True, exist_ok=True)
-        if not given.page:
-            drop_half_row(folder)
-            return Run(folder, parts, dry=given.dry_run).all()
-        page.write(folder, read_rows(folder))
+        _drop_half_row(folder)
+        done = {key for key, row in read_rows(folder).items() if "error" not in row}
+        code = 0
+        try:
+            _run({name: command for name, command in checks(dry).items() if name not in done}, CHECKS_S, folder)
+            for name, timing in groups.items():
+                command = ["-m", "haarkv.benchmarks.gpu", str(folder), "--one", name, *["--dry-run"] * dry]
+                _run({name: command} if name not in done else {}, timing.seconds, folder)
+        except KeyboardInterrupt:
+            code = _INTERRUPTED
+        rows = read_rows(folder)
+        (folder / PAGE).write_text(page(rows, predictions(), dry=dry), encoding="utf-8")
     except (InputError, OSError) as error:
         why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
         print(f"haarkv.benchmarks.gpu: {why}", file=sys.stderr)
         return 2
-    print(folder / page.PAGE)
-    return 0
+    wrong = [key for key in (*checks(dry), *groups) if "error" in rows.get(key, {"error": ""})]
+    print(f"{len(rows)} rows in {folder / ROWS}, {len(wrong)} of them wrong or missing", folder / PAGE, sep="\n")
+    return code or int(bool(wrong))
 
 
-def run_part(part: str, log: Log, seconds: float, *, dry: bool) -> int:
-    """One part, in the process that runs it; its exit code. Without a GPU it is refused."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that its own processes end as well
-    from haarkv.benchmarks.gpu import attention, checks, device
-
-    sizes = device.DRY if dry else device.FULL
-    at = device.device_of(sizes)
-    try:
-        if part == "machine":
-            device.measure(log, at, sizes)
-        elif part == "checks":
-            checks.run(log, seconds, dry)
-        elif part == "steps":
-            from haarkv.benchmarks.gpu.steps import Steps
-
-            Steps(sizes, at, log).run()
-        else:
-            timed = attention.Attention(sizes, at, attention.step_ops(at), log, attention.triton_beside(at))
-            {"attention": timed.decode, "append": timed.append, "prefill": timed.prefill}[part]()
-    except DeviceLostError as error:
-        print(error, file=sys.stderr)
-        return _DEVICE_LOST
-    return 0
+def _run(commands: Mapping[str, Sequence[str]], seconds: float, folder: Path) -> None:
+    """Run Python with some arguments, all at once, and write a row of each."""
+    for name, (code, text, taken) in outputs(commands, seconds):
+        with (folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(f"-- {name}\n{text}\n")
+        row = {"key": name, **row_of(code, text), "seconds": round(taken, 3)}
+        with (folder / ROWS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        shown = {key: row[key] for key in ("passed", "failed", "error") if key in row}
+        print(name, *(f"{key}: {value}" for key, value in shown.items()), sep="  ", flush=True)
 
 
-class Run:
-    """All parts, each in a process of its own: what breaks one, or the device under it, takes no other with it.
+def outputs(
+    commands: Mapping[str, Sequence[str]], seconds: float, poll_s: float = _POLL_S
+) -> Iterator[tuple[str, tuple[int | None, str, float]]]:
+    """Exit code, None if its time was over, all that it said, and seconds of each command, as they are done.
 
     Args:
-        program: what Python runs as the process of a part.
+        commands: arguments of Python, by name; they run at once. Those that are not done in time are ended.
     """
+    began = time.monotonic()
+    with ExitStack() as stack:
+        running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+        for name, command in commands.items():
+            output: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            running[name] = process, output
+        while running:
+            for name, (process, output) in list(running.items()):
+                late = time.monotonic() - began > seconds
+                if process.poll() is None and not late:
+                    continue
+                process.kill()
+                process.wait()
+                output.seek(0)
+                text = output.read().decode(errors="replace")
+                yield name, (None if late and process.returncode < 0 else process.returncode, text, time.monotonic() - began)
+                del running[name]
+            time.sleep(poll_s if running else 0)
 
-    def __init__(
-        self, folder: Path, parts: Sequence[str], *, dry: bool, program: Sequence[str] = ("-m", "haarkv.benchmarks.gpu")
-    ) -> None:
-        self.folder, self.dry, self._program = folder, dry, program
-        self.parts = [part for part in SHARES if part in parts]
-        self._since = len(read_rows(folder))
 
-    def all(self) -> int:
-        """Run them, draw the page, and return the exit code."""
-        deadline, code = time.monotonic(), 0
+def row_of(code: int | None, text: str) -> Row:
+    """What a command's output says: cases of the op tables' contract, a result with its tables, or its last lines.
+
+    Args:
+        code: its exit code; None if its time was over.
+    """
+    lines = text.splitlines()
+    row: Row = {"exit": code}
+    if cases := [json.loads(line) for line in lines if line.startswith('{"table"')]:
+        failed = [case for case in cases if not case["passed"]]
+        row |= {"passed": len(cases) - len(failed), "failed": len(failed), "failures": failed[:_FAILED_CASES]}
+    if lines and lines[-1].startswith('{"result"'):
+        row |= json.loads(lines[-1])
+    else:
+        row["end"] = [line[:300] for line in lines if not line.startswith('{"table"')][-_END_LINES:]
+    if code is None:
+        row["error"] = "it was ended: its time was over"
+    elif code:
+        row["error"] = f"exit code {code}: {(lines or ['it said nothing'])[-1][:300]}"
+    elif untimed := [
+        r["who"] for r in row.get("result", {}).get("rows", ()) if "ms" not in r and r["who"].startswith("cuda ")
+    ]:
+        row["error"] = f"no time of {', '.join(untimed)}"
+    return row
+
+
+def read_rows(folder: Path) -> dict[str, Row]:
+    """The newest row of each check and group; a line that is none is refused, but for the half that a cut left at the end."""
+    path, rows = folder / ROWS, dict[str, Row]()
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
-            for part in self.parts:
-                deadline += SHARES[part]
-                if self._run(part, deadline) == 2:
-                    return 2
-        except KeyboardInterrupt:
-            code = _INTERRUPTED
-        rows = read_rows(self.folder)
-        page.write(self.folder, rows)
-        wrong = [row for row in outcomes(rows).values() if row["part"] in self.parts and is_wrong(row)]
-        print(f"{len(outcomes(rows))} rows in {self.folder / ROWS}, {len(wrong)} of them wrong or missing")
-        print(self.folder / page.PAGE)
-        return code or int(bool(wrong))
-
-    def _run(self, part: str, deadline: float) -> int:
-        """Start a part's process, again if the device was lost under it, until it is done or its time is over."""
-        for _ in range(_MOST_STARTS):
-            code, said = self._once(part, max(deadline - time.monotonic(), 0.0))
-            if code in (0, 2):
-                return code
-            if code != _DEVICE_LOST:
-                keys = unfinished(read_rows(self.folder)[self._since :], part)
-                why = "its time was over" if code is None else f"its process ended with code {code}: {said}"
-                Log(self.folder, part, 0.0).add(keys[-1] if keys else "process", error=why)
-                if not keys or code is None:
-                    return 1
-        Log(self.folder, part, 0.0).add("process", error=f"given up after {_MOST_STARTS} starts")
-        return 1
-
-    def _once(self, part: str, seconds: float) -> tuple[int | None, str]:
-        """One process of a part: its exit code, None if it had to be ended, and the last line that it said."""
-        command = [sys.executable, *self._program, str(self.folder), "--one", part]
-        command += ["--seconds", f"{seconds:.1f}", "--since", str(self._since), *["--dry-run"] * self.dry]
-        path = self.folder / "log.txt"
-        with path.open("ab") as errors:
-            errors.write(f"-- {part}\n".encode())
-            errors.flush()
-            process = subprocess.Popen(command, cwd=ROOT, stderr=errors)
-            code: int | None = None
-            try:
-                code = process.wait(seconds + _GRACE_S)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                process.terminate()
-                try:
-                    process.wait(_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-        last = (path.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
-        if code == 2:
-            print(last, file=sys.stderr)
-        return code, last[:300]
+            row = json.loads(line)
+            rows[row["key"]] = row
+        except (ValueError, TypeError, KeyError):
+            raise InputError(f"line {number} of {path} is no row of this benchmark; name another folder") from None
+    return rows
 
 
-def is_wrong(row: Row) -> bool:
-    """Whether an outcome is an error, or a figure that is lacking; what a peer cannot do here is neither."""
-    return ("error" in row or "missing" in row) and row.get("side") != "peer"
+def _drop_half_row(folder: Path) -> None:
+    """Remove what a cut left of a row, so that the next one begins a line."""
+    path = folder / ROWS
+    if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
+
+
+# -- The page ----------------------------------------------------------------------------------------------------------------
+_PREDICTED = ("case", "kernel", "bytes alone, µs", "least, µs", "bound by", "likely, µs", "measured, µs", "measured / likely")
+
+
+def page(rows: Mapping[str, Row], predicted: Sequence[Row], *, dry: bool = False) -> str:
+    """All tables, as Markdown."""
+    parts = ["# haarkv on a GPU\n"]
+    if dry:
+        parts.append("This is a rehearsal on a CPU: its times mean nothing.\n")
+    checked = [(key, row.get("error", "passed"), f"{row['seconds']:.0f}") for key, row in rows.items() if "result" not in row]
+    parts.append(_markdown(Table("Checks, and groups that failed", ("what", "result", "seconds"), checked)))
+    parts.append(_markdown(Table("Predicted and measured", _PREDICTED, list(_predicted(rows, predicted)))))
+    for key, row in rows.items():
+        for title, columns, cells, notes in row.get("tables", ()):
+            parts += [_markdown(Table(f"{key}: {title}", columns, cells)), *(f"{note}\n" for note in notes)]
+    return "\n".join(parts)
+
+
+def _markdown(table: Table) -> str:
+    lines = (" | ".join(cells) for cells in (table.columns, ["---"] * len(table.columns), *table.rows))
+    return "\n".join([f"## {table.title}\n", *(f"| {line} |" for line in lines), ""])
+
+
+def _predicted(rows: Mapping[str, Row], predicted: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """No unit of the card can be faster than the least; measured below it, the count is wrong."""
+    measured = {
+        (r["batch"], r["context"], r["who"]): 1e3 * r["ms"]
+        for row in rows.values() for r in row.get("result", {}).get("rows", ()) if r["kind"] == "attention" and "ms" in r
+    }  # fmt: skip
+    for one in predicted:
+        us = measured.get((one["batch"], one["context"], f"cuda {one['who']}"))
+        given = [f"{one[name]:,.1f}" for name in ("bytes_us", "least_us", "likely_us")]
+        found = [f"{us:,.1f}", f"{us / one['likely_us']:.2f}"] if us else ["", ""]
+        if us and us < one["least_us"]:
+            found[1] += ", less than the least"
+        yield (f"{one['batch']} x {one['context']:,}", one["kernel"], *given[:2], one["bound_by"], given[2], *found)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from haarkv.models.catalog import TINY
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
-from haarkv.models.tiny_qwen3.train import learning_rate, recipe_parser, token_stream
+from haarkv.models.tiny_qwen3.train import EVAL_TOKENS, EVAL_WINDOWS, into_place, recipe_parser, token_stream, train
 from haarkv.models.weights import EMBEDDING, HEAD
 
 HERE = Path(__file__).resolve().parent
-EVAL_WINDOWS, EVAL_TOKENS = 24, 1024
 
 
 def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
@@ -86,32 +85,6 @@ def agreement(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, tokens: torch.Te
     return same / (EVAL_WINDOWS * EVAL_TOKENS)
 
 
-def train(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, tokens: torch.Tensor, args: argparse.Namespace) -> None:
-    """Run `--steps` optimiser steps in place, printing the loss."""
-    learned = [p for p in draft.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-    generator, began = torch.Generator().manual_seed(args.seed), time.monotonic()
-    for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        length = 512 if step < 0.7 * args.steps else 2048
-        starts = torch.randint(0, len(tokens) - length, (args.tokens_per_step // length,), generator=generator).tolist()
-        windows = torch.stack([tokens[s : s + length] for s in starts])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.autocast):
-            loss = loss_of(draft, model, windows)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % 20 == 0:
-            rate = (step + 1) * args.tokens_per_step / (time.monotonic() - began)
-            print(f"step {step + 1}/{args.steps} KL {loss.item():.3f} {rate:.0f} tokens/s", flush=True)
-
-
 def save(draft: Qwen3ForCausalLM, out: Path) -> None:
     """Write BF16 weights without the embedding and config beside `out`, then move each file into place whole.
 
@@ -127,9 +100,7 @@ def save(draft: Qwen3ForCausalLM, out: Path) -> None:
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         if out.resolve() != HERE:
             (scratch / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
-        for path in scratch.iterdir():
-            path.chmod(0o644)
-            path.replace(out / path.name)
+        into_place(scratch, out)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -154,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         before = agreement(there, model, held_out)
         print(f"{args.out} now: {before:.2%} of {EVAL_WINDOWS * EVAL_TOKENS} held-out tokens liked best by both", flush=True)
         draft = there if args.resume else draft
-    train(draft.train(), model, tokens, args)
+    train(draft.train(), tokens, args, partial(loss_of, draft, model), ahead=0)
     draft = draft.to(torch.bfloat16).float().eval()  # as it is stored
     after = agreement(draft, model, held_out)
     print(f"{after:.2%} after {args.steps * args.tokens_per_step} tokens", flush=True)

@@ -14,7 +14,8 @@ import copy
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,9 +82,14 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         copy.deepcopy(model).to(torch.bfloat16).save_pretrained(scratch)
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
         fast.save_pretrained(scratch)
-        for path in Path(scratch).iterdir():
-            path.chmod(0o644)
-            path.replace(out / path.name)
+        into_place(Path(scratch), out)
+
+
+def into_place(scratch: Path, out: Path) -> None:
+    """Move every file of a folder into another on the same disk, each whole."""
+    for path in scratch.iterdir():
+        path.chmod(0o644)
+        path.replace(out / path.name)
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -93,11 +99,27 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return float(args.lr * warm * (args.final_lr + (1 - args.final_lr) * cosine))
 
 
-def train(model: Qwen3ForCausalLM, tokens: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace) -> None:
-    """Run `--steps` optimiser steps in place, printing the loss and, every 200 steps, the held-out loss."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+def next_token_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the token that follows each."""
+    logits = model(input_ids=windows[:, :-1]).logits
+    return cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def train(
+    model: Qwen3ForCausalLM, tokens: torch.Tensor, args: argparse.Namespace, loss_of: Callable[[torch.Tensor], torch.Tensor],
+    ahead: int = 1, held_out: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run `--steps` optimiser steps in place, printing the loss and, every 200 steps, the held-out loss.
+
+    Args:
+        loss_of: of windows [n, length + ahead].
+        held_out: tokens; None prints no held-out loss.
+    """
+    learned = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(args.seed)
     device, began = model.device, time.monotonic()
@@ -106,19 +128,18 @@ def train(model: Qwen3ForCausalLM, tokens: torch.Tensor, held_out: torch.Tensor,
             group["lr"] = learning_rate(step, args)
         length = 512 if step < 0.7 * args.steps else 2048
         count = args.tokens_per_step // length
-        starts = torch.randint(0, len(tokens) - length - 1, (count,), generator=generator).tolist()
-        windows = torch.stack([tokens[s : s + length + 1] for s in starts]).to(device)
+        starts = torch.randint(0, len(tokens) - length - ahead, (count,), generator=generator).tolist()
+        windows = torch.stack([tokens[s : s + length + ahead] for s in starts]).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.autocast):
-            logits = model(input_ids=windows[:, :-1]).logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+            loss = loss_of(windows)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 20 == 0:
             rate = (step + 1) * args.tokens_per_step / (time.monotonic() - began)
             print(f"step {step + 1}/{args.steps} loss {loss.item():.3f} {rate:.0f} tokens/s", flush=True)
-        if (step + 1) % 200 == 0:
+        if held_out is not None and (step + 1) % 200 == 0:
             print(f"  held-out loss {held_out_loss(model, held_out):.4f}", flush=True)
 
 
@@ -168,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(f"{args.out} has another tokenizer, so losses a token cannot be compared; give another --out")
         before = held_out_loss(Qwen3ForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(args.device), held_out)
         print(f"held-out loss of {args.out} now: {before:.4f}", flush=True)
-    train(model, tokens, held_out, args)
+    train(model, tokens, args, partial(next_token_loss, model), held_out=held_out)
     after = held_out_loss(model.to(torch.bfloat16).float(), held_out)  # of the weights as they are stored
     print(f"held-out loss {after:.4f}, {args.steps * args.tokens_per_step} tokens")
     if after < before:

@@ -1,219 +1,120 @@
-"""The benchmark for GPUs, rehearsed without one: every part, a part that fails, a cut, going on after it, and the page."""
+"""The benchmark for GPUs, rehearsed without one: checks, timings, a part that fails, a cut, the page."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from places import ROOT
 
-from haarkv.benchmarks.attention import stored_copies
-from haarkv.benchmarks.cases import Case, random_kv, random_queries
+from haarkv.benchmarks import attention, decode_peers
 from haarkv.benchmarks.gpu import __main__ as command
-from haarkv.benchmarks.gpu import checks, page, peers
-from haarkv.benchmarks.gpu.attention import Attention, off
-from haarkv.benchmarks.gpu.device import DRY
-from haarkv.benchmarks.gpu.log import DeviceLostError, Log, drop_half_row, is_result, outcomes, read_rows, unfinished
-from haarkv.models.config import ModelConfig
+from haarkv.benchmarks.gpu import predictions
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 
 
-# -- The whole of it ---------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory):
-    """A folder that a rehearsal filled, and how it ended."""
+@pytest.mark.slow
+def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
     pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-    folder = tmp_path_factory.mktemp("gpu") / "out"
-    return folder, rehearse(folder)
+    folder = tmp_path / "out"
+    done = rehearse(folder)
+    rows = command.read_rows(folder)
+    assert [key for key, row in rows.items() if "error" in row] == ["a check that fails"]
+    assert done.returncode == 1, done.stderr
+    assert set(rows) == {*command.checks(dry=True), *command.timings(dry=True, memory=0)}
+    assert rows["contract rms_norm"]["passed"] == 3
+    timed = {(r["kind"], r["who"]): r["ms"] for row in rows.values() for r in row.get("result", {}).get("rows", ())}
+    for key in (("attention", "sdpa bf16 gqa"), ("store", "reference tq4"), ("prefill", "sdpa bf16 causal")):
+        assert timed[key] > 0
+    assert {who.removeprefix("sdpa bf16 ") for kind, who in timed if kind == "step"} & {"rows in our step", "gqa in our step"}
+    result = rows["attention of 1"]["result"]  # the header of every benchmark
+    assert result.keys() >= {"benchmark", "date", "cpu", "threads", "versions", "model", "context", "kv"}
+    assert rows["a prompt behind 32768"]["result"]["stored"] == 16
+    text = (folder / command.PAGE).read_text(encoding="utf-8")
+    for words in ("rehearsal", "sdpa bf16 rows", "it fails on purpose", "whole decode step", "CUDA C++"):
+        assert words in text
+    lines = (folder / command.ROWS).read_text(encoding="utf-8").splitlines()
+    lost = next(line for line in lines if '"contract rms_norm"' in line)
+    kept = [line for line in lines if line != lost and '"a check that fails"' not in line]
+    (folder / command.ROWS).write_text("\n".join([*kept, lost[:40]]), encoding="utf-8")
+    rehearse(folder)
+    now = (folder / command.ROWS).read_text(encoding="utf-8").splitlines()
+    assert now[: len(kept)] == kept
+    assert {json.loads(line)["key"] for line in now[len(kept) :]} == set(command.checks(dry=True))
 
 
-def rehearse(folder, *options):
+def rehearse(folder):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    words = [sys.executable, "-m", "haarkv.benchmarks.gpu", str(folder), "--dry-run", *options]
+    words = [sys.executable, "-m", "haarkv.benchmarks.gpu", str(folder), "--dry-run"]
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
-def test_a_rehearsal_runs_every_part(rehearsed):
-    folder, done = rehearsed
-    found = outcomes(read_rows(folder))
-    [failed] = [row for row in found.values() if "error" in row]
-    assert (failed["key"], failed["exit"]) == ("a check that fails", 1)  # and the other parts ran all the same
-    assert done.returncode == 1, done.stderr
-    assert {of for of, _ in found} == set(command.SHARES)
-    for key in (
-        "2 x 32 tq4", "2 x 32 copy", "2 x 32 bf16 copy", "2 x 32 sdpa bf16 rows", "2 x 32 sdpa bf16 gqa",
-    ):  # fmt: skip
-        assert found["attention", key]["us"] > 0
-    assert found["attention", "2 x 32 tq4"]["off"] < 0.01
-    assert "not installed" in found["attention", "2 x 32 flashinfer"]["missing"]
-    assert found["attention", "2 x 32 best"]["best"].startswith("sdpa")
-    assert found["append", "2 x 1 new tq4"]["us"] > 0
-    assert found["prefill", "8 behind 16 tq4"]["off"] < 0.01
-    assert found["steps", "2 x 32 best"]["gain"] > 0
-    assert found["checks", "contract rms_norm"]["passed"] == 3
-    text = (folder / page.PAGE).read_text(encoding="utf-8")
-    for words in ("rehearsal", "sdpa bf16 rows", "a check that fails", "Whole decode steps", "8 behind 16 flashinfer"):
-        assert words in text
-    facts = found["machine", "facts"]  # the header of every benchmark
-    assert facts.keys() >= {"benchmark", "date", "cpu", "threads", "versions", "model", "context", "kv"}
-
-
-@pytest.mark.slow
-def test_after_a_cut_it_goes_on_with_what_is_missing(rehearsed, tmp_path):
-    rows = [row for row in read_rows(rehearsed[0]) if row["part"] == "append"]
-    lost = next(row for row in rows if "us" in row and row["who"] == "bf16 index_copy")
-    kept = [row for row in rows if row != lost]
-    half = json.dumps(lost)[:40]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept) + half, encoding="utf-8")
-    done = rehearse(tmp_path, "--parts", "append")
-    assert done.returncode == 0, done.stderr
-    now = read_rows(tmp_path)
-    assert now[: len(kept)] == kept
-    assert [(row["key"], "begun" in row) for row in now[len(kept) :]] == [(lost["key"], True), (lost["key"], False)]
-
-
-# -- Parts that break ----------------------------------------------------------------------------------------------------
-BREAKS = """
-import os, sys, time
-from pathlib import Path
-from haarkv.benchmarks.gpu.log import DeviceLostError, Log
-folder, part = Path(sys.argv[1]), sys.argv[3]
-seconds, since = float(sys.argv[5]), int(sys.argv[7])
-log = Log(folder, part, seconds, since)
-try:
-    for key in ("one", "dies", "two", "loses the device", "three", "hangs", "four"):
-        if part == "machine" or not log.wants(key):
-            continue
-        with log.attempt(key) as row:
-            if key == "dies":
-                os.abort()
-            if key == "loses the device":
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            if key == "hangs":
-                time.sleep(600)
-            row["us"] = 1.0
-except DeviceLostError:
-    sys.exit(3)
-"""
-
-
-def test_what_breaks_a_part_costs_one_row_and_the_parts_after_it_run(tmp_path, monkeypatch):
-    script = tmp_path / "part.py"
-    script.write_text(BREAKS, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(command, "SHARES", {"checks": 300.0, "machine": 0.0})
-    run = command.Run(tmp_path, ["checks", "machine"], dry=True, program=[str(script)])
-    once, started = run._once, []
-
-    class Impatient(subprocess.Popen):
-        """Its time is over as soon as it hangs, however long a busy machine takes to start it."""
-
-        def wait(self, timeout=None):
-            while self.poll() is None:
-                if "hangs" in unfinished(read_rows(tmp_path), "checks"):
-                    assert timeout <= 300 + command._GRACE_S
-                    return super().wait(0.1)
-                time.sleep(0.02)
-            return super().wait()
-
-    def counted(part, seconds):
-        started.append(part)
-        return once(part, seconds)
-
-    monkeypatch.setattr(command.subprocess, "Popen", Impatient)
-    monkeypatch.setattr(run, "_once", counted)
-    assert run.all() == 1
-    found = {key: row for (part, key), row in outcomes(read_rows(tmp_path)).items() if part == "checks"}
-    assert [key for key, row in found.items() if is_result(row)] == ["one", "two", "three"]
-    assert found["dies"]["error"].startswith("its process ended with code -6")
-    assert "illegal memory access" in found["loses the device"]["error"]
-    assert found["hangs"]["error"] == "its time was over"
-    assert "four" not in found
-    assert started == ["checks"] * 3 + ["machine"]
-    assert (tmp_path / page.PAGE).exists()
-
-
-def test_a_part_whose_time_is_over_says_what_it_left_out(tmp_path):
-    log = Log(tmp_path, "attention", 0.0)
-    assert not log.wants("8 x 32768 best")
-    [row] = read_rows(tmp_path)
-    assert row["missing"] == "not measured: the 0 s of part attention were over"
-    assert command.is_wrong(row)
-    # The next run tries again; this one does not.
-    assert Log(tmp_path, "attention", 60.0, since=1).wants("8 x 32768 best")
-    assert not Log(tmp_path, "attention", 60.0, since=0).wants("8 x 32768 best")
-
-
-def test_an_error_is_a_row_and_a_lost_device_ends_the_process(tmp_path):
-    log = Log(tmp_path, "steps", 60.0)
-    with log.attempt("a") as row:
-        row["batch"] = 8
-        raise ValueError("no such thing\nmore")
-    with pytest.raises(DeviceLostError), log.attempt("outer"), log.attempt("b"):
-        raise RuntimeError("CUDA error: misaligned address")
-    rows = read_rows(tmp_path)
-    assert outcomes(rows)["steps", "a"] == {"part": "steps", "key": "a", "batch": 8, "error": "ValueError: no such thing"}
-    assert "misaligned" in outcomes(rows)["steps", "b"]["error"]
-    assert unfinished(rows, "steps") == ["outer"]  # it goes on with its other rows
-
-
-def test_a_cut_row_is_dropped_and_a_strange_file_refused(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"part": "p", "key": "k", "us": 1}\n{"part": "p", "ke', encoding="utf-8")
-    assert len(read_rows(tmp_path)) == 1
-    drop_half_row(tmp_path)
-    assert file.read_text(encoding="utf-8").endswith("1}\n")
+def test_a_strange_file_is_refused_and_a_cut_row_dropped(tmp_path):
+    file = tmp_path / command.ROWS
+    file.write_text('{"key": "k", "exit": 0}\n{"ke', encoding="utf-8")
+    assert list(command.read_rows(tmp_path)) == ["k"]
+    command._drop_half_row(tmp_path)
+    assert file.read_text(encoding="utf-8").endswith("0}\n")
     file.write_text("something else\n", encoding="utf-8")
     with pytest.raises(InputError, match=r"line 1 of .* is no row of this benchmark; name another folder"):
-        read_rows(tmp_path)
-    assert command.main([str(tmp_path)]) == 2
+        command.read_rows(tmp_path)
+    assert command.main([str(tmp_path), "--dry-run"]) == 2
 
 
 def test_without_a_gpu_it_is_one_clear_line(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert command.main([str(tmp_path), "--one", "machine"]) == 2
+    assert command.main([str(tmp_path)]) == 2
     assert capfd.readouterr().err.count("\n") == 1
-    assert command.main([str(tmp_path), "--page"]) == 0
 
 
 def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
-    assert command.ROOT == checks.ROOT == ROOT
+    assert command.ROOT == ROOT
     assert (command.ROOT / "haarkv" / "__init__.py").exists()
 
 
 def test_the_checks_need_no_zstd():
     """A machine with a card may lack it, and only stored conversations are packed."""
-    program = "import sys; sys.modules['zstandard'] = None; import haarkv.engine.session, haarkv.validation.ops.__main__"
+    program = (
+        "import sys; sys.modules['zstandard'] = None; import haarkv.benchmarks.gpu.__main__, haarkv.validation.ops.__main__"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_it_takes_less_than_nine_minutes():
-    assert sum(command.SHARES.values()) + len(command.SHARES) * 3 < 9 * 60
+    groups = command.timings(dry=False, memory=2**37)
+    assert command.CHECKS_S + sum(timing.seconds for timing in groups.values()) < 9 * 60
 
 
-def test_checks_that_take_too_long_are_ended(tmp_path, monkeypatch):
-    commands = {"slow": ["-c", "import time; print('begun', flush=True); time.sleep(60)"], "quick": ["-c", "print('done')"]}
-    monkeypatch.setattr(checks, "commands", lambda dry: commands)
+def test_what_takes_too_long_is_ended_and_takes_no_other_with_it():
+    commands = {
+        "slow": ["-c", "import time; print('begun', flush=True); time.sleep(60)"],
+        "quick": ["-c", "print('done')"],
+        "dies": ["-c", "import os; os.abort()"],
+    }
     began = time.monotonic()
-    checks.run(Log(tmp_path, "checks", 60.0), 1.5, dry=False)
+    found = {name: command.row_of(code, text) for name, (code, text, _) in command.outputs(commands, 2.5)}
     assert time.monotonic() - began < 20
-    found = {row["key"]: row for row in read_rows(tmp_path)}
-    assert found["slow"]["error"] == "it was ended: the time of this part was over"
-    assert found["slow"]["end"] == ["begun"]
-    assert found["quick"]["exit"] == 0
+    assert (found["slow"]["error"], found["slow"]["end"]) == ("it was ended: its time was over", ["begun"])
+    assert found["dies"]["error"].startswith("exit code -6: ")
+    assert found["quick"] == {"exit": 0, "end": ["done"]}
+
+
+def test_a_row_of_ours_without_a_time_is_wrong_and_one_of_a_peer_is_not():
+    def said(who):
+        return json.dumps({"result": {"rows": [{"who": who, "note": "no CUDA graph can hold it"}]}})
+
+    assert command.row_of(0, said("cuda tq4"))["error"] == "no time of cuda tq4"
+    assert "error" not in command.row_of(0, said("flashinfer"))
 
 
 def test_the_checks_that_a_card_runs_are_whole():
-    commands = checks.commands(dry=False)
+    commands = command.checks(dry=False)
     for op in OP_NAMES:
         shares = [words[-1] for words in commands.values() if words[-3:-2] == [op]]
         assert shares == [f"{part}/{len(shares)}" for part in range(1, len(shares) + 1)] != []
@@ -221,41 +122,33 @@ def test_the_checks_that_a_card_runs_are_whole():
         assert all((ROOT / word).exists() for word in words if word.endswith((".py", ".txt"))), words
 
 
-# -- The data, and others' attention ---------------------------------------------------------------------------------------
-CONFIG: ModelConfig = DRY.config
+def test_the_page_compares_with_what_was_predicted():
+    predicted = [row for row in predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
+
+    def page(us):
+        timed = {"kind": "attention", "who": "cuda tq4", "batch": 8, "context": 32768, "ms": us / 1e3}
+        return command.page({"of 8": {"key": "of 8", "seconds": 1.0, "result": {"rows": [timed]}}}, predicted)
+
+    assert "| 84.5 | 169.0 | 2.00 |" in page(169.0)
+    assert "less than the least" not in page(65.0)
+    assert "less than the least" in page(64.0)
 
 
-def dry_attention(folder, ops=reference):
-    return Attention(DRY, torch.device("cpu"), ops, Log(folder, "attention", 60.0))
+# -- The data, and others' attention -----------------------------------------------------------------------------------------
+def test_an_op_table_is_itself_where_there_is_no_gpu():
+    assert attention.step_tables(reference, torch.device("cpu")) == {"": reference}
 
 
-def test_what_is_timed_is_the_attention_of_every_copy():
-    """Sequences have numbers of their own, and what FP32 says of the first is what each copy gives."""
-    device, case = torch.device("cpu"), Case(4, 150)
-    k, v = random_kv(CONFIG, case, device)
-    assert not torch.equal(k[0], k[1])
-    q = random_queries(CONFIG, 4, device)
-    cache, batch = stored_copies(KVSpec("bf16").plan(1), CONFIG, case, k, v, 3)
-    for layer in range(3):
-        reference.store_kv(k[:, :, -1].float(), v[:, :, -1].float(), cache, layer, batch)
-        out = reference.paged_attention(q, cache, layer, batch, CONFIG.attentions[0].scale)
-        p = torch.einsum("bhgd,bhsd->bhgs", q.double().view(4, 1, 2, -1), k.double()) * CONFIG.attentions[0].scale
-        exact = torch.einsum("bhgs,bhsd->bhgd", p.softmax(-1), v.double()).view(q.shape)
-        assert off(out, exact[:2].float()) < 0.01
-
-
-def test_a_result_that_is_not_attentions_is_not_timed(tmp_path):
-    def zeros(q, *_):
-        return torch.zeros_like(q)
-
-    timed = dry_attention(tmp_path, SimpleNamespace(paged_attention=zeros, store_kv=reference.store_kv))
-    timed.decode()
-    [row] = [row for row in read_rows(tmp_path) if row["key"] == "2 x 32 tq4" and "begun" not in row]
-    assert "not attention" in row["error"]
-    assert "us" not in row
-    best = timed.log.results["2 x 32 best"]
-    assert best["ours_us"] == {}
-    assert best["best_us"] > 0
+@pytest.mark.parametrize(("window", "stored"), [(None, 0), (None, 5), (3, 5), (3, 0), (20, 5)])
+def test_a_prompt_behind_stored_tokens_sees_them(window, stored):
+    new, whole = 4, 4 + stored
+    mask = attention.within(window, stored, new, torch.device("cpu"))
+    q, k = torch.randn(1, 1, new, 8), torch.randn(1, 1, whole, 8)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, is_causal=mask is None)
+    last, first = stored + torch.arange(new).unsqueeze(1), stored + torch.arange(new).unsqueeze(1) - (window or whole)
+    seen = (torch.arange(whole) <= last) & (torch.arange(whole) > first)
+    exact = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ k
+    torch.testing.assert_close(out, exact, rtol=0, atol=1e-5)
 
 
 def fake_flash(q, k, v, cache_seqlens, causal):
@@ -288,51 +181,26 @@ class FakeFlashInfer:
         return torch.stack(outs)
 
 
-def test_flash_attention_and_flash_infer_are_asked_as_their_signatures_want(tmp_path, monkeypatch):
+@pytest.mark.parametrize("new", [1, 8])
+def test_flash_attention_and_flash_infer_are_asked_as_their_signatures_want(new, monkeypatch):
+    """What is not installed, and what gives something else, says so in place of a time."""
+
     def single(q, k, v, causal):
         return fake_flash(q[None], k[None], v[None], torch.tensor([len(k)]), causal)[0]
 
     modules = {
         "flash_attn_interface": SimpleNamespace(flash_attn_with_kvcache=fake_flash),
-        "flash_attn": SimpleNamespace(flash_attn_with_kvcache=lambda *a, **kw: (fake_flash(*a, **kw), None)),
         "flashinfer": SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer, single_prefill_with_kv_cache=single),
     }
-    monkeypatch.setattr(peers, "find_spec", lambda name: name in modules)
-    monkeypatch.setattr(peers, "import_module", modules.__getitem__)
-    timed = dry_attention(tmp_path)
-    timed.decode()
-    timed.prefill()
-    for case in ("2 x 32", "8 behind 16"):
-        for name in ("flash-attention 3", "flash-attention 2", "flashinfer"):
-            assert timed.log.results[f"{case} {name}"]["off"] < 0.01
-
-
-# -- The page ----------------------------------------------------------------------------------------------------------------
-def attention_rows():
-    for context, ours, best in ((1024, 5.0, 7.0), (32768, 90.0, 250.0)):
-        row = {"part": "attention", "batch": 8, "context": context, "bytes": 8.0 * context, "low_us": 1.0, "high_us": 300.0}
-        yield {**row, "key": f"8 x {context} tq4", "who": "tq4", "side": "ours", "us": ours, "tb_s": 1.5, "off": 0.002}
-        yield {**row, "key": f"8 x {context} copy", "who": "copy", "side": "copy", "us": ours / 2, "tb_s": 3.0}
-        for number, who in enumerate(("a", "b")):
-            yield {**row, "key": f"8 x {context} {who}", "who": who, "side": "peer", "us": best + number, "bytes": 1.0}
-
-
-def test_the_page_compares_with_the_best_of_the_others_with_a_copy_and_with_what_was_predicted():
-    predicted = [{
-        "batch": 8, "context": 32768, "kernel": "decode", "who": "tq4", "bytes_us": 64.0, "least_us": 91.0,
-        "bound_by": "alu", "likely_us": 100.0, "drawn": True,
-    }]  # fmt: skip
-    text = page.html(list(attention_rows()), predicted)
-    assert "2.78" in text  # 250 / 90
-    assert "50 %" in text  # of a copy of the same bytes
-    assert '<tr class="bad"><td class=left>8 x 32,768</td><td class=left>decode</td>' in text  # 90 is less than the least
-    assert "rehearsal" in text  # no row says which GPU
-
-
-def test_plots_are_drawn_where_matplotlib_is(monkeypatch):
-    best = {"part": "attention", "batch": 8, "who": "-", "ours_us": {"tq4": 9.0}, "best_us": 11.0}
-    rows = [*attention_rows(), *({**best, "context": c, "key": f"8 x {c} best", "copy_us": 3.0} for c in (1024, 32768))]
-    if find_spec("matplotlib"):
-        assert all(words in page.html(rows, page.predictions()) for words in ("<svg", "best of all peers", "predicted"))
-    monkeypatch.setattr(page, "find_spec", lambda _: None)
-    assert "<svg" not in page.html(rows, page.predictions())
+    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name in modules)
+    monkeypatch.setattr(decode_peers, "import_module", lambda name: modules[name])
+    q, k, v = torch.randn(1, new, 4, 64), torch.randn(1, 2, 32, 64), torch.randn(1, 2, 32, 64)
+    exact = fake_flash(q, *(x.transpose(1, 2) for x in (k, v)), torch.tensor([32]), causal=True)
+    found = {peer.name: peer for peer in decode_peers.packages(q, k, v, exact, lambda _: 2)}
+    for name in ("flash-attention 3", "flashinfer"):
+        assert (found[name].note, found[name].token_bytes) == ("", 4 * 2 * 64)
+        torch.testing.assert_close(found[name].run(1).view(exact.shape), exact)
+    assert (found["flash-attention 2"].run, found["flash-attention 2"].note) == (None, "flash_attn is not installed")
+    wrong = {peer.name: peer for peer in decode_peers.packages(q, k, v, -exact)}
+    assert "not attention" in wrong["flashinfer"].note
+    assert wrong["flashinfer"].run is None

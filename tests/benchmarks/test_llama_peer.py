@@ -12,6 +12,7 @@ from small_models import CONFIGS, small_model
 
 from haarkv.benchmarks import cases, gguf_file, whole
 from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
+from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
@@ -69,7 +70,7 @@ def our_logits(model, ids, kv):
     config, executor = model.config, ReferenceExecutor(model)
     cache, paging = cases.new_cache(KVSpec(kv).plan(config.num_layers), config, len(ids))
     sequence = paging.add()
-    return torch.cat([cases.decode(executor, torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
+    return torch.cat([verify(executor, torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
 
 
 @pytest.fixture(scope="module")

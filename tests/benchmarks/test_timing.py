@@ -82,6 +82,21 @@ def test_the_first_call_is_reported_apart_and_counts_in_no_figure(npu):
     assert len(calls) == 5
 
 
+def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_out(monkeypatch):
+    seen = []
+
+    def captured(run, runs, _device):
+        if run is print:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return lambda: [run(number) for number in range(runs)]
+
+    monkeypatch.setattr(timing, "captured", captured)
+    monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 0.128)[1])
+    result = timing.take_rested_turns({"a": seen.append, "b": print}, torch.device("cuda"), repeats=2)
+    assert result == {"a": timing.Spread(2.0, 2.0, 2.0)}
+    assert seen == 4 * list(range(timing.MOST_COPIES))  # two turns warm up
+
+
 def test_the_first_call_is_wall_time(monkeypatch):
     times = iter([0.0, 9.0, 10.0, 11.0, 20.0, 21.0])
     monkeypatch.setattr(timing, "clock", lambda _: lambda run: 1.0)

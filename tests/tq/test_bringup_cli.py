@@ -55,7 +55,7 @@ def trial(monkeypatch):
     """Put another executor in the place of `cpu`."""
 
     def put(build):
-        entry = replace(catalog._ENTRIES["cpu"], open=lambda model, device: build(model), refuses=lambda *_: None)
+        entry = replace(catalog._ENTRIES["cpu"], open=lambda model, device: build(model), missing=lambda: None)
         monkeypatch.setitem(catalog._ENTRIES, "cpu", entry)
 
     return put

@@ -23,7 +23,7 @@ def run(capsys):
 
 
 # 3 of 4 drafted tokens taken; whether that paid is a matter of the clock, whose numbers are given here.
-PAID = DraftReport("ngram", 3, 4, 3, 1.5, 2.0, 5.0, 2.5, executor="cpu", same_text=True, shared_bytes=0, kv_bytes=0)
+PAID = DraftReport("ngram", 3, 4, 3, 1.5, 2.0, 5.0, executor="cpu", same_text=True, shared_bytes=0, kv_bytes=0)
 TAKEN = "ngram, up to 3: 3 of 4 accepted (75%), 1.50 tokens a step"
 
 
@@ -31,9 +31,9 @@ TAKEN = "ngram, up to 3: 3 of 4 accepted (75%), 1.50 tokens a step"
     ("changed", "line"),
     [
         ({}, f"{TAKEN}; 2.00 ms a token, 5.00 in steps without a draft (2.50x)"),
-        ({"plain_ms_per_token": 1.0, "speed_up": 0.5},
+        ({"plain_ms_per_token": 1.0},
          f"{TAKEN}; 2.00 ms a token, 1.00 in steps without a draft (0.50x): does not pay here, leave out --draft"),
-        ({"plain_ms_per_token": None, "speed_up": None, "shared_bytes": 2**20, "kv_bytes": 1200},
+        ({"plain_ms_per_token": None, "shared_bytes": 2**20, "kv_bytes": 1200},
          f"{TAKEN}; 1.0 MiB of weights shared with the model; 1,200 bytes of KV cache of its own"),
         ({"proposed": 0, "accepted": 0}, "ngram: nothing drafted"),
     ],

@@ -52,7 +52,6 @@ _isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU ke
 _no_peers = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
 _save = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
 _plot = click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Draw it by context, as SVG.")
-_dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 
 
 def _all(*chosen: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,18 +204,20 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], no_peers: bool, peer_
 
 @command.command("prefill")
 @_of_a_layer
+@click.option("--stored", type=click.IntRange(min=0), default=0, metavar="N", help="Tokens before the prompt.")
 @_no_peers
-def prefill(no_peers: bool, **given: Any) -> None:
+def prefill(no_peers: bool, stored: int, **given: Any) -> None:
     """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
 
     Each token attends to itself and those before it, over the packed cache. All variants of a case take turns; torch's is
-    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt.
+    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt. On a GPU FlashAttention and
+    FlashInfer are measured too, where they are installed.
     """
     from haarkv.benchmarks.decode import measure, report
     from haarkv.benchmarks.decode_peers import SDPA
 
     with _turning(given) as on_turn, loading(given["model"]) as progress:
-        request = request_of(given, kinds=("prefill",), peers=() if no_peers else (SDPA,))
+        request = request_of(given, kinds=("prefill",), peers=() if no_peers else (SDPA,), stored=stored)
         machine, rows = measure(request, progress, on_turn)
     _finish(report("prefill", request, machine, rows), given)
 
@@ -263,7 +264,9 @@ def drafts(**given: Any) -> None:
 
 
 @command.command("long-context")
-@_all(options.model_option("random:14b"), _kvs("tq4"), options.executor_option(), _dtype, options.layers_option)
+@_all(options.model_option("random:14b"), _kvs("tq4"), options.executor_option())
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
+@options.layers_option
 @_all(_count("--threads", 1, "CPU threads; 1 measures CPU time, more wall time."), _contexts("200000"))
 @_count("--prefill", 4096, "Last tokens of a context that are computed.")
 @_all(_count("--steps", 7, "Decode steps that count."), _save, options.json_option)
@@ -281,27 +284,6 @@ def long_context(**given: Any) -> None:
     with _turning(given) as on_turn:
         rows = list(measure(requests, on_turn))
     _finish(report(requests, rows), given)
-
-
-@command.command("needles")
-@_all(
-    options.model_option(),
-    _kvs("bf16,tq4"),
-    options.calibration_option,
-    _dtype,
-    options.threads_option,
-    _contexts("1024,2048,4096,8192,16384"),
-)
-@_all(_count("--needles", 16, "In each haystack."), _count("--haystacks", 2, "Of each context."), _save, options.json_option)
-def needles(**given: Any) -> None:
-    """Count how often a model knows again what was said once, far back, with a packed cache and with bf16."""
-    from haarkv.benchmarks.needles import Request, measure, report
-
-    names = ("model", "contexts", "calibration", "needles", "haystacks", "dtype")
-    request = Request(kvs=_kv_list(given), **{name: given[name] for name in names})
-    with _turning(given) as on_turn:
-        rows = list(measure(request, on_turn))
-    _finish(report(request, rows), given)
 
 
 @command.command("serve")

@@ -167,13 +167,12 @@ def _latency(bench: Workbench) -> Found:
     def shown(value: float | None, scale: float = 1.0) -> str:
         return "–" if value is None else f"{value * scale:.3f}"
 
-    rows = [
-        (
-            row.kind, str(row.context), row.kv, shown(row.ms), "–" if row.ms is None else f"{row.low:.3f} … {row.high:.3f}",
-            shown(row.ms_per_token), shown(row.first_ms, 1e-3),
-        )
-        for row in measured
-    ]  # fmt: skip
+    rows = []
+    for kind, kv, context, tokens, t in measured:
+        spread = "–" if t is None else f"{t.low:.3f} … {t.high:.3f}"
+        per_token = None if t is None or kind == "layer" else t.ms / tokens
+        ms, first = (None, None) if t is None else (t.ms, t.first_ms)
+        rows.append((kind, str(context), kv, shown(ms), spread, shown(per_token), shown(first, 1e-3)))
     columns = ("call", "context", "format", "ms", "low … high", "ms/token", "first call, s")
     said = f"{len(rows)} calls of {', '.join(bench.plans)} at {', '.join(map(str, bench.contexts))} tokens"
     if executor.simulated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -129,13 +130,10 @@ def layer_call(
     return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]
 
 
-def _decode(model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
-    program = programs.decode_program(model.config, *sides_of(plan, layer))
-    return program, layer_call(program, model, plan=plan, layer=layer)
-
-
-def _prefill(model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
-    program = programs.prefill_program(model.config, *sides_of(plan, layer))
+def _layer(
+    build: Callable[..., LayerProgram], model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0
+) -> tuple[Program, list[torch.Tensor]]:
+    program = build(model.config, *sides_of(plan, layer))
     return program, layer_call(program, model, plan=plan, layer=layer)
 
 
@@ -146,8 +144,8 @@ def _head(model: DecoderModel, _: KVPlan = PLAN, _layer: int = 0) -> tuple[Progr
 
 
 PROGRAMS: dict[str, Callable[..., tuple[Program, list[torch.Tensor]]]] = {
-    "decode": _decode,
-    "prefill": _prefill,
+    "decode": partial(_layer, programs.decode_program),
+    "prefill": partial(_layer, programs.prefill_program),
     _HEAD: _head,
 }
 """Kind -> a program and the arguments of its smallest call, of a model, a plan and one of its layers."""

@@ -13,7 +13,7 @@ import machine_code
 import pytest
 from cuda_rows import rows_of
 
-from haarkv.benchmarks.gpu import page
+from haarkv.benchmarks.gpu import predictions
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
@@ -213,7 +213,7 @@ def test_what_is_predicted_of_triton_is_what_its_kernel_gives(other_triton, tmp_
     """The lines of predictions.jsonl, with the Triton that they name."""
     (row,) = rows_of("cuda_compile.py", "90", "decode 128", "--keep", str(tmp_path), triton=other_triton)
     kernel = f"Triton {row['triton'].rpartition('.')[0]}"
-    written = [one for one in page.predictions() if one["kernel"] == kernel]
+    written = [one for one in predictions() if one["kernel"] == kernel]
     if not written:
         pytest.skip(f"nothing is predicted of {kernel}")
     text = machine_code.disassemble(tmp_path / "decode_128_sm90.cubin")
