@@ -28,15 +28,13 @@ class Packed:
         kv_format: how the vectors are stored.
         layer: chooses the rotation.
         like: [B, Hkv, 0, D]; gives shapes and device.
-        scales: [Hkv, D], what channels are multiplied with before they are stored, powers of two; None for 1.
         front: groups left free before the first, for tokens that are kept elsewhere: so a token lies at its position.
     Raises:
         InputError: the format has no layout for D.
     """
 
-    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor, scales: Tensor | None = None, *, front: int = 0) -> None:
+    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor, *, front: int = 0) -> None:
         self.kv_format, self.layer, self.front = kv_format, layer, front
-        self.scales = None if scales is None else scales.to(like.device)
         self.block_groups = max(1, BLOCK_SIZE // kv_format.group_tokens)
         batch, heads, _, head_dim = like.shape
         self.fields = {
@@ -67,13 +65,6 @@ class Packed:
         """Whether every token lies at its position, none of a group being left out."""
         return self.begin == self.front and not self._short
 
-    def quantize(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Fields of vectors [B, Hkv, n, D], or [B, Hkv, n / G, G, D] of a format that stores G together."""
-        if self.scales is not None:
-            scales = self.scales.unsqueeze(1)
-            vectors = vectors.float() * (scales.unsqueeze(2) if self.kv_format.group_tokens > 1 else scales)
-        return self.kv_format.quantize(vectors, self.layer)
-
     def append(self, new: dict[str, Tensor]) -> None:
         """Store groups: every field [B, Hkv, groups, *field.shape]."""
         count = next(iter(new.values())).shape[2]
@@ -97,8 +88,6 @@ class Packed:
             vectors = self.kv_format.dequantize(self._read(first, last), self.layer)
             if group > 1:
                 vectors = vectors.flatten(2, 3)
-            if self.scales is not None:
-                vectors = vectors / self.scales.unsqueeze(1)
             short = {g - first: n for g, n in self._short.items() if first <= g < last}
             if short:
                 kept = [g * group + t for g in range(last - first) for t in range(short.get(g, group))]
