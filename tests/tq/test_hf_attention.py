@@ -262,6 +262,20 @@ def test_a_copy_and_a_cropped_cache_are_read_where_they_lie(calls):
     assert len(calls) == 2 * 8
 
 
+@pytest.mark.parametrize("kv", ["tq4", "kivi4", "k=kivi2,v=tq4"])
+def test_sides_that_grow_in_other_steps_do_not_drive_each_other(kv):
+    """K and V lie in as many blocks, and each has memory to spare by its own count."""
+    config = build().config
+    config._attn_implementation = IMPLEMENTATION
+    cache = tq.TQCache(config, kv)
+    for count in (1000, *[1] * 60):
+        k, v = torch.randn(2, 1, 2, count, 64, dtype=torch.bfloat16)
+        keys, _ = cache.update(k, v, 0)
+        if count == 1:
+            keys.attend(torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), 0.1, ())
+    assert max(side.packed.blocks for side in cache.layers[0].sides) <= 1060 * 33 // 32 // 128 + 2
+
+
 @pytest.mark.parametrize("options", [{"tail": 7}, {"tail": 128, "sink": 3}, {"kv": "kivi4", "tail": 70}], ids=str)
 def test_a_tail_that_was_cropped_is_restored(options):
     """What has left it is packed, and kernels would look for it in the ring."""

@@ -371,13 +371,13 @@ def test_stats_count_tail_and_sink():
 
 def test_memory_grows_in_linear_time(monkeypatch):
     moved = []
-    move = Packed._move
+    move = Packed.move
 
-    def counting(self, more):
+    def counting(self, blocks):
         moved.append(self.end - self.begin)
-        move(self, more)
+        move(self, blocks)
 
-    monkeypatch.setattr(Packed, "_move", counting)
+    monkeypatch.setattr(Packed, "move", counting)
     packed = Packed(formats.get("tq4"), 0, torch.empty(1, 1, 0, 8))
     token = {name: torch.zeros(1, 1, 1, *field.shape, dtype=field.dtype) for name, field in packed.kv_format.fields(8).items()}
     for _ in range(8192):

@@ -85,9 +85,13 @@ class Reader:
         """
         k, v = self._sides
         blocks = -(-seen // BLOCK_SIZE) + (_SPARE if any(padding) else 0)
-        most = max(k.packed.blocks, v.packed.blocks, blocks)
-        for side in self._sides:
-            side.packed.reserve(most * side.packed.block_groups)
+        sides = (k.packed, v.packed)
+        most = max(packed.blocks for packed in sides)
+        if blocks > most:
+            most = max(packed.blocks_for(blocks * packed.block_groups) for packed in sides)
+        for packed in sides:
+            if packed.blocks < most:  # not one more: the other side would follow, and both grow at every step
+                packed.move(most)
         cache = self._view()
         # A BF16 q times a power of two is exact, and so is a BF16 output.
         asked = _unscaled(q, k.scales).transpose(1, 2).flatten(0, 1)

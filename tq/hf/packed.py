@@ -68,16 +68,12 @@ class Packed:
     def append(self, new: dict[str, Tensor]) -> None:
         """Store groups: every field [B, Hkv, groups, *field.shape]."""
         count = next(iter(new.values())).shape[2]
-        self.reserve(self.end + count)
+        if self.end + count > self.capacity:
+            self.move(self.blocks_for(self.end - self.begin + count))
         block, place = self._places(self.end, self.end + count)
         for name, values in new.items():
             self.fields[name][:, block, :, place] = values.movedim(2, 0)
         self.end += count
-
-    def reserve(self, groups: int) -> None:
-        """Have memory for the groups before this one, and some to spare if there was none."""
-        if groups > self.capacity:
-            self._move(groups - self.end)
 
     def pieces(self) -> Iterator[Tensor]:
         """All tokens in order, restored: [B, Hkv, n, D] fp32 each."""
@@ -147,21 +143,20 @@ class Packed:
         groups = self.end - self.begin
         return sum(tensor[:, :1, :, :1].nbytes for tensor in self.fields.values()) * groups if groups else 0
 
-    def _blocks_for(self, groups: int) -> int:
+    def blocks_for(self, groups: int) -> int:
+        """Blocks of memory for that many groups in use, with some to spare."""
         spare = max(groups // SPARE_FRACTION, -(-SPARE_TOKENS // self.kv_format.group_tokens))
         return -(-(self.front + groups + spare) // self.block_groups)
 
     def _give_back(self) -> None:
-        if self.blocks > 2 * self._blocks_for(self.end - self.begin):
-            self._move(0)
+        if self.blocks > 2 * (blocks := self.blocks_for(self.end - self.begin)):
+            self.move(blocks)
 
-    def _move(self, more: int) -> None:
-        """Move to new memory with room for `more` groups and some to spare."""
-        groups = self.end - self.begin
-        blocks = self._blocks_for(groups + more)
+    def move(self, blocks: int) -> None:
+        """Move to new memory of so many blocks, which hold at least what is in use."""
         held = self._read(self.begin, self.end)
         self._short = {g - self.begin + self.front: n for g, n in self._short.items()}
-        self.begin, self.end = self.front, self.front + groups
+        self.begin, self.end = self.front, self.front + self.end - self.begin
         block, place = self._places(self.begin, self.end)
         for name, old in self.fields.items():
             # Zeros: kernels load whole blocks, and what no token was stored in must be a number.
