@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
-from tq.output import err, loading, print_table
+from tq.output import loading, print_table, telling
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
@@ -37,34 +36,17 @@ def _kvs(default: str) -> Callable[..., Any]:
     return click.option("--kv", "kvs", multiple=True, metavar="LIST", help=about)
 
 
-def _numbers(name: str, default: str, about: str) -> Callable[..., Any]:
-    return click.option(name, type=options.Numbers(), default=default, show_default=True, help=about)
-
-
-def _count(name: str, default: int, about: str) -> Callable[..., Any]:
-    return click.option(name, type=click.IntRange(min=1), default=default, show_default=True, help=about)
-
-
-_contexts = partial(_numbers, "--contexts", about="Tokens in the cache.")
-_batches = partial(_numbers, "--batches", about="Sequences at once.")
-_repeats = partial(_count, "--repeats", about="Timed runs of each variant.")
+_contexts = partial(options.numbers, "--contexts", "Tokens in the cache.")
+_batches = partial(options.numbers, "--batches", "Sequences at once.")
+_repeats = partial(options.count, "--repeats", "Timed runs of each variant.")
 _isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
 _no_peers = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
 _save = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
-_plot = click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Draw it by context, as SVG.")
+_plot = options.file("--plot", "Draw it by context, as SVG.")
 _dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 
 
-def _all(*chosen: Callable[..., Any]) -> Callable[..., Any]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(chosen):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-_of_a_layer = _all(
+_of_a_layer = options.together(
     options.model_option("random:0.6b"), _kvs("bf16,tq4"), options.executor_option(multiple=True),
     options.run_options("bfloat16"), _contexts("1024,4096"), _batches("1"), _repeats(7), _isa, _save, options.json_option,
 )  # fmt: skip
@@ -97,11 +79,8 @@ def _turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
     if given.get("plot"):
         require_matplotlib()
         check_writable(given["plot"])
-    shown = err().is_terminal
-    try:
-        yield lambda who: print(f"\r\x1b[Ktiming {who}", end="", file=sys.stderr, flush=True) if shown else None
-    finally:
-        print("\r\x1b[K" if shown else "", end="", file=sys.stderr, flush=True)
+    with telling() as tell:
+        yield lambda who: tell(f"timing {who}")
 
 
 def _kv_list(given: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:
@@ -238,7 +217,7 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
 
 
 @command.command("drafts")
-@_all(
+@options.together(
     options.model_option(),
     options.kv_option,
     options.executor_option(),
@@ -263,10 +242,13 @@ def drafts(**given: Any) -> None:
 
 
 @command.command("long-context")
-@_all(options.model_option("random:14b"), _kvs("tq4"), options.executor_option(), _dtype, options.layers_option)
-@_all(_count("--threads", 1, "CPU threads; 1 measures CPU time, more wall time."), _contexts("200000"))
-@_count("--prefill", 4096, "Last tokens of a context that are computed.")
-@_all(_count("--steps", 7, "Decode steps that count."), _save, options.json_option)
+@options.together(options.model_option("random:14b"), _kvs("tq4"), options.executor_option(), _dtype, options.layers_option)
+@options.count("--threads", "CPU threads; 1 measures CPU time, more wall time.", 1)
+@_contexts("200000")
+@options.count("--prefill", "Last tokens of a context that are computed.", 4096)
+@options.count("--steps", "Decode steps that count.", 7)
+@_save
+@options.json_option
 def long_context(**given: Any) -> None:
     """Measure the memory of a process that holds a long context, a chunked prefill at its end, and the steps behind it.
 
@@ -284,7 +266,7 @@ def long_context(**given: Any) -> None:
 
 
 @command.command("needles")
-@_all(
+@options.together(
     options.model_option(),
     _kvs("bf16,tq4"),
     options.calibration_option,
@@ -292,7 +274,10 @@ def long_context(**given: Any) -> None:
     options.threads_option,
     _contexts("1024,2048,4096,8192,16384"),
 )
-@_all(_count("--needles", 16, "In each haystack."), _count("--haystacks", 2, "Of each context."), _save, options.json_option)
+@options.count("--needles", "In each haystack.", 16)
+@options.count("--haystacks", "Of each context.", 2)
+@_save
+@options.json_option
 def needles(**given: Any) -> None:
     """Count how often a model knows again what was said once, far back, with a packed cache and with bf16."""
     from haarkv.benchmarks.needles import Request, measure, report
@@ -305,19 +290,24 @@ def needles(**given: Any) -> None:
 
 
 @command.command("serve")
-@_all(options.model_option("random:0.6b"), _numbers("--users", "1,2,4,8,16,25", "Requests at once."))
-@_numbers("--prompt-tokens", "128,1024,8192", "Of each prompt.")
+@options.model_option("random:0.6b")
+@options.numbers("--users", "Requests at once.", "1,2,4,8,16,25")
+@options.numbers("--prompt-tokens", "Of each prompt.", "128,1024,8192")
 @click.option(
     "--kv", default="bf16,tq4", metavar="LIST", show_default=True, help="Formats; the last is measured by the first."
 )
-@_all(
+@options.together(
     options.calibration_option,
     click.option("--kv-plan", "plans", type=Path, multiple=True, metavar="FILE", help="Also a plan."),
 )
 @click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers [default: 4].")
-@_all(_count("--output-tokens", 64, "Of each answer."), _count("--memory", 1536, "MiB of KV cache of each server."))
-@_all(_count("--cold", 1, "Rounds of new prompts."), _count("--repeats", 3, "Rounds that send the last of them again."))
-@_all(click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True), _save, options.json_option)
+@options.count("--output-tokens", "Of each answer.", 64)
+@options.count("--memory", "MiB of KV cache of each server.", 1536)
+@options.count("--cold", "Rounds of new prompts.", 1)
+@options.count("--repeats", "Rounds that send the last of them again.", 3)
+@options.seed_option
+@_save
+@options.json_option
 def serve(**given: Any) -> None:
     """Measure vLLM's server under load with several storages of K and V, in turns, the same memory for each; needs vLLM."""
     from haarkv.benchmarks.serve import measure, request_of
@@ -329,9 +319,9 @@ def serve(**given: Any) -> None:
 
 
 @command.command("npu")
-@_all(_contexts("512,1024,2048,4096,8192"), _batches("1,8"))
+@options.together(_contexts("512,1024,2048,4096,8192"), _batches("1,8"))
 @click.option("--variant", "variants", multiple=True, help="A design to simulate; repeatable [default: all].")
-@_all(_plot, _save, options.json_option)
+@options.together(_plot, _save, options.json_option)
 def npu(contexts: tuple[int, ...], batches: tuple[int, ...], variants: tuple[str, ...], **given: Any) -> None:
     """Count the cycles of decode attention at Qwen3-14B's shape, in PyPTO's cost model of an Ascend 910B.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import check_folder, whole_folder
-from tq.options import json_option, kv_options, kv_spec, model_option
+from tq.options import file, json_option, kv_options, kv_spec, model_option
 from tq.output import counting, print_table
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ _PROGRAMS = ("decode", "prefill", "head")
 @click.option(
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
-@click.option(
-    "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the C++ to a new folder, with a Makefile."
-)
+@file("--cpp", "Write the C++ to a new folder, with a Makefile.", "folder", metavar="DIR")
 @kv_options()
 @json_option
 def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool, **kv: Any) -> int:

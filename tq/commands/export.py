@@ -11,7 +11,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_folder, whole_folder
 from tq import __version__
-from tq.options import json_option, model_option
+from tq.options import file, json_option, model_option
 from tq.output import loading, print_table
 
 
@@ -27,7 +27,7 @@ def _layers(value: str) -> tuple[int | None, int]:
 @click.command("export")
 @model_option()
 @click.option("--kv", default="tq4", show_default=True, help="The graphs hold only tq4.")
-@click.option("--out", metavar="DIR", required=True, type=click.Path(path_type=Path), help="A new folder; see --force.")
+@file("--out", "A new folder; see --force.", metavar="DIR", required=True)
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float16 for atc, else float32]"
 )

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.output_files import check_writable, write_whole
+from haarkv.tq_ops.output_files import write_whole
 from tq.commands.generate import read_prompts
 from tq.commands.validate_report import about, as_csv, compare, print_rows, print_verdict, unexercised, write_replay
 from tq.commands.validate_run import validated
 from tq.options import (
+    check_outputs,
+    count,
     executor_option,
+    file,
     json_option,
     kv_options,
     model_option,
@@ -35,23 +38,15 @@ _SELF_TEST_TOKENS = (120, 100)
 @click.command("validate")
 @model_option()
 @prompt_options
-@click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="Use only the first N tokens of each prompt.")
+@count("--prompt-tokens", "Use only the first N tokens of each prompt.", metavar="N")
 @kv_options()
 @executor_option()
 @run_options()
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
-@click.option("--steps", type=click.IntRange(min=0), default=4, show_default=True, help="Decode steps after the prefill.")
-@click.option(
-    "--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows, with Ascend's columns."
-)
-@click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
-@click.option(
-    "--replay",
-    "replay_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="On failure, write the failing layer, shrunk, for `tq replay`.",
-)
+@count("--steps", "Decode steps after the prefill.", 4, least=0)
+@file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
+@file("--html", "Write a page with plots.", "html_file")
+@file("--replay", "On failure, write the failing layer, shrunk, for `tq replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
 @click.option(
     "--compare",
@@ -60,13 +55,7 @@ _SELF_TEST_TOKENS = (120, 100)
     metavar="A.json B.json",
     help="Run nothing: what got better or worse from one --json report to another?",
 )
-@click.option(
-    "--repeat",
-    type=click.IntRange(min=0),
-    default=1,
-    show_default=True,
-    help="Run each layer so often again, and compare the executor with itself.",
-)
+@count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found; minutes.")
 @click.option("--sensitivity", is_flag=True, help="Print the smallest error of scale that is caught, by stage; minutes.")
 @json_option
@@ -93,14 +82,9 @@ def command(context: click.Context, /, **given: Any) -> int:
         for name, run in (("self_test", _self_test), ("sensitivity", _sensitivity)):
             if given[name]:
                 return run(context, dtype=given["dtype"], as_json=given["as_json"])
-        named = {name: given[f"{name}_file"] for name in ("csv", "html", "replay") if given[f"{name}_file"] is not None}
-        files = list(named.values())
-        if len({file.resolve() for file in files}) < len(files):
-            raise click.UsageError(f"{' and '.join(f'--{name}' for name in named)} name the same file")
         if given["replay_file"] and given["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
-        for file in files:
-            check_writable(file)
+        check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
         own = bool(given["prompts"] or given["files"])
         if given["prompt_tokens"] and not own:
             raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
