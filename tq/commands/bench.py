@@ -94,9 +94,19 @@ def request_of(given: dict[str, Any], **more: Any) -> Request:
     from haarkv.benchmarks.decode import Request
 
     kvs = _kv_list(given)
+    _require_known(*given["executors"])
     executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
     names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa")
     return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
+
+
+def _require_known(*executors: str) -> None:
+    """Refuse a slip in a name before weights are made for it, or a process is started."""
+    from haarkv.executors.catalog import AUTO, default_dtype
+
+    for name in executors:
+        if name != AUTO:
+            default_dtype(name)
 
 
 def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
@@ -259,6 +269,7 @@ def long_context(**given: Any) -> None:
 
     names = ("model", "layers", "dtype", "executor", "prefill", "steps", "threads")
     of_all = {name: given[name] for name in names}
+    _require_known(given["executor"])
     requests = [Request(kv=kv, context=c, **of_all) for kv in _kv_list(given, ["tq4"]) for c in given["contexts"]]
     with _turning(given) as on_turn:
         rows = list(measure(requests, on_turn))
