@@ -29,6 +29,8 @@ from tq.cli import main
 NAMES = list(RUNGS)
 QUICK = ("--kv", "tq4", "--prompt", "def main(argv):", "--max-new-tokens", "8", "--contexts", "20,60")
 """The text is validated up to 21 tokens, 22 in a verify, and continued up to 23."""
+SHORT = ("--max-new-tokens", "2", "--contexts", "20")
+"""For climbs whose highest rungs are not what is looked at."""
 
 
 @pytest.fixture(scope="session")
@@ -284,15 +286,15 @@ def test_a_mended_rung_goes_on_where_it_failed(bringup, trial):
 
 def test_what_depends_on_a_change_is_run_again_and_says_why(bringup, monkeypatch, trial):
     trial(ReferenceExecutor)
-    assert bringup()[0] == 0
-    code, out, _ = bringup("--resume", "--max-new-tokens", "5")
+    assert bringup(*SHORT)[0] == 0
+    code, out, _ = bringup(*SHORT, "--resume", "--max-new-tokens", "1")
     assert code == 0
     assert "text is run again: new tokens changed" in out
     assert [name for name, was_kept in verdicts(out).items() if not was_kept] == ["environment", "text"]
     installed = environment._installed
     monkeypatch.setattr(environment, "_installed", lambda name: "9.9" if name == "safetensors" else installed(name))
     monkeypatch.setattr(environment, "_missing", lambda _: None)
-    code, out, _ = bringup("--resume", "--max-new-tokens", "5")
+    code, out, _ = bringup(*SHORT, "--resume", "--max-new-tokens", "1")
     assert code == 0
     assert "add is run again: safetensors changed" in out
     assert not any(verdicts(out).values())
@@ -429,7 +431,7 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, tmp_path, checkpoin
     """And another calibration is another verdict."""
     plan = write_calibration(tmp_path / "mixed.safetensors", checkpoint, kv="lr32", layers={0: "k=tq4,v=lr64"})
     file = write_calibration(tmp_path / "made.safetensors", checkpoint)
-    given = ("--kv", "k=lr64,v=lr32", "--calibration", str(file), "--kv-plan", str(plan))
+    given = ("--kv", "k=lr64,v=lr32", "--calibration", str(file), "--kv-plan", str(plan), *SHORT)
     code, out, err = bringup(*given)
     assert code == 0, out + err
     assert "of tq4, k=lr64,v=lr32, mixed at" in kept(bringup.folder, "latency")["found"]["said"]

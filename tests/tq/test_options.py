@@ -250,18 +250,26 @@ def test_help_shows_every_public_name_with_a_line_of_its_own():
         assert getattr(tq, name).__doc__.splitlines()[0] in shown
 
 
-def test_help_works_without_transformers():
+def test_help_works_without_transformers_and_what_needs_them_says_so():
     code = (
         "import importlib.util, sys\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'transformers' else find(name, *rest)\n"
-        "sys.modules['transformers'] = None\n"
         "import pydoc, tq\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+        "sys.modules['transformers'] = None\n"
         "shown = pydoc.render_doc(tq, renderer=pydoc.plaintext)\n"
         "print('PagedKVCache' in dir(tq), 'TQCache' in dir(tq), 'class Session' in shown)\n"
+        "for name in ('TQCache', 'generate', 'calibrate'):\n"
+        "    try:\n"
+        "        getattr(tq, name)\n"
+        "    except tq.InputError as error:\n"
+        "        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "True False True\n", done.stderr
+    missing = "needs transformers, which is not installed; run pip install 'haarkv[hf]'"
+    told = [f"tq.{name} {missing}" for name in ("TQCache", "generate", "calibrate")]
+    assert done.stdout.splitlines() == ["True False True", *told], done.stderr
 
 
 def test_python_m_tq_is_the_command():

@@ -179,9 +179,8 @@ def info_peak(folder, config):
     return int(done.stdout), done.stderr
 
 
-@pytest.mark.parametrize("megabytes", [100, 500, 800])
-def test_too_small_a_limit_is_one_line(megabytes):
-    script = f"ulimit -v {megabytes * 1024}; exec {sys.executable} -m tq info tiny"
+def test_too_small_a_limit_is_one_line():
+    script = f"ulimit -v {500 * 1024}; exec {sys.executable} -m tq info tiny"
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=False, text=True)
     assert_refused((done.returncode, done.stdout, done.stderr), "GiB of memory, and needs 1 GiB; raise ulimit -v")
 

@@ -7,19 +7,16 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from checkpoints import EMBEDDING, poison, write_checkpoint
 from machines import has_only
 from refusals import assert_refused
-from small_models import resized
 
 import tq
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models import catalog as catalog_of_models
 from haarkv.tq_ops import output_files
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import check_writable, write_whole
@@ -208,16 +205,11 @@ def test_prompts_are_cut_to_so_many_tokens(validate, checkpoint, tmp_path):
     assert json.loads(validate(*args)[1])["prompt_tokens"] == [3, 4]
 
 
-def test_without_a_prompt_everything_is_exercised(validate, monkeypatch):
-    """Blocks, sequences, chunks, and scales of a second run; on two layers of the model that ships."""
-    config, model = catalog_of_models.read_config("tiny"), catalog_of_models.load_model("tiny")
-    two = resized(config, num_layers=2)
-    shortened = replace(model, config=two, weights=replace(model.weights, layers=model.weights.layers[:2]))
-    monkeypatch.setattr(catalog_of_models, "read_config", lambda *_: two)
-    monkeypatch.setattr(catalog_of_models, "load_model", lambda *_: shortened)
-    code, out, _ = validate("--steps", 1, "--json")
-    report = json.loads(out)
-    assert (code, report["prompt_tokens"], report["not_exercised"]) == (0, [128, 129, 515, 24], [])
+def test_without_a_prompt_everything_is_exercised(validate, tmp_path_factory):
+    """Blocks, sequences, chunks, and scales of a second run."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("wide") / "m", config={"head_dim": 64})
+    report = validate("--model", folder, "--executor", "cpu", "--steps", 1, "--json").json
+    assert (report["prompt_tokens"], report["not_exercised"]) == ([128, 129, 515, 24], [])
     phases = {"prefill", "decode", "verify"}
     assert {row["phase"] for row in report["rows"]} == phases | {f"scaled {phase}" for phase in phases}
 
