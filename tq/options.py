@@ -33,6 +33,15 @@ def together(*options: Decorator) -> Decorator:
     return decorate
 
 
+def written() -> dict[str, str]:
+    """Of the command that runs, the options that its user wrote: by the names of their arguments, as they are written."""
+    context, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
+    return {
+        option.name: option.opts[0] for option in context.command.params
+        if option.name and context.get_parameter_source(option.name) is not default
+    }  # fmt: skip
+
+
 # -- Kinds of values -------------------------------------------------------------------------------------------------------
 
 
@@ -215,12 +224,9 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
         learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
         kv, tail, sink, skipped = given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"]
         return replace(learned, kv=kv, tail=tail, sink=sink, skip_layers=skipped)
-    context = click.get_current_context()
-    for option in context.command.params:
-        if option.name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
-            source = context.get_parameter_source(option.name)
-            if source is not click.core.ParameterSource.DEFAULT:
-                raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option.opts[0]}")
+    for name, option in written().items():
+        if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
+            raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")
     return load(file)
 
 

@@ -178,7 +178,7 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], no_peers: bool, peer_
     from haarkv.benchmarks.decode_peers import LLAMA
     from haarkv.benchmarks.llama_process import parse_kinds
 
-    if no_peers and click.get_current_context().get_parameter_source("peers") is not click.core.ParameterSource.DEFAULT:
+    if no_peers and "peers" in options.written():
         raise click.UsageError("--no-peers measures nobody else; leave out --peers")
     if ranks.size > 1 and set(kinds) - {"step"}:
         raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")

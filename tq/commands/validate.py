@@ -24,6 +24,7 @@ from tq.options import (
     prompt_options,
     run_options,
     set_threads,
+    written,
 )
 from tq.output import unread_is_fine
 from tq.ranks import tensor_parallel
@@ -74,14 +75,14 @@ def command(context: click.Context, /, **given: Any) -> int:
     with unread_is_fine():
         set_threads(given["threads"])
         if given["compare"]:
-            _alone(context, {"compare", "as_json", "threads"}, "--compare runs nothing")
+            _alone({"compare", "as_json", "threads"}, "--compare runs nothing")
             before, after = given["compare"]
             return compare(before, after, given["as_json"])
         if given["self_test"] and given["sensitivity"]:
             raise click.UsageError("--self-test and --sensitivity are two commands; give one of them")
         for name, run in (("self_test", _self_test), ("sensitivity", _sensitivity)):
             if given[name]:
-                return run(context, dtype=given["dtype"], as_json=given["as_json"])
+                return run(dtype=given["dtype"], as_json=given["as_json"])
         if given["replay_file"] and given["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
@@ -115,21 +116,19 @@ def command(context: click.Context, /, **given: Any) -> int:
         return 0 if report.passed else 1
 
 
-def _alone(context: click.Context, own: set[str], why: str) -> None:
+def _alone(own: set[str], why: str) -> None:
     """Refuse options beside those that a way of running this command has a use for."""
-    source = click.core.ParameterSource.DEFAULT
-    for option in context.command.params:
-        if option.name and option.name not in own and context.get_parameter_source(option.name) is not source:
-            raise click.UsageError(f"{why}; leave out {option.opts[0]}")
+    if others := [option for name, option in written().items() if name not in own]:
+        raise click.UsageError(f"{why}; leave out {others[0]}")
 
 
 _OWN = {"self_test", "sensitivity", "dtype", "as_json", "threads"}
 _LAYERS = 3
 
 
-def _own_run(context: click.Context, option: str, dtype: str | None) -> tuple[list[DecoderModel], list[list[int]]]:
+def _own_run(option: str, dtype: str | None) -> tuple[list[DecoderModel], list[list[int]]]:
     """What a command without a model of the user's own runs on: the first layers of `tiny`, and a text of code."""
-    _alone(context, _OWN, f"{option} uses its own model, prompts and executor")
+    _alone(_OWN, f"{option} uses its own model, prompts and executor")
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
     from haarkv.tq_ops import reference
@@ -141,9 +140,9 @@ def _own_run(context: click.Context, option: str, dtype: str | None) -> tuple[li
     return models, [ids[:count] for count in _SELF_TEST_TOKENS]
 
 
-def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
+def _self_test(*, dtype: str | None, as_json: bool) -> int:
     """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
-    models, prompts = _own_run(context, "--self-test", dtype)
+    models, prompts = _own_run("--self-test", dtype)
     from haarkv.validation.layers.self_test import self_test
 
     rows = self_test(models, prompts, None if as_json else _show_fault)
@@ -164,9 +163,9 @@ def _show_fault(row: SelfTestRow) -> None:
 
 
 # -- Sensitivity ---------------------------------------------------------------------------------------------------------
-def _sensitivity(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
+def _sensitivity(*, dtype: str | None, as_json: bool) -> int:
     """Print the smallest error of scale that is caught, by stage; 0."""
-    models, prompts = _own_run(context, "--sensitivity", dtype)
+    models, prompts = _own_run("--sensitivity", dtype)
     from haarkv.validation.layers.self_test import sensitivity
 
     rows = [row for model in models for row in sensitivity(model, prompts, None if as_json else _show_sensitivity)]
