@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.generate import read_prompt
-from tq.options import (
-    calibration_option,
-    count,
-    device_option,
-    file,
-    json_option,
-    layers_option,
-    model_option,
-    named_plans,
-    numbers,
-    prompt_options,
-    set_threads,
-    threads_option,
-)
 from tq.output import telling, unread_is_fine
 
 if TYPE_CHECKING:
@@ -37,23 +24,23 @@ _FIRST = "environment"
 
 
 @click.command("bringup")
-@model_option()
-@prompt_options
+@options.model_option()
+@options.prompt_options
 @click.option(
     "--kv", "kvs", multiple=True, metavar="LIST",
     help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
 )  # fmt: skip
-@calibration_option
+@options.calibration_option
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more cache.")
 @click.option("--executor", default="npu", show_default=True, help="npu, cuda, cpu or onnx.")
-@device_option
-@layers_option
-@threads_option
-@numbers("--contexts", "Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].")
-@count("--max-new-tokens", "Of greedy text [default: 32; 3 in the simulator].", metavar="N")
-@file("--out", "Where results, logs and page go.", metavar="FOLDER", required=True)
+@options.device_option
+@options.layers_option
+@options.threads_option
+@options.numbers("--contexts", "Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].")
+@options.count("--max-new-tokens", "Of greedy text [default: 32; 3 in the simulator].", metavar="N")
+@options.file("--out", "Where results, logs and page go.", metavar="FOLDER", required=True)
 @click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
-@json_option
+@options.json_option
 @click.pass_context
 def command(context: click.Context, /, **given: Any) -> int:
     """Bring an executor up on a new machine, from its versions to text and latency, one rung after the other.
@@ -69,7 +56,7 @@ def command(context: click.Context, /, **given: Any) -> int:
     Exit code 0 if every rung passed that this executor has, 1 if one failed, 2 if nothing could be tried.
     """
     with unread_is_fine():
-        set_threads(given["threads"])
+        options.set_threads(given["threads"])
         from haarkv.validation.bringup.climb import climb, ladder
         from haarkv.validation.bringup.environment import require_executor
         from haarkv.validation.bringup.report import verdict
@@ -135,7 +122,7 @@ def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
     if spec.calibration and not given["kvs"]:
         raise click.UsageError("--calibration is for formats lrN; name them with --kv")
     caches = {name: replace(spec, kv=name) for name in parse_list(given["kvs"], spec.calibration)}
-    return caches | named_plans(given["plan_files"], caches, "caches")
+    return caches | options.named_plans(given["plan_files"], caches, "caches")
 
 
 def _latency(bench: Workbench) -> Found:

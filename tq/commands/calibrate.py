@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.eval import read_text
-from tq.options import (
-    check_outputs,
-    count,
-    executor_option,
-    file,
-    json_option,
-    model_option,
-    resume_option,
-    run_options,
-    set_threads,
-)
 from tq.output import loading, print_table, scoring, unread_is_fine
 
 if TYPE_CHECKING:
@@ -44,17 +34,17 @@ if TYPE_CHECKING:
     "--verify", "verify_file", metavar="FILE",
     help="A text to judge by [default: the second half of --text, excluded from learning].",
 )  # fmt: skip
-@file("--out", "The calibration, as safetensors.", "out_file", required=True)
-@model_option()
-@executor_option()
-@run_options()
-@count("--tokens", "Tokens of --text to learn from.", 10240)
-@count("--verify-tokens", "Tokens to judge by.", 4096)
+@options.file("--out", "The calibration, as safetensors.", "out_file", required=True)
+@options.model_option()
+@options.executor_option()
+@options.run_options()
+@options.count("--tokens", "Tokens of --text to learn from.", 10240)
+@options.count("--verify-tokens", "Tokens to judge by.", 4096)
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
-@count("--context", "Tokens a sequence may have; fewer serve K better [default: the model's most].", metavar="N")
-@resume_option
+@options.count("--context", "Tokens a sequence may have; fewer serve K better [default: the model's most].", metavar="N")
+@options.resume_option
 @click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
-@json_option
+@options.json_option
 def command(
     text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
     window: int | None, context: int | None, threads: int | None, resume_file: Path | None, force: bool,
@@ -72,13 +62,13 @@ def command(
     """
     text = "\n".join(read_text(name, "--text") for name in text_files)
     other = None if verify_file is None else read_text(verify_file, "--verify")
-    check_outputs(out=out_file, resume=resume_file)
+    options.check_outputs(out=out_file, resume=resume_file)
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.calibration_file import dumps
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.calibrate import load_subject
 
-    set_threads(threads)
+    options.set_threads(threads)
     with loading(model["model"]) as progress:
         subject = load_subject(progress=progress, **model)
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings

@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq import options
 from tq.commands.generate import read_prompt
-from tq.options import (
-    balance_option,
-    json_option,
-    kv_options,
-    kv_spec,
-    model_option,
-    new_tokens,
-    prompt_options,
-    run_options,
-    set_threads,
-)
 from tq.output import loading, print_table, telling, unread_is_fine, warn
 
 if TYPE_CHECKING:
@@ -42,13 +32,13 @@ _SHOWN = 56
 @click.command("diff")
 @click.option("--a", "spec_a", metavar="SIDE", required=True, help="EXECUTOR, FORMAT or EXECUTOR:FORMAT.")
 @click.option("--b", "spec_b", metavar="SIDE", required=True, help="The same.")
-@model_option()
-@prompt_options
-@kv_options(kv=False)
-@balance_option
-@run_options()
-@new_tokens()
-@json_option
+@options.model_option()
+@options.prompt_options
+@options.kv_options(kv=False)
+@options.balance_option
+@options.run_options()
+@options.new_tokens()
+@options.json_option
 def command(
     spec_a: str, spec_b: str, model: str, prompts: tuple[str, ...], files: tuple[str, ...], device: str | None,
     dtype: str | None, layers: int | None, threads: int | None, max_new_tokens: int, balance: str, as_json: bool,
@@ -76,8 +66,8 @@ def command(
         from haarkv.validation.fidelity.contenders import default_dtype, load_contenders, parse_contender, resolve_contenders
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
 
-        set_threads(threads)
-        spec = kv_spec(kv)
+        options.set_threads(threads)
+        spec = options.kv_spec(kv)
         sides = parse_contender(spec_a), parse_contender(spec_b)
         side_a, side_b = resolve_contenders(model, *sides, spec, device=device, dtype=dtype, layers=layers)
         dtype = dtype or default_dtype(side_a, side_b)

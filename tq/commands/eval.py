@@ -13,23 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.generate import read_prompt
-from tq.options import (
-    balance_option,
-    calibration_option,
-    check_outputs,
-    count,
-    executor_option,
-    file,
-    json_option,
-    kv_options,
-    kv_spec,
-    model_option,
-    named_plans,
-    resume_option,
-    run_options,
-    set_threads,
-)
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
@@ -44,20 +29,20 @@ _MOST_RESUME = 2**28
 
 @click.command("eval")
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
-@model_option()
+@options.model_option()
 @click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: all].")
-@calibration_option
-@kv_options(kv=False)
+@options.calibration_option
+@options.kv_options(kv=False)
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
-@balance_option
-@executor_option()
-@run_options()
+@options.balance_option
+@options.executor_option()
+@options.run_options()
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
-@count("--tokens", "Score N tokens at most, spread over the text.", metavar="N")
-@count("--greedy-prompts", "Prompts to continue greedily.", 16, least=0)
-@resume_option
-@file("--plot", "Draw KL by bytes, as SVG.", "plot_file")
-@json_option
+@options.count("--tokens", "Score N tokens at most, spread over the text.", metavar="N")
+@options.count("--greedy-prompts", "Prompts to continue greedily.", 16, least=0)
+@options.resume_option
+@options.file("--plot", "Draw KL by bytes, as SVG.", "plot_file")
+@options.json_option
 def command(
     text_file: str, model: str, kvs: tuple[str, ...], plan_files: tuple[str, ...], window: int | None,
     tokens: int | None, greedy_prompts: int, executor: str, device: str | None, dtype: str | None, layers: int | None,
@@ -76,7 +61,7 @@ def command(
     auto is the fastest that reads every one of them.
     """
     text = read_text(text_file, "--text")
-    check_outputs(resume=resume_file, plot=plot_file)
+    options.check_outputs(resume=resume_file, plot=plot_file)
     from haarkv.models.balance import describe
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
     from haarkv.validation.fidelity.plot import require_matplotlib, svg
@@ -84,10 +69,10 @@ def command(
 
     if plot_file is not None:
         require_matplotlib()
-    set_threads(threads)
-    spec = kv_spec(kv)
+    options.set_threads(threads)
+    spec = options.kv_spec(kv)
     names = parse_list(kvs, spec.calibration)
-    plans = named_plans(plan_files, names, "rows")
+    plans = options.named_plans(plan_files, names, "rows")
     with loading(model) as progress:
         setup = load_setup(
             model, names, spec=spec, plans=plans, progress=progress, balance=balance == "auto", executor=executor,

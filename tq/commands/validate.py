@@ -10,22 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.generate import read_prompts
 from tq.commands.validate_report import about, as_csv, compare, print_rows, print_verdict, unexercised, write_replay
 from tq.commands.validate_run import validated
-from tq.options import (
-    check_outputs,
-    count,
-    executor_option,
-    file,
-    json_option,
-    kv_options,
-    model_option,
-    prompt_options,
-    run_options,
-    set_threads,
-    written,
-)
 from tq.output import unread_is_fine
 from tq.ranks import tensor_parallel
 
@@ -37,17 +25,17 @@ _SELF_TEST_TOKENS = (120, 100)
 
 
 @click.command("validate")
-@model_option()
-@prompt_options
-@count("--prompt-tokens", "Use only the first N tokens of each prompt.", metavar="N")
-@kv_options()
-@executor_option()
-@run_options()
+@options.model_option()
+@options.prompt_options
+@options.count("--prompt-tokens", "Use only the first N tokens of each prompt.", metavar="N")
+@options.kv_options()
+@options.executor_option()
+@options.run_options()
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
-@count("--steps", "Decode steps after the prefill.", 4, least=0)
-@file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
-@file("--html", "Write a page with plots.", "html_file")
-@file("--replay", "On failure, write the failing layer, shrunk, for `tq replay`.", "replay_file")
+@options.count("--steps", "Decode steps after the prefill.", 4, least=0)
+@options.file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
+@options.file("--html", "Write a page with plots.", "html_file")
+@options.file("--replay", "On failure, write the failing layer, shrunk, for `tq replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
 @click.option(
     "--compare",
@@ -56,10 +44,10 @@ _SELF_TEST_TOKENS = (120, 100)
     metavar="A.json B.json",
     help="Run nothing: what got better or worse from one --json report to another?",
 )
-@count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
+@options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found; minutes.")
 @click.option("--sensitivity", is_flag=True, help="Print the smallest error of scale that is caught, by stage; minutes.")
-@json_option
+@options.json_option
 @click.pass_context
 @tensor_parallel
 def command(context: click.Context, /, **given: Any) -> int:
@@ -73,7 +61,7 @@ def command(context: click.Context, /, **given: Any) -> int:
     """
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():
-        set_threads(given["threads"])
+        options.set_threads(given["threads"])
         if given["compare"]:
             _alone({"compare", "as_json", "threads"}, "--compare runs nothing")
             before, after = given["compare"]
@@ -85,7 +73,7 @@ def command(context: click.Context, /, **given: Any) -> int:
                 return run(dtype=given["dtype"], as_json=given["as_json"])
         if given["replay_file"] and given["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
-        check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
+        options.check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
         own = bool(given["prompts"] or given["files"])
         if given["prompt_tokens"] and not own:
             raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
@@ -118,7 +106,7 @@ def command(context: click.Context, /, **given: Any) -> int:
 
 def _alone(own: set[str], why: str) -> None:
     """Refuse options beside those that a way of running this command has a use for."""
-    if others := [option for name, option in written().items() if name not in own]:
+    if others := [option for name, option in options.written().items() if name not in own]:
         raise click.UsageError(f"{why}; leave out {others[0]}")
 
 

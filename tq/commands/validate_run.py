@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import kv_spec
+from tq import options
 from tq.output import comparing, compiling, loading
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def validated(
         from haarkv.validation.layers.runner import count_rows, validate
 
         config = read_config(model, layers)
-        spec, split = kv_spec(others), Split(config, ranks.rank, ranks.size)
+        spec, split = options.kv_spec(others), Split(config, ranks.rank, ranks.size)
         part, plan, own = split.part, plan_for(spec, config), plan_for(spec, config, split)
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
         selected = select(executor, part, [own], device=device, dtype=dtype)
