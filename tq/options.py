@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -31,6 +31,15 @@ def together(*options: Decorator) -> Decorator:
         return function
 
     return decorate
+
+
+def written() -> dict[str, str]:
+    """Of the command that runs, the options that its user wrote: by the names of their arguments, as they are written."""
+    context, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
+    return {
+        option.name: option.opts[0] for option in context.command.params
+        if option.name and context.get_parameter_source(option.name) is not default
+    }  # fmt: skip
 
 
 # -- Kinds of values -------------------------------------------------------------------------------------------------------
@@ -68,6 +77,31 @@ class Numbers(click.ParamType[tuple[int, ...]]):
             wanted = _LAYERS if self._least is None else f"{kind} such as 512,4096"
             self.fail(f"{shown(value)} is not a list of {wanted}", param, ctx)
         return numbers
+
+
+def numbers(name: str, about: str, default: str | None = None, *, least: int = 1, metavar: str | None = None) -> Decorator:
+    """An option that takes a list of integers; with a default, which `--help` then shows."""
+    shows = default is not None
+    return click.option(name, type=Numbers(least), default=default, show_default=shows, metavar=metavar, help=about)
+
+
+def count(
+    name: str, about: str | None = None, default: int | None = None, *, least: int = 1, metavar: str | None = None
+) -> Decorator:
+    """An option that takes an integer from `least` up; with a default, which `--help` then shows."""
+    kind, shows = click.IntRange(min=least), default is not None
+    return click.option(name, type=kind, default=default, show_default=shows, metavar=metavar, help=about)
+
+
+def file(name: str, about: str, variable: str | None = None, *, metavar: str = "FILE", required: bool = False) -> Decorator:
+    """An option that takes a path, under `variable` unless that is what it is called."""
+    names = (name, variable) if variable else (name,)
+    return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, required=required, help=about)
+
+
+def new_tokens(default: int = 64) -> Decorator:
+    """Give a command `--max-new-tokens`."""
+    return count("--max-new-tokens", default=default, metavar="N")
 
 
 # -- What is run, and on what ----------------------------------------------------------------------------------------------
@@ -116,10 +150,7 @@ def run_options(dtype: str | None = None) -> Decorator:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 
-resume_option = click.option(
-    "--resume", "resume_file", metavar="FILE", type=click.Path(path_type=Path),
-    help="Save progress here; resume from it if it exists.",
-)  # fmt: skip
+resume_option = file("--resume", "Save progress here; resume from it if it exists.", "resume_file")
 
 
 _THREADS = 256
@@ -193,15 +224,13 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
         learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
         kv, tail, sink, skipped = given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"]
         return replace(learned, kv=kv, tail=tail, sink=sink, skip_layers=skipped)
-    context = click.get_current_context()
-    for option in context.command.params:
-        if option.name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
-            source = context.get_parameter_source(option.name)
-            if source is not click.core.ParameterSource.DEFAULT:
-                raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option.opts[0]}")
+    for name, option in written().items():
+        if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
+            raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")
     return load(file)
 
 
+seed_option = click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Options of `sampling_options` that the model's generation_config.json may set as well."""
 sampling_options = together(
@@ -210,7 +239,7 @@ sampling_options = together(
     click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability."),
     click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
     click.option("--repetition-penalty", type=float, help="Above 1: make tokens less likely once used."),
-    click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True),
+    seed_option,
 )
 draft_options = together(
     click.option(
@@ -284,17 +313,38 @@ def open_session(given: Mapping[str, Any], **others: Any) -> Session:
         )  # fmt: skip
 
 
-def check_outputs(out_file: Path, resume_file: Path | None) -> None:
-    """Refuse, before any work, to write a result and its resume file where that cannot be.
+def check_outputs(**outputs: Path | None) -> None:
+    """Refuse, before any work, to write files where that cannot be.
 
+    Args:
+        outputs: by the names of their options, without dashes; None is not asked for.
     Raises:
-        click.UsageError: both are one file.
+        click.UsageError: two are one file.
         InputError: as `check_writable`.
     """
     from haarkv.tq_ops.output_files import check_writable
 
-    if resume_file is not None and resume_file.resolve() == out_file.resolve():
-        raise click.UsageError("--out and --resume name the same file")
-    for file in (out_file, resume_file):
-        if file is not None:
-            check_writable(file)
+    asked = {name: path for name, path in outputs.items() if path is not None}
+    if len({path.resolve() for path in asked.values()}) < len(asked):
+        raise click.UsageError(f"{' and '.join(f'--{name}' for name in asked)} name the same file")
+    for path in asked.values():
+        check_writable(path)
+
+
+def named_plans(plan_files: Sequence[str], taken: Iterable[str], what: str) -> dict[str, KVSpec]:
+    """The plans of some files, each by its file's name.
+
+    Args:
+        taken: names of formats that stand beside them.
+        what: what would have the same name, in the plural.
+    Raises:
+        click.UsageError: a name would stand for two.
+        InputError: a file that is not a plan.
+    """
+    from haarkv.tq_ops import formats
+    from haarkv.tq_ops.kv.plan_file import load
+
+    plans = {Path(name).stem: load(name) for name in plan_files}
+    if len(plans) < len(plan_files) or plans.keys() & {*taken, *formats.names()}:
+        raise click.UsageError(f"two {what} would have the same name; a plan is named after its file: rename the file")
+    return plans

@@ -210,3 +210,34 @@ def counting(total: int, words: str) -> Iterator[Callable[[str], None]]:
     with _bar(words, count=" ") as bar:
         task = bar.add_task("", total=total, completed=-1)
         yield lambda name: bar.update(task, description=name, advance=1)
+
+
+@contextmanager
+def comparing(total: int) -> Iterator[Callable[[object], None]]:
+    """A bar that is one further at each call, whatever it is called with."""
+    with _bar("comparing layers", count=" ", left=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda _: bar.advance(task)
+
+
+@contextmanager
+def shrinking() -> Iterator[Callable[[], object]]:
+    """A count of attempts to make a failing layer smaller."""
+    with _bar("making the failing layer smaller, attempt {task.completed}") as bar:
+        task = bar.add_task("", total=None)
+        yield lambda: bar.advance(task)
+
+
+@contextmanager
+def telling() -> Iterator[Callable[[str], None]]:
+    """What is being done, on one line of stderr that the next replaces and "" clears; silent when stderr is not a terminal."""
+    shown = err().is_terminal
+
+    def tell(what: str) -> None:
+        if shown:
+            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        tell("")

@@ -7,20 +7,11 @@ from planted import save_tiny, text, tiny
 from refusals import assert_refused
 
 from haarkv.models import planted
-from tq.cli import main
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny(planted.outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
-
-
-@pytest.fixture
-def run(capsys):
-    def run(*args):
-        return main([*map(str, args)]), *capsys.readouterr()
-
-    return run
 
 
 GENERATE = ("--prompt", "def main(argv):\n    return len(argv) + sum(map(len, argv))\n", "--max-new-tokens", 4)

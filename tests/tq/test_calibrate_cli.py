@@ -23,11 +23,6 @@ SHORT = ("--tokens", "600", "--verify-tokens", "60", "--window", "60")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("calibrate") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
 def written(tmp_path_factory, checkpoint):
     """A calibration of the small checkpoint."""
     folder = tmp_path_factory.mktemp("written")
@@ -39,19 +34,14 @@ def written(tmp_path_factory, checkpoint):
 
 
 @pytest.fixture
-def tq(capsys, tmp_path, monkeypatch, checkpoint, written):
+def tq(run, capsys, tmp_path, checkpoint, written):
     """Runs a command on the small checkpoint, in a folder with two texts and a calibration."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "unseen.txt").write_text(UNSEEN, encoding="utf-8")
     (tmp_path / "it.safetensors").write_bytes(written)
     capsys.readouterr()
 
-    def run(command, *args):
-        code = main([command, "--model", str(checkpoint), *map(str, args)])
-        return code, *capsys.readouterr()
-
-    return run
+    return lambda command, *args: run(command, "--model", checkpoint, *args)
 
 
 def calibrate(tq, *args):
@@ -165,18 +155,6 @@ def test_an_interrupt_leaves_the_old_file_and_the_layers_done(tq, tmp_path, monk
 
 
 # -- Mistakes -------------------------------------------------------------------------------------------------------------
-REFUSED = {
-    "one_file_for_both": (["--resume", "new.safetensors"], ["same file"]),
-    "context": (["--context", "10000000"], ["--context must lie in 1 … "]),
-    "resume": (["--resume", "text.txt"], ["no half-done calibration"]),
-    "long_window": (["--window", "10000000"], ["--window must lie in 1 … 1,024"]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_calibration_that_cannot_be_made_is_one_line_and_2(tq, case):
-    args, words = REFUSED[case]
-    assert_refused(calibrate(tq, *args), *words)
 
 
 def test_a_damaged_or_missing_file_is_one_line_and_2(tq, tmp_path, written):
@@ -191,14 +169,13 @@ def test_a_damaged_or_missing_file_is_one_line_and_2(tq, tmp_path, written):
     assert_refused(tq("generate", "--kv-plan", "it.safetensors", "--prompt", "def"), "calibration without a plan")
 
 
-def test_another_models_file_is_one_line_and_2(tq, tmp_path, capsys):
+def test_another_models_file_is_one_line_and_2(tq, run, tmp_path):
     def mutate(tensors):
         tensors[layer_tensor(1, "mlp.up_proj")] *= 2
 
     other = write_checkpoint(tmp_path / "other", mutate=mutate)
     given = ["--calibration", "it.safetensors", "--kv", "lr32"]
-    code = main(["generate", "--model", str(other), *given, "--prompt", "def"])
-    assert_refused((code, *capsys.readouterr()), "learned from other weights", "tq calibrate")
-    code = main(["eval", "--model", str(other), *given, "--text", "unseen.txt"])
-    assert_refused((code, *capsys.readouterr()), "learned from other weights")
+    said = "learned from other weights"
+    assert_refused(run("generate", "--model", other, *given, "--prompt", "def"), said, "tq calibrate")
+    assert_refused(run("eval", "--model", other, *given, "--text", "unseen.txt"), said)
     assert_refused(tq("generate", "--model", "tiny", *given, "--prompt", "def"), "made for another model", "hidden 256")

@@ -5,21 +5,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from refusals import assert_refused
 
 from haarkv.engine.drafts import DraftReport
-from tq.cli import main
 
 GENERATE = ["generate", "--executor", "cpu", "--prompt", "def main(", "--max-new-tokens", "40", "--threads", "1"]
-
-
-@pytest.fixture
-def run(capsys):
-    def run(*args):
-        code = main(list(map(str, args)))
-        return code, *capsys.readouterr()
-
-    return run
 
 
 # 3 of 4 drafted tokens taken; whether that paid is a matter of the clock, whose numbers are given here.
@@ -94,24 +83,3 @@ def test_bench_drafts_measures_both_in_one_run(run):
     assert drafted["same_text"]
     assert drafted["speed_up"] > 0 < drafted["cpu_speed_up"]
     assert drafted["drafting"]["proposed"] > 0
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--draft", "random:0.6b"), "has another tokenizer"),
-        (("--draft", "nowhere"), "no such model: nowhere"),
-        (("--draft-tokens", "3"), "give --draft as well"),
-        (("--draft-kv", "tq2"), "give --draft as well"),
-        (("--draft", "ngram", "--draft-kv", "tq2"), "ngram has no cache; leave out --draft-kv"),
-        (("--draft", "self", "--kv", "tq2", "--allow-collapse"), "reads no format coarser"),
-        (("--draft", "self", "--executor", "onnx"), "onnx"),
-    ],
-)
-def test_what_cannot_draft_is_refused(run, args, words):
-    assert_refused(run(*GENERATE, *args), words)
-
-
-def test_a_bench_of_drafts_refuses_what_it_does_not_measure(run):
-    assert_refused(run("bench", "drafts"), "name what guesses the tokens")
-    assert_refused(run("bench", "drafts", "--draft", "ngram", "--kv", "bf16,tq4"), "bf16,tq4")

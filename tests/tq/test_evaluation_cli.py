@@ -6,8 +6,6 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from checkpoints import write_checkpoint
-from refusals import assert_refused
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -15,14 +13,8 @@ from haarkv.validation.fidelity import setup
 from haarkv.validation.fidelity.evaluation import FidelityRow
 from haarkv.validation.fidelity.plot import pareto_front, svg
 from haarkv.validation.fidelity.setup import load_setup, parse_list
-from tq.cli import main
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("eval") / "checkpoint")
 
 
 # -- The grammar of --kv ----------------------------------------------------------------------------------------------------
@@ -109,14 +101,10 @@ def test_names_in_the_picture_do_not_cover_each_other():
 
 
 @pytest.fixture
-def run(capsys, tmp_path, checkpoint):
+def run(run, tmp_path, checkpoint):
     (tmp_path / "text.txt").write_text(TEXT * 2, encoding="utf-8")
 
-    def run(*args, text=tmp_path / "text.txt"):
-        code = main(["eval", "--model", str(checkpoint), "--text", str(text), *map(str, args)])
-        return code, *capsys.readouterr()
-
-    return run
+    return lambda *args: run("eval", "--model", checkpoint, "--text", tmp_path / "text.txt", *args)
 
 
 @pytest.mark.parametrize(("device", "name"), [("cuda", "cuda"), ("sim", "npu"), ("cpu", "reference")])
@@ -181,34 +169,3 @@ def test_a_narrow_terminal_gets_two_tables(run, monkeypatch):
     assert sum("k=q8_0,v=tq2" in line for line in lines) == 2
     for column in ("bytes/token", "KL mean", "same top", "RMS Δp", "ΔPPL", "greedy"):
         assert column in out
-
-
-REFUSED = {
-    "unknown_format": (["--kv", "bf16,tq9"], ["tq9", "choose from"]),
-    "half_a_pair": (["--kv", "tq4,k=tq4"], ["k=NAME,v=NAME"]),
-    "a_tail_too_short": (["--kv", "kivi2", "--kv-tail", "30"], ["kivi2", "tail=31"]),
-    "window_beyond_the_model": (["--window", "1025"], ["context of 1024", "--window"]),
-    "no_tokens": (["--tokens", "0"], ["--tokens"]),
-    "device_of_another": (["--device", "sim"], ["npu cannot run this"]),
-    "device_of_the_reference": (["--executor", "reference", "--device", "sim"], ["sim", "cpu"]),
-    "one_file_for_both": (["--resume", "x", "--plot", "x"], ["same file"]),
-    "resume_is_the_text": (["--resume", __file__], ["no partial result"]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_line_and_2(run, case):
-    args, words = REFUSED[case]
-    code, out, err = run(*args)
-    assert_refused((code, out, err), *words)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b"", ["empty"]), (b"ab\xff", ["UTF-8", "byte 2"]), (b"a", ["too short", "1 token"])],
-    ids=["empty", "not_utf8", "too_short"],
-)
-def test_a_bad_text_is_one_line_and_2(run, tmp_path, content, words):
-    path = tmp_path / "bad_text.txt"
-    path.write_bytes(content)
-    assert_refused(run(text=path), *words)

@@ -26,24 +26,14 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min
 
 
 @pytest.fixture
-def run(capsys):
-    def run(folder, *args):
-        code = main(["generate", "--model", str(folder), "--prompt", "ab", "--max-new-tokens", "12", *map(str, args)])
-        return code, *capsys.readouterr()
-
-    return run
+def run(run):
+    return lambda folder, *args: run("generate", "--model", folder, "--prompt", "ab", "--max-new-tokens", 12, *args)
 
 
 @pytest.fixture
 def found(run):
     """Its JSON."""
-
-    def found(folder, *args):
-        code, out, err = run(folder, *args, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
-    return found
+    return lambda folder, *args: run(folder, *args, "--json").json
 
 
 # -- generation_config.json -----------------------------------------------------------------------------------------------

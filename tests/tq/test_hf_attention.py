@@ -138,8 +138,15 @@ def test_a_wrong_place_in_the_ring_would_show(monkeypatch):
     """The bound above is far below what K's ring out of step with V's changes."""
     model, options = build(dtype=torch.bfloat16), {"tail": 128, "sink": 3}
     _, theirs = text(model, "sdpa", options=options)
-    fill = kernels._fill
-    monkeypatch.setattr(kernels, "_fill", lambda window, side, seen: fill(window, side, seen + (side.name == "K")))
+    view = kernels.Reader._view
+
+    def out_of_step(self):
+        cache = view(self)
+        k, _ = cache.kept(self._layer)
+        k.vectors[:, :, k.sink :] = k.vectors[:, :, k.sink :].roll(1, 2)
+        return cache
+
+    monkeypatch.setattr(kernels.Reader, "_view", out_of_step)
     _, logits = text(model, IMPLEMENTATION, options=options)
     assert (logits[1].float() - theirs[1].float()).abs().max() > 0.2 * theirs.float().std()
 
@@ -253,6 +260,35 @@ def test_a_copy_and_a_cropped_cache_are_read_where_they_lie(calls):
         for cache in (prefix, other):
             assert torch.equal(model(token, past_key_values=cache, use_cache=True).logits, expected)
     assert len(calls) == 2 * 8
+
+
+@pytest.mark.parametrize("kv", ["tq4", "kivi4", "k=kivi2,v=tq4"])
+def test_sides_that_grow_in_other_steps_do_not_drive_each_other(kv):
+    """K and V lie in as many blocks, and each has memory to spare by its own count."""
+    config = build().config
+    config._attn_implementation = IMPLEMENTATION
+    cache = tq.TQCache(config, kv)
+    for count in (1000, *[1] * 60):
+        k, v = torch.randn(2, 1, 2, count, 64, dtype=torch.bfloat16)
+        keys, _ = cache.update(k, v, 0)
+        if count == 1:
+            keys.attend(torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), 0.1, ())
+    assert max(side.packed.blocks for side in cache.layers[0].sides) <= 1060 * 33 // 32 // 128 + 2
+
+
+@pytest.mark.parametrize("options", [{"tail": 7}, {"tail": 128, "sink": 3}, {"kv": "kivi4", "tail": 70}], ids=str)
+def test_a_tail_that_was_cropped_is_restored(options):
+    """What has left it is packed, and kernels would look for it in the ring."""
+    model, logits = build(dtype=torch.bfloat16), []
+    for name in ("sdpa", IMPLEMENTATION):
+        model.set_attn_implementation(name)
+        cache = tq.TQCache(model.config, **options)
+        with torch.no_grad():
+            for part in (PROMPTS, PROMPTS[:, :1]):
+                model(part, past_key_values=cache)
+            cache.crop(-5)
+            logits.append(model(PROMPTS[:, 1:2], past_key_values=cache).logits)
+    assert torch.equal(*logits)
 
 
 def test_other_attention_gets_numbers():

@@ -13,7 +13,7 @@ from haarkv.models import planted
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from tq.hf.packed import Packed
+from tq.hf.store import SideStore
 from tq.hf.weights import moments_of
 
 PLANTED = {
@@ -114,9 +114,9 @@ def test_scaled_channels_come_back_as_they_were(name):
     x = torch.randn(1, 2, 2 * group, 128, generator=torch.Generator().manual_seed(0))
     scales = torch.ones(2, 128)
     scales[1, 5], scales[0, 9] = 2.0**-6, 2.0**4
-    packed = Packed(kv_format, 0, x[:, :, :0], scales)
-    packed.append(packed.quantize(x.unflatten(2, (-1, group)) if group > 1 else x))
+    side = SideStore("K", kv_format, 0, sink=0, tail=group - 1, like=x[:, :, :0], scales=scales)
+    side.keep(side.prepare(x))
     by_hand = x * scales.unsqueeze(1)
     by_hand = by_hand.unflatten(2, (-1, group)) if group > 1 else by_hand
     expected = kv_format.dequantize(kv_format.quantize(by_hand, 0), 0).reshape(x.shape) / scales.unsqueeze(1)
-    assert torch.equal(next(packed.pieces()), expected)
+    assert torch.equal(side.read(2 * group, torch.float32), expected)

@@ -226,22 +226,26 @@ def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
     model = "tiny" if command == "export" else "checkpoint"
     line = [sys.executable, "-m", "tq", command, "--model", model, *options]
 
-    def run(seconds=None):
-        killed_while(line, tmp_path, seconds, os.environ)
-
-    began = time.monotonic()
-    run()
-    whole = time.monotonic() - began
-    before = content_of(tmp_path / "out")
-    draw = random.Random(command)
-    for moment in range(13):
+    before = None
+    for moment, kill in enumerate(killed_at_moments(13, line, tmp_path, os.environ)):
+        before = before or content_of(tmp_path / "out")
         if moment % 2:
             (tmp_path / "run").unlink(missing_ok=True)
-        run(whole * (moment + draw.random()) / 13)
+        kill()
         assert sorted(content_of(tmp_path / "out")) == sorted(before)
         assert [name for name in names_in(tmp_path) if name[0] != "." and name != "run"] == sorted([*INPUTS, "out"])
-    run()
+    killed_while(line, tmp_path, None, os.environ)
     assert names_in(tmp_path) == sorted([*INPUTS, *made])
+
+
+def killed_at_moments(count, line, folder, env=None):
+    """Run a command to its end; then of each of so many moments, spread over the time that it took, what kills it there."""
+    began = time.monotonic()
+    killed_while(line, folder, None, env)
+    whole, draw = time.monotonic() - began, random.Random(" ".join(line[1:]))
+    for moment in range(count):
+        seconds = whole * (moment + draw.random()) / count
+        yield lambda seconds=seconds: killed_while(line, folder, seconds, env)
 
 
 def killed_while(line, folder, seconds, env=None):
@@ -268,14 +272,11 @@ def with_temporary(folder):
 def test_compile_killed_at_any_time_leaves_nothing(tmp_path):
     """The C++ is there whole or not at all, and the next run removes the simulator's files."""
     line = [sys.executable, "-m", "tq", "compile", "--model", "tiny", "--program", "head", "--cpp", "out"]
-    began = time.monotonic()
-    killed_while(line, tmp_path, None)
-    whole = time.monotonic() - began
-    made = sorted(content_of(tmp_path / "out"))
-    draw, numbers = random.Random("compile"), []
-    for moment in range(13):
+    made, numbers = None, []
+    for kill in killed_at_moments(13, line, tmp_path):
+        made = made or sorted(content_of(tmp_path / "out"))
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        numbers.append(killed_while(line, tmp_path, whole * (moment + draw.random()) / 13))
+        numbers.append(kill())
         if (tmp_path / "out").exists():
             assert sorted(content_of(tmp_path / "out")) == made
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -292,12 +293,8 @@ def test_ranks_killed_at_any_time_leave_nothing(tmp_path):
         *(sys.executable, "-m", "tq", "generate", "--model", "checkpoint", "--prompt", "spam", "--max-new-tokens", "4"),
         *("--executor", "reference", "--tensor-parallel", "2"),
     ]
-    began = time.monotonic()
-    killed_while(line, tmp_path, None)
-    whole = time.monotonic() - began
-    draw = random.Random("ranks")
-    for moment in range(8):
-        killed_while(line, tmp_path, whole * (moment + draw.random()) / 8)
+    for kill in killed_at_moments(8, line, tmp_path):
+        kill()
     time.sleep(3)  # for ranks that have lost the process that started them
     killed_while(line, tmp_path, None)
     assert names_in(tmp_path) == ["checkpoint", "temporary"]

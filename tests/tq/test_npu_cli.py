@@ -33,15 +33,6 @@ def refused(capfd, *args):
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
 
 
-def test_compile_refuses_before_it_compiles(capfd, tmp_path):
-    assert f"{tmp_path} exists" in refused(capfd, "compile", "--cpp", str(tmp_path))
-    assert "its parent is not a folder" in refused(capfd, "compile", "--cpp", str(tmp_path / "a" / "b"))
-    assert "no such size: random:3b" in refused(capfd, "compile", "--model", "random:3b")
-    assert "'tail' is not one of" in refused(capfd, "compile", "--program", "tail")
-    said = "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0"
-    assert said in refused(capfd, "compile", "--kv", "q8_0")
-
-
 @with_pypto
 def test_generate_says_where_it_ran(capfd):
     code, out, err = run(capfd, *GENERATE, "--executor", "npu", "--device", "sim")

@@ -168,14 +168,13 @@ def test_who_runs_a_model_on_a_cache_may_leave_its_channels_as_they_are():
 # -- What is wrong in one is wrong in all -----------------------------------------------------------------------------------
 
 WRONG = {
-    "--model": ("nothing/here", "no such model"), "--kv": ("tq9", "tq9"), "--kv-tail": ("-1", "--kv-tail"),
+    "--model": ("nothing/here", "no such model"), "--kv": ("tq9", "tq9"),
     "--kv-plan": ("absent.json", "absent.json"), "--calibration": ("absent", "absent"), "--executor": ("abacus", "abacus"),
     "--device": ("moon", "moon"), "--dtype": ("int3", "int3"), "--layers": ("x", "--layers"),
     "--threads": ("99999", "processors"), "--text": ("absent.txt", "No such file"),
     "--verify": ("absent.txt", "No such file"), "--window": ("0", "--window"),
     "--prompt-file": ("absent.txt", "No such file"), "--out": ("absent/x", "absent"),
     "--plot": ("absent/x", "does not exist"), "--resume": ("absent/x", "does not exist"),
-    "--max-new-tokens": ("0", "--max-new-tokens"),
 }  # fmt: skip
 NEEDED = {
     "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
@@ -205,6 +204,29 @@ def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
+LEAST = {
+    "--cold": 1, "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--haystacks": 1, "--head-dim": 2, "--kv-sink": 0,
+    "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--memory": 1, "--needles": 1, "--output-tokens": 1,
+    "--prefill": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0, "--repeats": 1, "--seed": 0, "--steps": 0,
+    "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
+}  # fmt: skip
+"""The smallest number that each option takes."""
+OTHER_LEAST = {("bench long-context", "--steps"): 1}
+
+
+def test_every_number_has_its_least(capsys):
+    ranges = [
+        (name, option) for name, command in COMMANDS.items() for option in options(command)
+        if isinstance(option.type, (click.IntRange, click.FloatRange))
+    ]  # fmt: skip
+    assert {option.opts[0] for _, option in ranges} == LEAST.keys()
+    for name, option in ranges:
+        least = OTHER_LEAST.get((name, option.opts[0]), LEAST[option.opts[0]])
+        assert option.type.min == least, f"{option.opts[0]} of {name}"
+        for wrong in (str(least - 1), "many"):
+            assert_refused((main([*name.split(), option.opts[0], wrong]), *capsys.readouterr()), option.opts[0])
+
+
 # -- import tq ------------------------------------------------------------------------------------------------------------
 
 
@@ -225,18 +247,26 @@ def test_help_shows_every_public_name_with_a_line_of_its_own():
         assert getattr(tq, name).__doc__.splitlines()[0] in shown
 
 
-def test_help_works_without_transformers():
+def test_help_works_without_transformers_and_what_needs_them_says_so():
     code = (
         "import importlib.util, sys\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'transformers' else find(name, *rest)\n"
-        "sys.modules['transformers'] = None\n"
         "import pydoc, tq\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+        "sys.modules['transformers'] = None\n"
         "shown = pydoc.render_doc(tq, renderer=pydoc.plaintext)\n"
         "print('PagedKVCache' in dir(tq), 'TQCache' in dir(tq), 'class Session' in shown)\n"
+        "for name in ('TQCache', 'generate', 'calibrate'):\n"
+        "    try:\n"
+        "        getattr(tq, name)\n"
+        "    except tq.InputError as error:\n"
+        "        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "True False True\n", done.stderr
+    missing = "needs transformers, which is not installed; run pip install 'haarkv[hf]'"
+    told = [f"tq.{name} {missing}" for name in ("TQCache", "generate", "calibrate")]
+    assert done.stdout.splitlines() == ["True False True", *told], done.stderr
 
 
 def test_python_m_tq_is_the_command():

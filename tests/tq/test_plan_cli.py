@@ -3,15 +3,12 @@
 import json
 
 import pytest
-from checkpoints import write_checkpoint
-from refusals import assert_refused
 
 from haarkv.engine.loading import load as load_session
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.validation.planning import candidates, planner
-from tq.cli import main
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
@@ -19,29 +16,16 @@ SHORT = ("--candidates", "tq2,tq4", "--tails", "0", "--context", "60", "--tokens
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("plan") / "checkpoint")
-
-
 @pytest.fixture
-def tq(capsys, tmp_path, monkeypatch, checkpoint):
-    """Runs a command on the small checkpoint, in a folder with two texts."""
-    monkeypatch.chdir(tmp_path)
+def tq(run, tmp_path, checkpoint):
+    """Runs a command on the small checkpoint, in a folder with two texts and a plan."""
     (tmp_path / "text.txt").write_text(TEXT * 2, encoding="utf-8")
     (tmp_path / "unseen.txt").write_text(UNSEEN, encoding="utf-8")
-    (tmp_path / "other.json").write_text(
-        plan_file.dumps(KVSpec("tq4").plan(2), ModelShape.uniform(2, 2, 32, 80, 257)), encoding="utf-8"
-    )
     (tmp_path / "plan.json").write_text(
         plan_file.dumps(KVSpec("tq4", layers={1: "k=tq8,v=tq2"}, tail=3).plan(2), SHAPE), encoding="utf-8"
     )
 
-    def run(command, *args):
-        code = main([command, "--model", str(checkpoint), *map(str, args)])
-        return code, *capsys.readouterr()
-
-    return run
+    return lambda command, *args: run(command, "--model", checkpoint, *args)
 
 
 # -- tq plan ----------------------------------------------------------------------------------------------------------------
@@ -138,57 +122,7 @@ def test_an_interrupt_leaves_the_old_plan_and_what_was_measured(tq, tmp_path, mo
     assert "written" in out
 
 
-REFUSED = {
-    "budget_below": (["--budget", "2.4"], ["2.4 bits", "smallest takes 2.5"]),
-    "budget_above": (["--budget", "16"], ["--budget", "below bf16's 16"]),
-    "budget_word": (["--budget", "four"], ["--budget", "'four'"]),
-    "budget_nan": (["--budget", "nan"], ["--budget"]),
-    "unknown_format": (["--candidates", "tq4,tq9"], ["tq9", "choose from"]),
-    "empty_candidate": (["--candidates", "tq4,"], ["unknown KV format"]),
-    "no_candidate": (["--candidates", ""], ["unknown KV format ''"]),
-    "groups": (["--candidates", "kivi2"], ["kivi2", "groups"]),
-    "head_dim": (["--candidates", "tbq4_0"], ["tbq4_0", "head_dim 32"]),
-    "tail": (["--tails", "8,x"], ["--tails", "8,x"]),
-    "long_tail": (["--tails", "0,99999"], ["tail or sink of 99,999 tokens"]),
-    "long_sink": (["--sinks", "0,99999"], ["tail or sink of 99,999 tokens"]),
-    "context_beyond": (["--context", "1025"], ["context of 1024", "--context"]),
-    "context_beyond_the_text": (["--context", "100"], ["too short", "101"]),
-    "one_file_for_both": (["--resume", "new.json"], ["same file"]),
-    "resume": (["--resume", "text.txt"], ["no partial result"]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_plan_that_cannot_be_made_is_one_line_and_2(tq, case):
-    args, words = REFUSED[case]
-    assert_refused(plan(tq, *args), *words)
-
-
 # -- The options of a plan --------------------------------------------------------------------------------------------------
-OPTIONS = {
-    "tail_word": (["--kv-tail", "many"], ["--kv-tail", "'many'"]),
-    "sink_word": (["--kv-sink", "x"], ["--kv-sink", "'x'"]),
-    "sink_negative": (["--kv-sink", "-2"], ["--kv-sink", "-2"]),
-    "layer_absent": (["--kv-skip-layers", "99"], ["no layer 99"]),
-    "layer_word": (["--kv-skip-layers", "x"], ["'x'", "--kv-skip-layers"]),
-    "layer_twice": (["--kv-skip-layers", "1,-1"], ["layer 1 is named twice"]),
-    "tail_shorter_than_a_group": (["--kv", "kivi2", "--kv-tail", "30"], ["kivi2", "tail=31"]),
-    "plan_of_another_model": (["--kv-plan", "other.json"], ["another model", "hidden 80"]),
-    "no_plan": (["--kv-plan", "text.txt"], ["text.txt is no KV plan"]),
-    "plan_and_kv": (["--kv-plan", "plan.json", "--kv", "tq4"], ["--kv-plan", "leave out --kv"]),
-    "plan_and_tail": (["--kv-plan", "plan.json", "--kv-tail", "3"], ["--kv-plan", "leave out --kv-tail"]),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_a_bad_option_is_one_line_and_2(tq, case):
-    args, words = OPTIONS[case]
-    assert_refused(tq("generate", "--prompt", "def", *args), *words)
-
-
-@pytest.mark.parametrize("command", [["eval", "--text", "text.txt"], ["validate", "--prompt", "def"]], ids=lambda c: c[0])
-def test_other_commands_refuse_a_plan_for_another_model(tq, command):
-    assert_refused(tq(*command, "--kv-plan", "other.json"), "another model", "hidden 80")
 
 
 def test_generate_takes_keys_in_groups_and_a_plan_with_a_tail(tq):

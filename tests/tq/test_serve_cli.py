@@ -55,28 +55,6 @@ def test_the_server_listens_on_this_machine_unless_told_otherwise(kv):
         assert given.host == host
 
 
-REFUSED = {
-    "no such format": (["--kv", "tq9"], "unknown KV format 'tq9'"),
-    "uncalibrated": (["--kv", "k=lr128,v=lr64"], "lr128 needs the coordinates that `tq calibrate` learns"),
-    "no such plan": (["--kv-plan", "absent.json"], "absent.json"),
-    "no plan": (["--kv-plan", "empty"], "is no KV plan"),
-    "plan and format": (["--kv-plan", "empty", "--kv", "tq4"], "--kv-plan sets the whole cache; leave out --kv"),
-    "plan and layers": (["--kv-plan", "empty", "--kv-skip-layers", "0"], "leave out --kv-skip-layers"),
-    "ours to set": (["--additional-config", "{}"], "--additional-config is set by tq serve; leave it out, or give --kv bf16"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_cache_that_cannot_be_is_refused_before_vllm_is_missed(monkeypatch, tmp_path, capsys, name):
-    flags, reason = REFUSED[name]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("")
-    monkeypatch.setattr(serving, "find_spec", lambda _: None)
-    assert main(["serve", "tiny", *flags]) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
-    assert reason in line
-
-
 def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert serving.Cache().additional_config == {}

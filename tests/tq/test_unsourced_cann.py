@@ -4,8 +4,23 @@ import json
 
 import fake_npu
 import pytest
+from refusals import assert_refused
 
-GENERATE = ("-m", "tq", "generate", "--prompt", "x", "--max-new-tokens", "2", "--json")
+COMMANDS = """
+import contextlib, io, json
+from tq.cli import main
+
+def run(*args):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(args))
+    return code, out.getvalue(), err.getvalue()
+
+generate = ("generate", "--prompt", "x", "--max-new-tokens", "2", "--json")
+on_npu = ("--executor", "npu")
+ran = [run("info"), run(*generate), run(*generate, "--executor", "cpu"), run(*generate, *on_npu)]
+print(json.dumps([*ran, run(*generate, *on_npu, "--device", "npu:0")]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +35,6 @@ def python(tmp_path_factory):
     return run
 
 
-def one_line(done):
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("tq: ")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
-
-
 def test_such_a_machine_refuses_to_import_torch(python):
     """Or the tests below prove nothing."""
     done = python("-c", "import torch")
@@ -34,28 +42,17 @@ def test_such_a_machine_refuses_to_import_torch(python):
     assert "Failed to load the backend extension: torch_npu" in done.stderr
 
 
-def test_generate_works_on_the_cpu(python):
-    done = python(*GENERATE, "--executor", "cpu")
+def test_what_needs_no_npu_works_and_the_npu_is_refused_in_one_line(python):
+    """In one process: what the first command has loaded, the others do not load again."""
+    done = python("-c", COMMANDS)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["executor"] == "cpu"
-
-
-def test_auto_takes_what_is_left(python):
-    done = python(*GENERATE)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["executor"] == "cpu"
-
-
-@pytest.mark.parametrize("device", [(), ("--device", "npu:0")], ids=["any", "npu:0"])
-def test_generate_on_the_npu_says_one_line(python, device):
-    said = one_line(python(*GENERATE, "--executor", "npu", *device))
-    assert "torch-npu cannot be loaded (libhccl.so: cannot open shared object file" in said
-    assert "source its set_env.sh" in said
-
-
-def test_other_commands_work(python):
-    done = python("-m", "tq", "info")
-    assert done.returncode == 0, done.stderr
+    info, auto, cpu, *refused = json.loads(done.stdout)
+    assert info[0] == 0, info
+    for ran in (auto, cpu):
+        assert ran[0] == 0, ran
+        assert json.loads(ran[1])["executor"] == "cpu"
+    for ran in refused:
+        assert_refused(ran, "torch-npu cannot be loaded (libhccl.so: cannot open shared object file", "source its set_env.sh")
 
 
 @pytest.mark.parametrize("program", ["from haarkv.engine.loading import load; load('tiny')", "import haarkv, torch"])

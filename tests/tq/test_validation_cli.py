@@ -7,45 +7,24 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from checkpoints import EMBEDDING, poison, write_checkpoint
 from machines import has_only
 from refusals import assert_refused
-from small_models import resized
 
 import tq
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models import catalog as catalog_of_models
 from haarkv.tq_ops import output_files
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.layers.faults import planted
 from haarkv.validation.layers.report import ASCEND_COLUMNS
-from tq.cli import main
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("whole") / "checkpoint")
-
 
 # By hand: without --executor the reference is never compared with itself.
 ITSELF = ("--executor", "reference")
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Runs `tq validate` in an empty folder: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args):
-        return main(["validate", *map(str, args)]), *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture
@@ -60,18 +39,24 @@ def faulty(monkeypatch):
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
 
 
+@pytest.fixture
+def validate(run):
+    """Runs `tq validate` in an empty folder: (exit code, stdout, stderr)."""
+    return lambda *args: run("validate", *args)
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_reference_passes_against_itself(run, checkpoint):
+def test_the_reference_passes_against_itself(validate, checkpoint):
     args = ("--model", checkpoint, *ITSELF, "--prompt", "spam", "--prompt", "x", "--steps", 2)
-    code, out, err = run(*args)
+    code, out, err = validate(*args)
     assert (code, err) == (0, "")
     assert "passed" in out
     assert "teacher-forced" not in out  # rows only when asked
     assert "20 more rows: --verbose" in out
-    code, verbose, err = run(*args, "--verbose")
+    code, verbose, err = validate(*args, "--verbose")
     assert (code, err) == (0, "")
     out = out.replace("20 more rows: --verbose\n", "")
     assert verbose.startswith(out)  # the summary first
@@ -82,8 +67,10 @@ def test_the_reference_passes_against_itself(run, checkpoint):
     assert "equal to the last bit" in out
 
 
-def test_json_says_it_all(run, checkpoint):
-    code, out, err = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 1, "--dtype", "bfloat16", "--json")
+def test_json_says_it_all(validate, checkpoint):
+    code, out, err = validate(
+        "--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 1, "--dtype", "bfloat16", "--json"
+    )
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert (report["passed"], report["first_divergence"], report["dtype"]) == (True, None, "bfloat16")
@@ -95,9 +82,9 @@ def test_json_says_it_all(run, checkpoint):
     ]
 
 
-def test_a_faulty_executor_fails_and_is_named(run, checkpoint, faulty, tmp_path):
+def test_a_faulty_executor_fails_and_is_named(validate, checkpoint, faulty, tmp_path):
     common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam", "--steps", 0)
-    code, out, _ = run(*common, "--json", "--csv", "rows.csv", "--html", tmp_path / "page.html")
+    code, out, _ = validate(*common, "--json", "--csv", "rows.csv", "--html", tmp_path / "page.html")
     assert code == 1
     report = json.loads(out)
     assert report["passed"] is False
@@ -108,22 +95,22 @@ def test_a_faulty_executor_fails_and_is_named(run, checkpoint, faulty, tmp_path)
     assert set(ASCEND_COLUMNS) < rows[0].keys()
     assert "layer 1, paged_attention: fault" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert names_in(tmp_path) == ["page.html", "rows.csv"]
-    code, out, _ = run(*common)
+    code, out, _ = validate(*common)
     assert code == 1
     assert "FAILED" in out
     assert "layer 1, paged_attention: fault" in out
     assert "OUTSIDE" in out
 
 
-def test_a_failing_layer_is_written_and_runs_again_on_any_executor(run, checkpoint, faulty, tmp_path, capsys):
+def test_a_failing_layer_is_written_and_runs_again_on_any_executor(validate, run, checkpoint, faulty, tmp_path):
     common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam and eggs", "--steps", 0)
-    code, out, err = run(*common, "--replay", "layer.replay", "--json")
+    code, out, err = validate(*common, "--replay", "layer.replay", "--json")
     assert (code, err) == (1, "")
     assert "1 token of 1 sequence" in json.loads(out)["replay"]
     assert "run it with tq replay layer.replay --executor" in json.loads(out)["replay"]
 
     def replay(*args):
-        return main(["replay", "layer.replay", *args]), *capsys.readouterr()
+        return run("replay", "layer.replay", *args)
 
     code, out, err = replay("--executor", "faulty", "--json")
     again = json.loads(out)
@@ -144,20 +131,20 @@ def test_a_failing_layer_is_written_and_runs_again_on_any_executor(run, checkpoi
     assert_refused(replay("--executor", "faulty"), "layer.replay is no replay file", "SHA-256")
     (tmp_path / "layer.replay").unlink()
     assert_refused(replay("--executor", "faulty"), "cannot be read")
-    code, out, _ = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 0, "--replay", "layer.replay")
+    code, out, _ = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 0, "--replay", "layer.replay")
     assert code == 0
     assert names_in(tmp_path) == []
 
 
-def test_two_runs_are_compared_by_layer_and_stage(run, checkpoint, faulty, tmp_path):
+def test_two_runs_are_compared_by_layer_and_stage(validate, checkpoint, faulty, tmp_path):
     common = ("--model", checkpoint, "--prompt", "spam and eggs", "--steps", 0, "--json")
     reports = {}
     for name, *args in (("right", *ITSELF), ("wrong", "--executor", "faulty"), ("bf16", *ITSELF, "--kv", "bf16")):
-        reports[name] = json.loads(run(*common, *args)[1])
+        reports[name] = json.loads(validate(*common, *args)[1])
         (tmp_path / name).write_text(json.dumps(reports[name]))
 
     def compare(*args):
-        return run("--compare", *args)
+        return validate("--compare", *args)
 
     code, out, err = compare("right", "right")
     assert (code, err) == (0, "")
@@ -183,7 +170,7 @@ def test_two_runs_are_compared_by_layer_and_stage(run, checkpoint, faulty, tmp_p
         (tmp_path / "none").write_text(text)
         assert_refused(compare("right", "none"), "none")
     assert_refused(compare("right", "absent"), "absent")
-    assert_refused(run("--compare", "right", "wrong", "--prompt", "x"), "--compare", "leave out --prompt")
+    assert_refused(validate("--compare", "right", "wrong", "--prompt", "x"), "--compare", "leave out --prompt")
 
 
 def test_twice_the_error_is_worse_and_less_is_alike(tmp_path):
@@ -204,93 +191,53 @@ def test_twice_the_error_is_worse_and_less_is_alike(tmp_path):
     assert not found.worse
 
 
-def test_a_faulty_reference_shows_as_well(run, checkpoint, faulty):
-    code, _, _ = run("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
+def test_a_faulty_reference_shows_as_well(validate, checkpoint, faulty):
+    code, _, _ = validate("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
     assert code == 1
 
 
-def test_prompts_are_cut_to_so_many_tokens(run, checkpoint, tmp_path):
+def test_prompts_are_cut_to_so_many_tokens(validate, checkpoint, tmp_path):
     (tmp_path / "prompt.txt").write_text("spam and eggs", encoding="utf-8")
     args = (
         "--model", checkpoint, *ITSELF, "--prompt-file", "prompt.txt", "--prompt", "abc", "--prompt-tokens", 4, "--steps", 0,
         "--json",
     )  # fmt: skip
-    assert json.loads(run(*args)[1])["prompt_tokens"] == [3, 4]
+    assert json.loads(validate(*args)[1])["prompt_tokens"] == [3, 4]
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--reference", "gpu"], ["unknown executor"]),
-        (["--steps", "-1"], ["--steps"]),
-        (["--steps", "many"], ["--steps"]),
-        (["--prompt-tokens", "0"], ["--prompt-tokens"]),
-        (["--layers", "1"], ["--layers"]),
-        (["--dtype", "float16"], ["--dtype"]),
-        (["--prompt", ""], ["empty"]),
-        (["--html", "."], ["not a regular file"]),
-        (["--csv", "/dev/null"], ["not a regular file"]),
-        (["--csv", "same", "--html", "./same"], ["same file"]),
-        (["--csv", "same", "--replay", "./same"], ["same file"]),
-        (["--replay", "absent/layer"], ["absent", "does not exist"]),
-        (["--steps", "2000"], ["context"]),
-        (["--prompt-tokens", "1", "--steps", "0"], ["one token"]),
-        (["--self-test"], ["--self-test", "leave out"]),
-        (["--sensitivity"], ["--sensitivity", "leave out"]),
-        (["--self-test", "--sensitivity"], ["--self-test and --sensitivity"]),
-        (["--nonsense"], ["--nonsense"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and str(value[0]).startswith("--") else "",
-)
-def test_what_cannot_be_done_is_one_line_and_exit_code_2(run, checkpoint, tmp_path, args, words):
-    itself = () if args[0] in ("--executor", "--self-test", "--sensitivity") else ITSELF
-    assert_refused(run("--model", checkpoint, *itself, "--prompt", "spam", *args), *words)
-    assert names_in(tmp_path) == []
-
-
-def test_no_model_and_no_prompt_to_cut_are_refused(run):
-    assert_refused(run("--model", "absent", "--prompt", "x"), "no such model")
-    assert_refused(run("--prompt-tokens", 3), "--prompt-tokens", "--prompt")
-
-
-def test_without_a_prompt_everything_is_exercised(run, monkeypatch):
-    """Blocks, sequences, chunks, and scales of a second run; on two layers of the model that ships."""
-    config, model = catalog_of_models.read_config("tiny"), catalog_of_models.load_model("tiny")
-    two = resized(config, num_layers=2)
-    shortened = replace(model, config=two, weights=replace(model.weights, layers=model.weights.layers[:2]))
-    monkeypatch.setattr(catalog_of_models, "read_config", lambda *_: two)
-    monkeypatch.setattr(catalog_of_models, "load_model", lambda *_: shortened)
-    code, out, _ = run("--steps", 1, "--json")
-    report = json.loads(out)
-    assert (code, report["prompt_tokens"], report["not_exercised"]) == (0, [128, 129, 515, 24], [])
+def test_without_a_prompt_everything_is_exercised(validate, tmp_path_factory):
+    """Blocks, sequences, chunks, and scales of a second run."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("wide") / "m", config={"head_dim": 64})
+    report = validate("--model", folder, "--executor", "cpu", "--steps", 1, "--json").json
+    assert (report["prompt_tokens"], report["not_exercised"]) == ([128, 129, 515, 24], [])
     phases = {"prefill", "decode", "verify"}
     assert {row["phase"] for row in report["rows"]} == phases | {f"scaled {phase}" for phase in phases}
 
 
-def test_a_prompt_of_ones_own_says_what_it_did_not_exercise(run, checkpoint):
-    _, out, _ = run("--model", checkpoint, *ITSELF, "--prompt", "spam")
+def test_a_prompt_of_ones_own_says_what_it_did_not_exercise(validate, checkpoint):
+    _, out, _ = validate("--model", checkpoint, *ITSELF, "--prompt", "spam")
     assert re.search(r"not exercised +a second sequence; ", out)
     assert "leave out --prompt" in " ".join(out.split())
 
 
-def test_without_an_executor_the_reference_is_never_compared_with_itself(run, checkpoint):
+def test_without_an_executor_the_reference_is_never_compared_with_itself(validate, checkpoint):
     """No other executor of a CPU reads vectors of 32, or tiles of 128 tokens."""
-    assert_refused(run("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
-    assert_refused(run("--prompt", "spam", "--kv", "kvarn4"), "only reference", "not kvarn4")
+    assert_refused(validate("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
+    assert_refused(validate("--prompt", "spam", "--kv", "kvarn4"), "only reference", "not kvarn4")
 
 
-def test_auto_that_is_the_reference_asks_for_another_executor(run, monkeypatch):
+def test_auto_that_is_the_reference_asks_for_another_executor(validate, monkeypatch):
     has_only(monkeypatch, "cpu", "reference")
     for reference in ("cpu", "auto"):
-        refused = run("--prompt", "spam", "--reference", reference)
+        refused = validate("--prompt", "spam", "--reference", reference)
         assert_refused(refused, "auto is cpu here", "the reference itself", "name another --executor")
         assert "only" not in refused[2]
 
 
-def test_auto_can_be_the_reference(run, monkeypatch):
+def test_auto_can_be_the_reference(validate, monkeypatch):
     has_only(monkeypatch, "cpu", "reference")
     args = ("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json", *ITSELF, "--reference", "auto")
-    code, out, err = run(*args)
+    code, out, err = validate(*args)
     assert (code, err) == (0, "")
     assert (json.loads(out)["candidate"], json.loads(out)["reference"]) == ("reference", "cpu")
 
@@ -303,23 +250,23 @@ def test_auto_can_be_the_reference(run, monkeypatch):
         (("--executor", "cpu", "--device", "sim"), ["runs on the cpu", "sim"]),
     ],
 )
-def test_who_cannot_run_it_says_so_before_the_weights_are_read(run, monkeypatch, args, words):
+def test_who_cannot_run_it_says_so_before_the_weights_are_read(validate, monkeypatch, args, words):
     monkeypatch.setattr("haarkv.models.catalog.load_model", lambda *_: pytest.fail("the weights were read"))
-    assert_refused(run("--prompt", "spam", *args), *words)
+    assert_refused(validate("--prompt", "spam", *args), *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")
-def test_without_an_executor_the_fastest_is_compared(run):
-    code, out, _ = run("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json")
+def test_without_an_executor_the_fastest_is_compared(validate):
+    code, out, _ = validate("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json")
     report = json.loads(out)
     assert (code, report["model"], report["candidate"], report["reference"]) == (0, "tiny", "cpu", "reference")
 
 
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "not finite"), (0.0, "zero")])
-def test_a_reference_that_proves_nothing_is_refused(run, tmp_path_factory, value, word):
+def test_a_reference_that_proves_nothing_is_refused(validate, tmp_path_factory, value, word):
     folder = write_checkpoint(tmp_path_factory.mktemp("bad") / "m", mutate=poison(EMBEDDING, slice(None), value))
     for kv in ("tq4", "bf16"):
-        assert_refused(run("--model", folder, *ITSELF, "--prompt", "spam", "--kv", kv), word)
+        assert_refused(validate("--model", folder, *ITSELF, "--prompt", "spam", "--kv", kv), word)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -348,17 +295,17 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert names_in(tmp_path) == ["link.csv", "rows.csv"]
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_run(run, checkpoint, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(validate, checkpoint, monkeypatch):
     monkeypatch.setattr(catalog, "create", lambda *_: pytest.fail("the run began"))
-    assert_refused(run("--model", checkpoint, "--prompt", "spam", "--csv", "absent/rows.csv"), "absent")
+    assert_refused(validate("--model", checkpoint, "--prompt", "spam", "--csv", "absent/rows.csv"), "absent")
 
 
-def test_ctrl_c_stops_it_without_a_file(run, checkpoint, monkeypatch, tmp_path):
+def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReferenceExecutor, "layers", interrupt)
-    code, _, err = run("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
+    code, _, err = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
     assert (code, err) == (130, "tq: interrupted\n")
     assert names_in(tmp_path) == []
 
@@ -408,9 +355,9 @@ def test_a_reader_that_leaves_the_self_test_early_does_not_make_it_pass(tmp_path
     assert (code, out.count("\n"), err) == (1, 1, "")
 
 
-def test_the_page_names_model_command_prompt_versions_machine_and_date(run, checkpoint, tmp_path):
+def test_the_page_names_model_command_prompt_versions_machine_and_date(validate, checkpoint, tmp_path):
     args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--html", "page.html")
-    assert run(*args)[0] == 0
+    assert validate(*args)[0] == 0
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert str(checkpoint) in text
     assert html.escape(shlex.join(["tq", "validate", *map(str, args)])) in text
@@ -419,7 +366,7 @@ def test_the_page_names_model_command_prompt_versions_machine_and_date(run, chec
     assert re.search(r">2\d{3}-\d\d-\d\d \d\d:\d\d UTC<", text)
 
 
-def test_the_self_test_reports_what_it_missed(run, monkeypatch):
+def test_the_self_test_reports_what_it_missed(validate, monkeypatch):
     import haarkv.validation.layers.self_test as module
 
     row = module.SelfTestRow("float32", "ops", "a fault", "layer 3 head", "–", "nothing", False)
@@ -432,18 +379,18 @@ def test_the_self_test_reports_what_it_missed(run, monkeypatch):
         return [row]
 
     monkeypatch.setattr(module, "self_test", fake)
-    code, out, _ = run("--self-test", "--dtype", "bfloat16")
+    code, out, _ = validate("--self-test", "--dtype", "bfloat16")
     assert code == 1
     assert "MISS" in out
     assert "FAILED" in out
-    code, out, _ = run("--self-test", "--dtype", "bfloat16", "--json")
+    code, out, _ = validate("--self-test", "--dtype", "bfloat16", "--json")
     assert code == 1
     assert json.loads(out)["passed"] is False
 
 
 @pytest.mark.judge_long
-def test_the_self_test_on_the_model_that_ships(run):
-    code, out, _ = run("--self-test", "--dtype", "bfloat16", "--json")
+def test_the_self_test_on_the_model_that_ships(validate):
+    code, out, _ = validate("--self-test", "--dtype", "bfloat16", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0
     found = {(row["driven"], row["fault"]): row["found"] for row in rows}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
-from tq.output import err, loading, print_table
+from tq.output import loading, print_table, telling
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
@@ -37,33 +36,17 @@ def _kvs(default: str) -> Callable[..., Any]:
     return click.option("--kv", "kvs", multiple=True, metavar="LIST", help=about)
 
 
-def _numbers(name: str, default: str, about: str) -> Callable[..., Any]:
-    return click.option(name, type=options.Numbers(), default=default, show_default=True, help=about)
-
-
-def _count(name: str, default: int, about: str) -> Callable[..., Any]:
-    return click.option(name, type=click.IntRange(min=1), default=default, show_default=True, help=about)
-
-
-_contexts = partial(_numbers, "--contexts", about="Tokens in the cache.")
-_batches = partial(_numbers, "--batches", about="Sequences at once.")
-_repeats = partial(_count, "--repeats", about="Timed runs of each variant.")
+_contexts = partial(options.numbers, "--contexts", "Tokens in the cache.")
+_batches = partial(options.numbers, "--batches", "Sequences at once.")
+_repeats = partial(options.count, "--repeats", "Timed runs of each variant.")
 _isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
 _no_peers = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
 _save = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
-_plot = click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Draw it by context, as SVG.")
+_plot = options.file("--plot", "Draw it by context, as SVG.")
+_dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 
 
-def _all(*chosen: Callable[..., Any]) -> Callable[..., Any]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(chosen):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-_of_a_layer = _all(
+_of_a_layer = options.together(
     options.model_option("random:0.6b"), _kvs("bf16,tq4"), options.executor_option(multiple=True),
     options.run_options("bfloat16"), _contexts("1024,4096"), _batches("1"), _repeats(7), _isa, _save, options.json_option,
 )  # fmt: skip
@@ -96,11 +79,8 @@ def _turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
     if given.get("plot"):
         require_matplotlib()
         check_writable(given["plot"])
-    shown = err().is_terminal
-    try:
-        yield lambda who: print(f"\r\x1b[Ktiming {who}", end="", file=sys.stderr, flush=True) if shown else None
-    finally:
-        print("\r\x1b[K" if shown else "", end="", file=sys.stderr, flush=True)
+    with telling() as tell:
+        yield lambda who: tell(f"timing {who}")
 
 
 def _kv_list(given: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:
@@ -114,9 +94,19 @@ def request_of(given: dict[str, Any], **more: Any) -> Request:
     from haarkv.benchmarks.decode import Request
 
     kvs = _kv_list(given)
+    _require_known(*given["executors"])
     executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
     names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa")
     return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
+
+
+def _require_known(*executors: str) -> None:
+    """Refuse a slip in a name before weights are made for it, or a process is started."""
+    from haarkv.executors.catalog import AUTO, default_dtype
+
+    for name in executors:
+        if name != AUTO:
+            default_dtype(name)
 
 
 def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
@@ -188,7 +178,7 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], no_peers: bool, peer_
     from haarkv.benchmarks.decode_peers import LLAMA
     from haarkv.benchmarks.llama_process import parse_kinds
 
-    if no_peers and click.get_current_context().get_parameter_source("peers") is not click.core.ParameterSource.DEFAULT:
+    if no_peers and "peers" in options.written():
         raise click.UsageError("--no-peers measures nobody else; leave out --peers")
     if ranks.size > 1 and set(kinds) - {"step"}:
         raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")
@@ -239,7 +229,7 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
 
 
 @command.command("drafts")
-@_all(
+@options.together(
     options.model_option(),
     options.kv_option,
     options.executor_option(),
@@ -264,12 +254,13 @@ def drafts(**given: Any) -> None:
 
 
 @command.command("long-context")
-@_all(options.model_option("random:14b"), _kvs("tq4"), options.executor_option())
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
-@options.layers_option
-@_all(_count("--threads", 1, "CPU threads; 1 measures CPU time, more wall time."), _contexts("200000"))
-@_count("--prefill", 4096, "Last tokens of a context that are computed.")
-@_all(_count("--steps", 7, "Decode steps that count."), _save, options.json_option)
+@options.together(options.model_option("random:14b"), _kvs("tq4"), options.executor_option(), _dtype, options.layers_option)
+@options.count("--threads", "CPU threads; 1 measures CPU time, more wall time.", 1)
+@_contexts("200000")
+@options.count("--prefill", "Last tokens of a context that are computed.", 4096)
+@options.count("--steps", "Decode steps that count.", 7)
+@_save
+@options.json_option
 def long_context(**given: Any) -> None:
     """Measure the memory of a process that holds a long context, a chunked prefill at its end, and the steps behind it.
 
@@ -280,6 +271,7 @@ def long_context(**given: Any) -> None:
 
     names = ("model", "layers", "dtype", "executor", "prefill", "steps", "threads")
     of_all = {name: given[name] for name in names}
+    _require_known(given["executor"])
     requests = [Request(kv=kv, context=c, **of_all) for kv in _kv_list(given, ["tq4"]) for c in given["contexts"]]
     with _turning(given) as on_turn:
         rows = list(measure(requests, on_turn))
@@ -287,19 +279,24 @@ def long_context(**given: Any) -> None:
 
 
 @command.command("serve")
-@_all(options.model_option("random:0.6b"), _numbers("--users", "1,2,4,8,16,25", "Requests at once."))
-@_numbers("--prompt-tokens", "128,1024,8192", "Of each prompt.")
+@options.model_option("random:0.6b")
+@options.numbers("--users", "Requests at once.", "1,2,4,8,16,25")
+@options.numbers("--prompt-tokens", "Of each prompt.", "128,1024,8192")
 @click.option(
     "--kv", default="bf16,tq4", metavar="LIST", show_default=True, help="Formats; the last is measured by the first."
 )
-@_all(
+@options.together(
     options.calibration_option,
     click.option("--kv-plan", "plans", type=Path, multiple=True, metavar="FILE", help="Also a plan."),
 )
 @click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers [default: 4].")
-@_all(_count("--output-tokens", 64, "Of each answer."), _count("--memory", 1536, "MiB of KV cache of each server."))
-@_all(_count("--cold", 1, "Rounds of new prompts."), _count("--repeats", 3, "Rounds that send the last of them again."))
-@_all(click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True), _save, options.json_option)
+@options.count("--output-tokens", "Of each answer.", 64)
+@options.count("--memory", "MiB of KV cache of each server.", 1536)
+@options.count("--cold", "Rounds of new prompts.", 1)
+@options.count("--repeats", "Rounds that send the last of them again.", 3)
+@options.seed_option
+@_save
+@options.json_option
 def serve(**given: Any) -> None:
     """Measure vLLM's server under load with several storages of K and V, in turns, the same memory for each; needs vLLM."""
     from haarkv.benchmarks.serve import measure, request_of
@@ -311,9 +308,9 @@ def serve(**given: Any) -> None:
 
 
 @command.command("npu")
-@_all(_contexts("512,1024,2048,4096,8192"), _batches("1,8"))
+@options.together(_contexts("512,1024,2048,4096,8192"), _batches("1,8"))
 @click.option("--variant", "variants", multiple=True, help="A design to simulate; repeatable [default: all].")
-@_all(_plot, _save, options.json_option)
+@options.together(_plot, _save, options.json_option)
 def npu(contexts: tuple[int, ...], batches: tuple[int, ...], variants: tuple[str, ...], **given: Any) -> None:
     """Count the cycles of decode attention at Qwen3-14B's shape, in PyPTO's cost model of an Ascend 910B.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.generate import read_prompt
-from tq.options import (
-    Numbers,
-    calibration_option,
-    device_option,
-    json_option,
-    layers_option,
-    model_option,
-    prompt_options,
-    set_threads,
-    threads_option,
-)
-from tq.output import err, unread_is_fine
+from tq.output import telling, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.kv.plan import KVSpec
@@ -36,32 +24,23 @@ _FIRST = "environment"
 
 
 @click.command("bringup")
-@model_option()
-@prompt_options
+@options.model_option()
+@options.prompt_options
 @click.option(
     "--kv", "kvs", multiple=True, metavar="LIST",
     help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
 )  # fmt: skip
-@calibration_option
+@options.calibration_option
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more cache.")
 @click.option("--executor", default="npu", show_default=True, help="npu, cuda, cpu or onnx.")
-@device_option
-@layers_option
-@threads_option
-@click.option(
-    "--contexts",
-    type=Numbers(),
-    default=(),
-    help="Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].",
-)
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), metavar="N", help="Of greedy text [default: 32; 3 in the simulator]."
-)
-@click.option(
-    "--out", "out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="Where results, logs and page go."
-)
+@options.device_option
+@options.layers_option
+@options.threads_option
+@options.numbers("--contexts", "Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].")
+@options.count("--max-new-tokens", "Of greedy text [default: 32; 3 in the simulator].", metavar="N")
+@options.file("--out", "Where results, logs and page go.", metavar="FOLDER", required=True)
 @click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
-@json_option
+@options.json_option
 @click.pass_context
 def command(context: click.Context, /, **given: Any) -> int:
     """Bring an executor up on a new machine, from its versions to text and latency, one rung after the other.
@@ -77,7 +56,7 @@ def command(context: click.Context, /, **given: Any) -> int:
     Exit code 0 if every rung passed that this executor has, 1 if one failed, 2 if nothing could be tried.
     """
     with unread_is_fine():
-        set_threads(given["threads"])
+        options.set_threads(given["threads"])
         from haarkv.validation.bringup.climb import climb, ladder
         from haarkv.validation.bringup.environment import require_executor
         from haarkv.validation.bringup.report import verdict
@@ -85,19 +64,14 @@ def command(context: click.Context, /, **given: Any) -> int:
         require_executor(given["executor"])
         out: Path = given["out"]
         folder = _folder(out, resume=given["resume"])
-        show = _Show(quiet=given["as_json"])
-        try:
-            with show.working() as tell:
-                bench = _bench(given, tell)
-                results = climb(
-                    ladder(bench, given["executor"], given["device"], _latency),
-                    folder,
-                    on_begin=show.begin,
-                    on_result=show.result,
-                )
-        finally:
-            # Failed or interrupted: what is known so far is worth looking at, and sending home.
-            kept = _leave(folder, show.results, context, given)
+        with telling() as tell:
+            show = _Show(tell, quiet=given["as_json"])
+            rungs = ladder(_bench(given, show.tell), given["executor"], given["device"], _latency)
+            try:
+                results = climb(rungs, folder, on_begin=show.begin, on_result=show.result)
+            finally:
+                # Failed or interrupted: what is known so far is worth looking at, and sending home.
+                kept = _leave(folder, show.results, context, given)
         print(
             kept if given["as_json"] else f"{verdict(results)}\nlook at {out / 'index.html'}; send home {out / 'report.json'}"
         )
@@ -131,7 +105,7 @@ def _bench(given: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], W
         texts = (*given["prompts"], *(read_prompt(file) for file in given["files"]))
         request = Request(
             given["executor"], given["device"], given["model"], given["layers"], _caches(given), texts,
-            given["max_new_tokens"], given["contexts"],
+            given["max_new_tokens"], given["contexts"] or (),
         )  # fmt: skip
         return Workbench(request, tell)
 
@@ -140,20 +114,15 @@ def _bench(given: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], W
 
 def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
     """The caches that were asked for, by name."""
-    from haarkv.tq_ops import formats
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.tq_ops.kv.plan_file import load
     from haarkv.validation.fidelity.setup import parse_list
 
     spec = KVSpec() if given["calibration"] is None else calibration_file.load(given["calibration"]).spec
     if spec.calibration and not given["kvs"]:
         raise click.UsageError("--calibration is for formats lrN; name them with --kv")
     caches = {name: replace(spec, kv=name) for name in parse_list(given["kvs"], spec.calibration)}
-    plans = {Path(file).stem: load(file) for file in given["plan_files"]}
-    if len(plans) < len(given["plan_files"]) or plans.keys() & {*caches, *formats.names()}:
-        raise click.UsageError("two caches would have the same name; a plan is named after its file: rename the file")
-    return caches | plans
+    return caches | options.named_plans(given["plan_files"], caches, "caches")
 
 
 def _latency(bench: Workbench) -> Found:
@@ -212,41 +181,30 @@ class _Show:
     """Prints a line for each rung as it is done; on a terminal, also what is being done.
 
     Args:
+        tell: shows what is being done.
         quiet: prints nothing on stdout.
     """
 
-    def __init__(self, quiet: bool) -> None:
-        self._quiet, self._name = quiet, ""
+    def __init__(self, tell: Callable[[str], None], quiet: bool) -> None:
+        self._tell, self._quiet, self._name = tell, quiet, ""
         self.results: list[Result] = []
 
-    @contextmanager
-    def working(self) -> Iterator[Callable[[str], None]]:
-        """Gives what is told what is being done."""
-        try:
-            yield self._tell
-        finally:
-            self._clear()
-
-    def _tell(self, what: str) -> None:
-        if err().is_terminal:
-            print(f"\r\x1b[K{self._name}: {what}", end="", file=sys.stderr, flush=True)
-
-    def _clear(self) -> None:
-        if err().is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    def tell(self, what: str) -> None:
+        """Show what is being done of a rung."""
+        self._tell(f"{self._name}: {what}")
 
     def begin(self, name: str, changed: str) -> None:
         """A rung begins; `changed` says why it is run again."""
         self._name = name
-        self._tell("…")
+        self.tell("…")
         if changed and not self._quiet:
-            self._clear()
+            self._tell("")
             print(f"{name} is run again: {changed}", flush=True)
 
     def result(self, result: Result, kept: bool) -> None:
         """A rung is done, or was done before."""
         self.results.append(result)
-        self._clear()
+        self._tell("")
         if not self._quiet:
             log = f" (the whole message: {result.log})" if result.log else ""
             seconds = "   kept" if kept else f"{result.seconds:5.1f} s"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.cache_file import Origin
 
 _FILE = click.Path(path_type=Path)
-_OUT = click.option("--out", required=True, metavar="FILE", type=_FILE, help="The file to write.")
+_OUT = options.file("--out", "The file to write.", required=True)
 _COMPRESS = click.option("--compress", is_flag=True, help="Pack the file without loss, where that saves 5 % or more.")
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.eval import read_text
-from tq.options import check_outputs, executor_option, json_option, model_option, resume_option, run_options, set_threads
 from tq.output import loading, print_table, scoring, unread_is_fine
 
 if TYPE_CHECKING:
@@ -27,42 +27,24 @@ if TYPE_CHECKING:
 
 @click.command("calibrate")
 @click.option(
-    "--text",
-    "text_files",
-    metavar="FILE",
-    multiple=True,
-    required=True,
+    "--text", "text_files", metavar="FILE", multiple=True, required=True,
     help="UTF-8 text to learn from; repeatable; - is stdin.",
-)
+)  # fmt: skip
 @click.option(
-    "--verify",
-    "verify_file",
-    metavar="FILE",
+    "--verify", "verify_file", metavar="FILE",
     help="A text to judge by [default: the second half of --text, excluded from learning].",
-)
-@click.option(
-    "--out",
-    "out_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The calibration, as safetensors.",
-)
-@model_option()
-@executor_option()
-@run_options()
-@click.option("--tokens", type=click.IntRange(min=1), default=10240, show_default=True, help="Tokens of --text to learn from.")
-@click.option("--verify-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens to judge by.")
+)  # fmt: skip
+@options.file("--out", "The calibration, as safetensors.", "out_file", required=True)
+@options.model_option()
+@options.executor_option()
+@options.run_options()
+@options.count("--tokens", "Tokens of --text to learn from.", 10240)
+@options.count("--verify-tokens", "Tokens to judge by.", 4096)
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens a sequence may have; fewer serve K better [default: the model's most].",
-)
-@resume_option
+@options.count("--context", "Tokens a sequence may have; fewer serve K better [default: the model's most].", metavar="N")
+@options.resume_option
 @click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
-@json_option
+@options.json_option
 def command(
     text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
     window: int | None, context: int | None, threads: int | None, resume_file: Path | None, force: bool,
@@ -78,15 +60,15 @@ def command(
       tq calibrate --text train.txt --verify held_out.txt --out tiny.safetensors
       tq plan --calibration tiny.safetensors --text train.txt --budget 2.6 --out plan.safetensors
     """
-    text = "\n".join(read_text(file, "--text") for file in text_files)
+    text = "\n".join(read_text(name, "--text") for name in text_files)
     other = None if verify_file is None else read_text(verify_file, "--verify")
-    check_outputs(out_file, resume_file)
+    options.check_outputs(out=out_file, resume=resume_file)
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.calibration_file import dumps
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.calibrate import load_subject
 
-    set_threads(threads)
+    options.set_threads(threads)
     with loading(model["model"]) as progress:
         subject = load_subject(progress=progress, **model)
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings
@@ -144,17 +126,17 @@ def _learn(subject: Subject, work: Workload, judged: Workload, context: int, res
         return subject.learn(windows, held_back, context=context, learning=earlier, save=save, on_step=on_step)
 
 
-def _kept(file: Path) -> bytes:
+def _kept(path: Path) -> bytes:
     """What an earlier run has saved, unless it is plainly something else."""
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.safetensors_header import read_promised
 
     try:
-        return read_promised(file, "", "haarkv_calibrating")
+        return read_promised(path, "", "haarkv_calibrating")
     except InputError:
         raise
     except ValueError:
-        raise InputError(f"--resume: {file} is no half-done calibration; begin a new one") from None
+        raise InputError(f"--resume: {path} is no half-done calibration; begin a new one") from None
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,11 @@ _MOST_LINE = 2**20
 @click.command("chat")
 @options.model_option()
 @options.session_options
-@click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
+@options.new_tokens()
 @options.sampling_options
 @options.draft_options
 @options.system_option
-@click.option(
-    "--session", "file", type=click.Path(path_type=Path), metavar="FILE",
-    help="Keep the conversation in this file after each answer, and go on with it if it exists.",
-)  # fmt: skip
+@options.file("--session", "Keep the conversation in this file after each answer, and go on with it if it exists.", "file")
 def command(max_new_tokens: int, seed: int, system: str | None, file: Path | None, **given: Any) -> None:
     """Talk with a model. Each line of stdin is a message; the end of the input ends the conversation.
 

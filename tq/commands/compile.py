@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import check_folder, whole_folder
-from tq.options import json_option, kv_options, kv_spec, model_option
+from tq import options
 from tq.output import counting, print_table
 
 if TYPE_CHECKING:
@@ -19,15 +19,13 @@ _PROGRAMS = ("decode", "prefill", "head")
 
 
 @click.command("compile")
-@model_option()
+@options.model_option()
 @click.option(
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
-@click.option(
-    "--cpp", "folder", metavar="DIR", type=click.Path(path_type=Path), help="Write the C++ to a new folder, with a Makefile."
-)
-@kv_options()
-@json_option
+@options.file("--cpp", "Write the C++ to a new folder, with a Makefile.", "folder", metavar="DIR")
+@options.kv_options()
+@options.json_option
 def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool, **kv: Any) -> int:
     """Compile a model's NPU programs down to AICore C++, and check its text. Only the model's config is read.
 
@@ -47,7 +45,7 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     if folder is not None:
         check_folder(folder)
     config = read_config(model)
-    plan = plan_for(kv_spec(kv), config)
+    plan = plan_for(options.kv_spec(kv), config)
     compiled: list[Compiled] = []
     kinds = names or _PROGRAMS
     with counting(len(wanted(config, kinds, plan)), "compiling {task.description}") as begin:

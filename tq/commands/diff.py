@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq import options
 from tq.commands.generate import read_prompt
-from tq.options import balance_option, json_option, kv_options, kv_spec, model_option, prompt_options, run_options, set_threads
-from tq.output import err, loading, print_table, unread_is_fine, warn
+from tq.output import loading, print_table, telling, unread_is_fine, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
     from haarkv.models.text import Tokenizer
-    from haarkv.validation.fidelity.greedy_diff import Divergence, GreedyDiff, OnStep, PromptDiff
+    from haarkv.validation.fidelity.greedy_diff import Divergence, GreedyDiff, PromptDiff
     from haarkv.validation.fidelity.scores import Candidate
 
 # Python of different lengths, since tiny was trained on Python.
@@ -34,13 +32,13 @@ _SHOWN = 56
 @click.command("diff")
 @click.option("--a", "spec_a", metavar="SIDE", required=True, help="EXECUTOR, FORMAT or EXECUTOR:FORMAT.")
 @click.option("--b", "spec_b", metavar="SIDE", required=True, help="The same.")
-@model_option()
-@prompt_options
-@kv_options(kv=False)
-@balance_option
-@run_options()
-@click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
-@json_option
+@options.model_option()
+@options.prompt_options
+@options.kv_options(kv=False)
+@options.balance_option
+@options.run_options()
+@options.new_tokens()
+@options.json_option
 def command(
     spec_a: str, spec_b: str, model: str, prompts: tuple[str, ...], files: tuple[str, ...], device: str | None,
     dtype: str | None, layers: int | None, threads: int | None, max_new_tokens: int, balance: str, as_json: bool,
@@ -68,8 +66,8 @@ def command(
         from haarkv.validation.fidelity.contenders import default_dtype, load_contenders, parse_contender, resolve_contenders
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
 
-        set_threads(threads)
-        spec = kv_spec(kv)
+        options.set_threads(threads)
+        spec = options.kv_spec(kv)
         sides = parse_contender(spec_a), parse_contender(spec_b)
         side_a, side_b = resolve_contenders(model, *sides, spec, device=device, dtype=dtype, layers=layers)
         dtype = dtype or default_dtype(side_a, side_b)
@@ -79,7 +77,13 @@ def command(
         )  # fmt: skip
     if uneven := tuple(dict.fromkeys((*a.uneven, *b.uneven))):
         warn(f"{describe(uneven)}; --balance off leaves them as they are")
-    with _counting() as on_step:
+    done = Counter[str]()
+    with telling() as tell:
+
+        def on_step(what: str) -> None:
+            done[what] += 1
+            tell(f"{what}: {done[what]} tokens")
+
         diff = greedy_diff(a, b, texts, dtype=dtype, max_new_tokens=max_new_tokens, on_step=on_step)
     with unread_is_fine():
         if as_json:
@@ -87,23 +91,6 @@ def command(
         else:
             _print(diff, a.tokenizer, f"{model} in {dtype}, up to {max_new_tokens} new tokens after each prompt")
     return int(diff.faulty)
-
-
-@contextmanager
-def _counting() -> Iterator[OnStep]:
-    """Count on stderr the tokens of each step of the work; silent when stderr is not a terminal."""
-    done: dict[str, int] = {}
-
-    def on_step(what: str) -> None:
-        done[what] = done.get(what, 0) + 1
-        if err().is_terminal:
-            print(f"\r\x1b[K{what}: {done[what]} tokens", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield on_step
-    finally:
-        if done and err().is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 # -- In words -------------------------------------------------------------------------------------------------------------
@@ -251,12 +238,7 @@ def _divergence_json(found: Divergence, tokenizer: Tokenizer) -> dict[str, Any]:
         "token_b": found.token_b,
         "text_a": tokenizer.decode([found.token_a]),
         "text_b": tokenizer.decode([found.token_b]),
-        "margin": here.margin,
-        "gap_a": here.gap_a,
-        "gap_b": here.gap_b,
-        "spread": here.spread,
-        "logit_error": here.logit_error,
-        "kl": here.kl,
+        **{name: getattr(here, name) for name in ("margin", "gap_a", "gap_b", "spread", "logit_error", "kl")},
         "near_tie": found.near_tie,
         "top_a": best(here.top_a),
         "top_b": best(here.top_b),

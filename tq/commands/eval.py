@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.output_files import check_writable, write_whole
+from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.generate import read_prompt
-from tq.options import (
-    balance_option,
-    calibration_option,
-    executor_option,
-    json_option,
-    kv_options,
-    kv_spec,
-    model_option,
-    resume_option,
-    run_options,
-    set_threads,
-)
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
@@ -40,22 +29,20 @@ _MOST_RESUME = 2**28
 
 @click.command("eval")
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
-@model_option()
+@options.model_option()
 @click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: all].")
-@calibration_option
-@kv_options(kv=False)
+@options.calibration_option
+@options.kv_options(kv=False)
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
-@balance_option
-@executor_option()
-@run_options()
+@options.balance_option
+@options.executor_option()
+@options.run_options()
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
-@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Score N tokens at most, spread over the text.")
-@click.option(
-    "--greedy-prompts", type=click.IntRange(min=0), default=16, show_default=True, help="Prompts to continue greedily."
-)
-@resume_option
-@click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw KL by bytes, as SVG.")
-@json_option
+@options.count("--tokens", "Score N tokens at most, spread over the text.", metavar="N")
+@options.count("--greedy-prompts", "Prompts to continue greedily.", 16, least=0)
+@options.resume_option
+@options.file("--plot", "Draw KL by bytes, as SVG.", "plot_file")
+@options.json_option
 def command(
     text_file: str, model: str, kvs: tuple[str, ...], plan_files: tuple[str, ...], window: int | None,
     tokens: int | None, greedy_prompts: int, executor: str, device: str | None, dtype: str | None, layers: int | None,
@@ -74,39 +61,23 @@ def command(
     auto is the fastest that reads every one of them.
     """
     text = read_text(text_file, "--text")
-    files = [file for file in (resume_file, plot_file) if file is not None]
-    if len({file.resolve() for file in files}) < len(files):
-        raise click.UsageError("--resume and --plot name the same file")
-    for file in files:
-        check_writable(file)
+    options.check_outputs(resume=resume_file, plot=plot_file)
     from haarkv.models.balance import describe
-    from haarkv.tq_ops import formats
-    from haarkv.tq_ops.kv.plan_file import load
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
     from haarkv.validation.fidelity.plot import require_matplotlib, svg
     from haarkv.validation.fidelity.setup import load_setup, parse_list
 
     if plot_file is not None:
         require_matplotlib()
-    set_threads(threads)
-    spec = kv_spec(kv)
+    options.set_threads(threads)
+    spec = options.kv_spec(kv)
     names = parse_list(kvs, spec.calibration)
-    plans = {Path(file).stem: load(file) for file in plan_files}
-    if len(plans) < len(plan_files) or plans.keys() & {*names, *formats.names()}:
-        raise click.UsageError("two rows would have the same name; a plan's row is named after its file: rename the file")
+    plans = options.named_plans(plan_files, names, "rows")
     with loading(model) as progress:
         setup = load_setup(
-            model,
-            names,
-            spec=spec,
-            plans=plans,
-            executor=executor,
-            device=device,
-            dtype=dtype,
-            layers=layers,
-            progress=progress,
-            balance=balance == "auto",
-        )
+            model, names, spec=spec, plans=plans, progress=progress, balance=balance == "auto", executor=executor,
+            device=device, dtype=dtype, layers=layers,
+        )  # fmt: skip
     if setup.uneven:
         warn(f"{describe(setup.uneven)}; --balance off leaves them as they are")
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
@@ -121,33 +92,33 @@ def command(
         _print(model, text_file, setup, plan, rows)
 
 
-def read_text(file: str, option: str) -> str:
+def read_text(name: str, option: str) -> str:
     """A text to measure by, or learn from.
 
     Raises:
         click.UsageError: it is empty.
     """
-    if text := read_prompt(file, option):
+    if text := read_prompt(name, option):
         return text
-    raise click.UsageError(f"{option} {file} is empty; give a text of a few thousand tokens")
+    raise click.UsageError(f"{option} {name} is empty; give a text of a few thousand tokens")
 
 
-def open_partial(file: Path | None, setup: Setup, plan: Workload) -> Partial:
+def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
     """The results that an earlier run left in the file, if any, and where this run saves its own."""
     from haarkv.tq_ops.input_files import read_file
     from haarkv.validation.fidelity.partial import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 
-    if file is None:
+    if path is None:
         return Partial()
     text = None
-    if file.exists():
+    if path.exists():
         try:
-            text = read_file(file, _MOST_RESUME).decode()
+            text = read_file(path, _MOST_RESUME).decode()
         except UnicodeDecodeError:
             text = ""  # refused below: not a partial result
     caches = {name: cache_fingerprint(side) for name, side in setup.caches.items()}
-    return Partial(text, run_fingerprint(setup, plan), caches, lambda content: write_whole(file, content))
+    return Partial(text, run_fingerprint(setup, plan), caches, lambda content: write_whole(path, content))
 
 
 def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:

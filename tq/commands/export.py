@@ -10,8 +10,7 @@ from reprlib import repr as shown
 import click
 
 from haarkv.tq_ops.output_files import check_folder, whole_folder
-from tq import __version__
-from tq.options import json_option, model_option
+from tq import __version__, options
 from tq.output import loading, print_table
 
 
@@ -25,9 +24,9 @@ def _layers(value: str) -> tuple[int | None, int]:
 
 
 @click.command("export")
-@model_option()
+@options.model_option()
 @click.option("--kv", default="tq4", show_default=True, help="The graphs hold only tq4.")
-@click.option("--out", metavar="DIR", required=True, type=click.Path(path_type=Path), help="A new folder; see --force.")
+@options.file("--out", "A new folder; see --force.", metavar="DIR", required=True)
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float16 for atc, else float32]"
 )
@@ -40,7 +39,7 @@ def _layers(value: str) -> tuple[int | None, int]:
     help="The runtime to write for.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
-@json_option
+@options.json_option
 def command(
     model: str, kv: str, out: Path, dtype: str | None, layers: tuple[int | None, int] | None, opset: int | None, target: str,
     force: bool, as_json: bool,

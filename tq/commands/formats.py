@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from tq.options import json_option
+from tq import options
 from tq.output import print_table
 
 
 @click.command("formats")
 @click.option("--head-dim", type=click.IntRange(2, 1024), default=128, show_default=True, help="Numbers in one K or V vector.")
-@json_option
+@options.json_option
 def command(head_dim: int, as_json: bool) -> None:
     """List the KV formats: bits a value, bytes, and what each is for.
 

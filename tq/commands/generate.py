@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from haarkv.engine.session import Result, Session
     from haarkv.models.parallel import Ranks
 
-_FILE = click.Path(path_type=Path)
 _MOST_TEXT = 2**28
 """Bytes of a prompt or a text: more than any context holds, and what turns them into tokens takes many times as much."""
 
@@ -31,14 +30,14 @@ _MOST_TEXT = 2**28
 @options.model_option()
 @options.prompt_options
 @options.session_options
-@click.option("--max-new-tokens", type=click.IntRange(min=1), metavar="N", default=64, show_default=True)
-@click.option("--max-context", type=click.IntRange(min=1), metavar="N", help="Tokens the cache holds for each prompt.")
+@options.new_tokens()
+@options.count("--max-context", "Tokens the cache holds for each prompt.", metavar="N")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
 @options.sampling_options
 @options.draft_options
 @options.chat_options
-@click.option("--load-cache", type=_FILE, metavar="FILE", help="Copy what a prompt shares with this stored sequence.")
-@click.option("--save-cache", type=_FILE, metavar="FILE", help="Store prompt and text, to go on with them later.")
+@options.file("--load-cache", "Copy what a prompt shares with this stored sequence.")
+@options.file("--save-cache", "Store prompt and text, to go on with them later.")
 @options.json_option
 @tensor_parallel
 def command(

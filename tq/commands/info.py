@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import json_option, layers_option
+from tq import options
 from tq.output import print_table
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def _amount(value: str) -> int:
     help="Room for the weights in bf16 and the KV cache; several are told side by side.",
 )  # fmt: skip
 @click.option("--context", type=click.IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
-@layers_option
-@json_option
+@options.layers_option
+@options.json_option
 def command(model: str, memories: tuple[int, ...], context: int | None, layers: int | None, as_json: bool) -> None:
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 

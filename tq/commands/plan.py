@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.eval import open_partial, read_text
 from tq.commands.plan_report import Found, ending, measured_by, print_plan
-from tq.options import (
-    Numbers,
-    check_outputs,
-    executor_option,
-    json_option,
-    model_option,
-    resume_option,
-    run_options,
-    set_threads,
-)
 from tq.output import loading, scoring, unread_is_fine
 
 if TYPE_CHECKING:
@@ -40,40 +31,28 @@ _CONTEXT = 4096
 @click.command("plan")
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to choose by; - is stdin.")
 @click.option(
-    "--verify",
-    "verify_file",
-    metavar="FILE",
+    "--verify", "verify_file", metavar="FILE",
     help="A text to judge the plan by [default: the second half of --text, excluded from the search].",
-)
+)  # fmt: skip
 @click.option("--budget", type=float, required=True, metavar="BITS", help="Bits a value, scales and tail included.")
-@click.option(
-    "--out",
-    "out_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The plan, as JSON; with a calibration both, as safetensors.",
-)
+@options.file("--out", "The plan, as JSON; with a calibration both, as safetensors.", "out_file", required=True)
 @click.option("--calibration", metavar="FILE", help="Choose among the learned formats lrN of a file of `tq calibrate`.")
-@model_option()
-@executor_option()
-@run_options()
+@options.model_option()
+@options.executor_option()
+@options.run_options()
 @click.option(
-    "--candidates",
-    metavar="LIST",
+    "--candidates", metavar="LIST",
     help="Formats to choose among [default: tq2 to tq8 and bf16; of a calibration lr32, lr48 …].",
-)
-@click.option(
-    "--tails", type=Numbers(least=0), metavar="LIST", help="Tails to try, in tokens; 0 is none [default: 0,16,32,64,128]."
-)
-@click.option("--sinks", type=Numbers(least=0), metavar="LIST", help="Numbers of first tokens in BF16 to try [default: 0].")
+)  # fmt: skip
+@options.numbers("--tails", "Tails to try, in tokens; 0 is none [default: 0,16,32,64,128].", least=0, metavar="LIST")
+@options.numbers("--sinks", "Numbers of first tokens in BF16 to try [default: 0].", least=0, metavar="LIST")
 @click.option("--context", type=int, metavar="N", help="Tokens that share a tail [default: 4096, or the model's context].")
-@click.option("--tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of --text to choose by.")
-@click.option("--verify-tokens", type=click.IntRange(min=1), default=20480, show_default=True, help="Tokens to judge by.")
+@options.count("--tokens", "Tokens of --text to choose by.", 4096)
+@options.count("--verify-tokens", "Tokens to judge by.", 20480)
 @click.option("--window", type=int, metavar="W", help="Tokens in a window when one K or V is measured [default: 1024].")
-@resume_option
+@options.resume_option
 @click.option("--force", is_flag=True, help="Write the plan even if one format of the same bytes is as good.")
-@json_option
+@options.json_option
 def command(
     text_file: str, verify_file: str | None, budget: float, out_file: Path, candidates: str | None,
     tails: tuple[int, ...] | None, sinks: tuple[int, ...] | None, calibration: str | None, context: int | None,
@@ -92,14 +71,14 @@ def command(
       tq generate --kv-plan plan.json --prompt 'def main('
     """
     text, other = read_text(text_file, "--text"), None if verify_file is None else read_text(verify_file, "--verify")
-    check_outputs(out_file, resume_file)
+    options.check_outputs(out=out_file, resume=resume_file)
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
     from haarkv.validation.planning.candidates import CANDIDATES, TAILS, learned_anchors, require_candidates
 
-    set_threads(threads)
+    options.set_threads(threads)
     config = read_config(model["model"], model["layers"])
     learned = None if calibration is None else calibration_file.load(calibration)
     spec = learned.spec if learned else KVSpec()

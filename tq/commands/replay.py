@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tq import options
 from tq.commands.validate_report import print_rows, print_verdict
 from tq.commands.validate_run import make_pair
-from tq.options import device_option, executor_option, json_option, set_threads, threads_option
 from tq.output import print_table, unread_is_fine, visible
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @click.command("replay")
 @click.argument("file", type=click.Path(path_type=Path))
-@executor_option()
-@device_option
-@threads_option
+@options.executor_option()
+@options.device_option
+@options.threads_option
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
-@json_option
+@options.json_option
 def command(file: Path, executor: str, device: str | None, threads: int | None, reference: str, as_json: bool) -> int:
     """Run the failing layer of FILE, which `tq validate --replay FILE` wrote, and compare it with the reference.
 
@@ -33,7 +33,7 @@ def command(file: Path, executor: str, device: str | None, threads: int | None, 
     nothing could be compared.
     """
     with unread_is_fine():
-        set_threads(threads)
+        options.set_threads(threads)
         from haarkv.validation.layers.replay.case import expected, judged, require_expected
         from haarkv.validation.layers.replay.file import load
         from haarkv.validation.layers.report import as_json as plain

@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.output_files import check_writable, write_whole
+from haarkv.tq_ops.output_files import write_whole
+from tq import options
 from tq.commands.generate import read_prompts
 from tq.commands.validate_report import about, as_csv, compare, print_rows, print_verdict, unexercised, write_replay
 from tq.commands.validate_run import validated
-from tq.options import (
-    executor_option,
-    json_option,
-    kv_options,
-    model_option,
-    prompt_options,
-    run_options,
-    set_threads,
-)
 from tq.output import unread_is_fine
 from tq.ranks import tensor_parallel
 
@@ -33,25 +25,17 @@ _SELF_TEST_TOKENS = (120, 100)
 
 
 @click.command("validate")
-@model_option()
-@prompt_options
-@click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="Use only the first N tokens of each prompt.")
-@kv_options()
-@executor_option()
-@run_options()
+@options.model_option()
+@options.prompt_options
+@options.count("--prompt-tokens", "Use only the first N tokens of each prompt.", metavar="N")
+@options.kv_options()
+@options.executor_option()
+@options.run_options()
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
-@click.option("--steps", type=click.IntRange(min=0), default=4, show_default=True, help="Decode steps after the prefill.")
-@click.option(
-    "--csv", "csv_file", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows, with Ascend's columns."
-)
-@click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
-@click.option(
-    "--replay",
-    "replay_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="On failure, write the failing layer, shrunk, for `tq replay`.",
-)
+@options.count("--steps", "Decode steps after the prefill.", 4, least=0)
+@options.file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
+@options.file("--html", "Write a page with plots.", "html_file")
+@options.file("--replay", "On failure, write the failing layer, shrunk, for `tq replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
 @click.option(
     "--compare",
@@ -60,16 +44,10 @@ _SELF_TEST_TOKENS = (120, 100)
     metavar="A.json B.json",
     help="Run nothing: what got better or worse from one --json report to another?",
 )
-@click.option(
-    "--repeat",
-    type=click.IntRange(min=0),
-    default=1,
-    show_default=True,
-    help="Run each layer so often again, and compare the executor with itself.",
-)
+@options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
 @click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found; minutes.")
 @click.option("--sensitivity", is_flag=True, help="Print the smallest error of scale that is caught, by stage; minutes.")
-@json_option
+@options.json_option
 @click.pass_context
 @tensor_parallel
 def command(context: click.Context, /, **given: Any) -> int:
@@ -83,24 +61,19 @@ def command(context: click.Context, /, **given: Any) -> int:
     """
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():
-        set_threads(given["threads"])
+        options.set_threads(given["threads"])
         if given["compare"]:
-            _alone(context, {"compare", "as_json", "threads"}, "--compare runs nothing")
+            _alone({"compare", "as_json", "threads"}, "--compare runs nothing")
             before, after = given["compare"]
             return compare(before, after, given["as_json"])
         if given["self_test"] and given["sensitivity"]:
             raise click.UsageError("--self-test and --sensitivity are two commands; give one of them")
         for name, run in (("self_test", _self_test), ("sensitivity", _sensitivity)):
             if given[name]:
-                return run(context, dtype=given["dtype"], as_json=given["as_json"])
-        named = {name: given[f"{name}_file"] for name in ("csv", "html", "replay") if given[f"{name}_file"] is not None}
-        files = list(named.values())
-        if len({file.resolve() for file in files}) < len(files):
-            raise click.UsageError(f"{' and '.join(f'--{name}' for name in named)} name the same file")
+                return run(dtype=given["dtype"], as_json=given["as_json"])
         if given["replay_file"] and given["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
-        for file in files:
-            check_writable(file)
+        options.check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
         own = bool(given["prompts"] or given["files"])
         if given["prompt_tokens"] and not own:
             raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
@@ -131,21 +104,19 @@ def command(context: click.Context, /, **given: Any) -> int:
         return 0 if report.passed else 1
 
 
-def _alone(context: click.Context, own: set[str], why: str) -> None:
+def _alone(own: set[str], why: str) -> None:
     """Refuse options beside those that a way of running this command has a use for."""
-    source = click.core.ParameterSource.DEFAULT
-    for option in context.command.params:
-        if option.name and option.name not in own and context.get_parameter_source(option.name) is not source:
-            raise click.UsageError(f"{why}; leave out {option.opts[0]}")
+    if others := [option for name, option in options.written().items() if name not in own]:
+        raise click.UsageError(f"{why}; leave out {others[0]}")
 
 
 _OWN = {"self_test", "sensitivity", "dtype", "as_json", "threads"}
 _LAYERS = 3
 
 
-def _own_run(context: click.Context, option: str, dtype: str | None) -> tuple[list[DecoderModel], list[list[int]]]:
+def _own_run(option: str, dtype: str | None) -> tuple[list[DecoderModel], list[list[int]]]:
     """What a command without a model of the user's own runs on: the first layers of `tiny`, and a text of code."""
-    _alone(context, _OWN, f"{option} uses its own model, prompts and executor")
+    _alone(_OWN, f"{option} uses its own model, prompts and executor")
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
     from haarkv.tq_ops import reference
@@ -157,9 +128,9 @@ def _own_run(context: click.Context, option: str, dtype: str | None) -> tuple[li
     return models, [ids[:count] for count in _SELF_TEST_TOKENS]
 
 
-def _self_test(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
+def _self_test(*, dtype: str | None, as_json: bool) -> int:
     """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
-    models, prompts = _own_run(context, "--self-test", dtype)
+    models, prompts = _own_run("--self-test", dtype)
     from haarkv.validation.layers.self_test import self_test
 
     rows = self_test(models, prompts, None if as_json else _show_fault)
@@ -180,9 +151,9 @@ def _show_fault(row: SelfTestRow) -> None:
 
 
 # -- Sensitivity ---------------------------------------------------------------------------------------------------------
-def _sensitivity(context: click.Context, *, dtype: str | None, as_json: bool) -> int:
+def _sensitivity(*, dtype: str | None, as_json: bool) -> int:
     """Print the smallest error of scale that is caught, by stage; 0."""
-    models, prompts = _own_run(context, "--sensitivity", dtype)
+    models, prompts = _own_run("--sensitivity", dtype)
     from haarkv.validation.layers.self_test import sensitivity
 
     rows = [row for model in models for row in sensitivity(model, prompts, None if as_json else _show_sensitivity)]

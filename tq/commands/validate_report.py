@@ -7,8 +7,7 @@ import io
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ import click
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.layers.report import finite, row_cells
-from tq.output import err, print_table, visible
+from tq.output import print_table, shrinking, visible
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.page import About
@@ -166,7 +165,7 @@ def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     from haarkv.validation.layers.replay.shrink import replay_of
 
     try:
-        with _shrinking() as on_try:
+        with shrinking() as on_try:
             found = replay_of(runs, versions()[0], _SECONDS, on_try)
     except InputError as error:
         return f"nothing was written: {error}"
@@ -175,14 +174,3 @@ def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     return (
         f"{file} ({len(content):,} bytes): {found.case.describe()}; run it with tq replay {file} --executor {found.candidate}"
     )
-
-
-@contextmanager
-def _shrinking() -> Iterator[Callable[[], object]]:
-    """A counter on stderr; silent when stderr is not a terminal."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn
-
-    columns = (SpinnerColumn(), TextColumn("making the failing layer smaller, attempt {task.completed}"))
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda: bar.advance(task)

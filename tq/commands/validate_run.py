@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.options import kv_spec
-from tq.output import compiling, err, loading
+from tq import options
+from tq.output import comparing, compiling, loading
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
     from haarkv.models.parallel import Ranks
     from haarkv.validation.layers.replay.case import Make
     from haarkv.validation.layers.replay.shrink import OneRun
-    from haarkv.validation.layers.report import LayerRow, Report
+    from haarkv.validation.layers.report import Report
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def validated(
         from haarkv.validation.layers.runner import count_rows, validate
 
         config = read_config(model, layers)
-        spec, split = kv_spec(others), Split(config, ranks.rank, ranks.size)
+        spec, split = options.kv_spec(others), Split(config, ranks.rank, ranks.size)
         part, plan, own = split.part, plan_for(spec, config), plan_for(spec, config, split)
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
         selected = select(executor, part, [own], device=device, dtype=dtype)
@@ -86,7 +85,7 @@ def validated(
     total += count_rows(scaled, 1, plan) if scaled else 0
 
     make = make_pair(reference, selected.name, device)
-    with _counted(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
+    with comparing(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
         report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat, explains=_EXPLAINED)
         runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, make)]
         if scaled:
@@ -122,14 +121,3 @@ def _itself(selected: Selection) -> str:
     if selected.name == FASTEST_FIRST[-1]:
         return f"only {selected.name} can run this here{why}, and {nothing}; change --kv or --model"
     return f"auto is {selected.name} here{why}, the reference itself, and {nothing}; name another --executor"
-
-
-@contextmanager
-def _counted(total: int) -> Iterator[Callable[[LayerRow], None]]:
-    """A bar on stderr; silent when stderr is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("comparing layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err(), transient=True, disable=not err().is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda _: bar.advance(task)

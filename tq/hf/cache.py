@@ -143,7 +143,7 @@ def _stats_of(layer: TQLayer) -> LayerStats:
     def total(count: Callable[[SideStore], int]) -> int:
         return sum(map(count, layer.sides))  # no sides before the first token
 
-    numbers = total(lambda side: side.tokens * side.tail.shape[0] * side.tail.shape[1] * side.tail.shape[3])
+    numbers = total(lambda side: side.tokens * side.rows * side.heads * side.head_dim)
     return LayerStats(
         layer.layer, formats.describe(layer.k_format, layer.v_format), layer.sides[0].tokens if layer.sides else 0,
         used=total(lambda side: side.used_bytes), allocated=total(lambda side: side.allocated_bytes),

@@ -16,7 +16,6 @@ from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.cuda.available import unavailable
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.reads import Reads, misfit, wrong_head_dim
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import OpTable
@@ -66,7 +65,7 @@ class Reader:
     @property
     def takes_padding(self) -> bool:
         """Whether rows may begin with padding: what lies in a tail or in sinks is found by its position alone."""
-        return not any(side.max_tail or side.max_sink for side in self._sides)
+        return not any(side.keeps for side in self._sides)
 
     # Memory that moves here is written again later, in whatever mode.
     @torch.inference_mode(False)
@@ -86,35 +85,37 @@ class Reader:
         """
         k, v = self._sides
         blocks = -(-seen // BLOCK_SIZE) + (_SPARE if any(padding) else 0)
-        most = max(k.packed.blocks, v.packed.blocks, blocks)
-        for side in self._sides:
-            side.packed.reserve(most * side.packed.block_groups)
+        sides = (k.packed, v.packed)
+        most = max(packed.blocks for packed in sides)
+        if blocks > most:
+            most = max(packed.blocks_for(blocks * packed.block_groups) for packed in sides)
+        for packed in sides:
+            if packed.blocks < most:  # not one more: the other side would follow, and both grow at every step
+                packed.move(most)
         cache = self._view()
-        for side, kept in zip(self._sides, cache.kept(self._layer), strict=True):
-            if kept is not None:
-                _fill(kept, side, seen)
         # A BF16 q times a power of two is exact, and so is a BF16 output.
-        asked = _per_head(q, k.packed.scales, inverse=True).transpose(1, 2).flatten(0, 1)
+        asked = _unscaled(q, k.scales).transpose(1, 2).flatten(0, 1)
         kernels = kernels_on(q.device.type)
         assert kernels is not None, "kernels that could read the layer are gone"
         batch = self._padded_batch(padding, seen) if any(padding) else self._batch(len(q), seen)
         out = kernels.ops.paged_attention(asked, cache, self._layer, batch, softmax_scale)
-        return _per_head(out.unsqueeze(2), v.packed.scales, inverse=True).transpose(1, 2)
+        return _unscaled(out.unsqueeze(2), v.scales).transpose(1, 2)
 
     def _view(self) -> PagedKVCache:
         """The layer's memory as a paged cache; made anew where memory moved, for kernels remember where it lies."""
         fields = tuple({name: tensor.flatten(0, 1) for name, tensor in side.packed.fields.items()} for side in self._sides)
-        memory = tuple((tensor.data_ptr(), len(tensor)) for side in fields for tensor in side.values())
+        k, v = self._sides
+        tensors = (*fields[0].values(), *fields[1].values(), k.kept.vectors, v.kept.vectors)
+        memory = tuple((tensor.data_ptr(), len(tensor)) for tensor in tensors)
         if self._cache is None or memory != self._memory:
-            k, v = self._sides
             formats = k.packed.kv_format, v.packed.kv_format
-            kept = _kept(k), _kept(v)
-            self._cache = PagedKVCache.over(formats, self._layer, (fields[0], fields[1]), kept, k.tail.shape[3])
+            kept = k.kept if k.keeps else None, v.kept if v.keeps else None
+            self._cache = PagedKVCache.over(formats, self._layer, (fields[0], fields[1]), kept, k.head_dim)
             self._memory = memory
         return self._cache
 
     def _batch(self, rows: int, seen: int) -> Batch:
-        blocks, device = self._sides[0].packed.blocks, self._sides[0].tail.device
+        blocks, device = self._sides[0].packed.blocks, self._sides[0].device
         row = torch.arange(rows, device=device).unsqueeze(1)
         table = row * blocks + torch.arange(-(-seen // BLOCK_SIZE), device=device)
         return self._step(table, torch.full((rows,), seen, device=device), table[:, -1] * BLOCK_SIZE + (seen - 1) % BLOCK_SIZE)
@@ -126,7 +127,7 @@ class Reader:
         """
         packed = [side.packed for side in self._sides]
         table, *places = _without_padding(padding, seen, packed[0].blocks)
-        row, source, target = (place.to(self._sides[0].tail.device) for place in places)
+        row, source, target = (place.to(self._sides[0].device) for place in places)
         for field in (field for side in packed for field in side.fields.values()):
             moved = field[row, source // BLOCK_SIZE, :, source % BLOCK_SIZE]
             field[row, target // BLOCK_SIZE, :, target % BLOCK_SIZE] = moved
@@ -139,7 +140,7 @@ class Reader:
             positions=lengths - 1, slot_mapping=slots, block_table=table.int(), seq_lens=lengths.int(),
             query_start_loc=row.int(), rows=row[:-1],
         )  # fmt: skip
-        return batch.to(self._sides[0].tail.device)
+        return batch.to(self._sides[0].device)
 
 
 _SPARE = 2
@@ -177,16 +178,15 @@ def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> tuple[
 
 def readable(sides: Sequence[SideStore]) -> bool:
     """Whether there are kernels that can read what is stored, as it is stored."""
-    kernels = kernels_on(sides[0].tail.device.type)
+    kernels = kernels_on(sides[0].device.type)
     if kernels is None:
         return False
-    head_dim = sides[0].tail.shape[3]
-    kept = any(side.max_tail or side.max_sink for side in sides)
-    dtype = sides[0].tail.dtype
+    head_dim, dtype = sides[0].head_dim, sides[0].dtype
+    kept = any(side.keeps for side in sides)
     return (
         # Groups of tokens begin behind the sinks, where kernels look for them at their positions.
-        all(side.packed.kv_format.group_tokens == 1 or not side.max_sink for side in sides)
-        and all(side.tail.shape[3] == head_dim for side in sides)
+        all(side.packed.kv_format.group_tokens == 1 or not side.kept.sink for side in sides)
+        and all(side.head_dim == head_dim for side in sides)
         and wrong_head_dim(kernels.reads, head_dim) is None
         and all(misfit(kernels.reads, side.packed.kv_format, head_dim) is None for side in sides)
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
@@ -194,31 +194,8 @@ def readable(sides: Sequence[SideStore]) -> bool:
     )
 
 
-def _kept(side: SideStore) -> Kept | None:
-    rows, heads, _, head_dim = side.tail.shape
-    if not (side.max_tail or side.max_sink):
-        return None
-    return Kept(
-        tail=side.max_tail, sink=side.max_sink, group=side.packed.kv_format.group_tokens, ring=side.max_tail, num_rows=rows,
-        num_kv_heads=heads, head_dim=head_dim, device=side.tail.device,
-    )  # fmt: skip
-
-
-def _fill(kept: Kept, side: SideStore, seen: int) -> None:
-    """Lay a side's sinks and tail where kernels look for them, in the scales of what is packed."""
-    sink, tail = (_per_head(x, side.packed.scales) for x in (side.sink, side.tail))
-    kept.vectors[:, :, : sink.shape[2]] = sink
-    if kept.ring and (count := tail.shape[2]):
-        first = (seen - count) % kept.ring
-        whole = min(count, kept.ring - first)
-        begin = kept.sink + first
-        kept.vectors[:, :, begin : begin + whole] = tail[:, :, :whole]
-        kept.vectors[:, :, kept.sink : kept.sink + count - whole] = tail[:, :, whole:]
-
-
-def _per_head(x: Tensor, scales: Tensor | None, *, inverse: bool = False) -> Tensor:
-    """x [B, H, n, D] times the scales [Hkv, D] of its KV heads; powers of two, so nothing is rounded."""
+def _unscaled(x: Tensor, scales: Tensor | None) -> Tensor:
+    """x [B, H, n, D] divided by the scales [Hkv, D] of its KV heads; powers of two, so nothing is rounded."""
     if scales is None:
         return x
-    each = scales.repeat_interleave(x.shape[1] // len(scales), 0).unsqueeze(1)
-    return (x / each if inverse else x * each).to(x.dtype)
+    return (x / scales.repeat_interleave(x.shape[1] // len(scales), 0).unsqueeze(1)).to(x.dtype)

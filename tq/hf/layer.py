@@ -111,12 +111,12 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _update(self, states: tuple[Tensor, Tensor]) -> list[Tensor]:
         count = states[0].shape[2]
-        prepared = [side.prepare(x, self._seen) for side, x in zip(self.sides, states, strict=True)]
+        prepared = [side.prepare(x) for side, x in zip(self.sides, states, strict=True)]
         for side, new in zip(self.sides, prepared, strict=True):
             side.keep(new)
         visible = self.get_mask_sizes(count)[0]
         self._seen += count
-        if self._reader and count == 1 and self._reads_packed() and all(side.packed.in_place for side in self.sides):
+        if self._reader and count == 1 and self._reads_packed() and all(side.in_place for side in self.sides):
             return self._unrestored(self._reader, visible, states)
         result = [side.read(visible, x.dtype) for side, x in zip(self.sides, states, strict=True)]
         if not self.record_past:
@@ -136,7 +136,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _check_shapes(self, states: tuple[Tensor, Tensor]) -> None:
         for side, x in zip(self.sides, states, strict=True):
-            rows, heads, _, head_dim = side.tail.shape
+            rows, heads, head_dim = side.rows, side.heads, side.head_dim
             if (x.shape[0], x.shape[1], x.shape[3]) != (rows, heads, head_dim):
                 raise InputError(
                     f"layer {self.layer}: {side.name} has the shape {list(x.shape)}, but the cache holds {rows} rows of "

@@ -28,15 +28,13 @@ class Packed:
         kv_format: how the vectors are stored.
         layer: chooses the rotation.
         like: [B, Hkv, 0, D]; gives shapes and device.
-        scales: [Hkv, D], what channels are multiplied with before they are stored, powers of two; None for 1.
         front: groups left free before the first, for tokens that are kept elsewhere: so a token lies at its position.
     Raises:
         InputError: the format has no layout for D.
     """
 
-    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor, scales: Tensor | None = None, *, front: int = 0) -> None:
+    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor, *, front: int = 0) -> None:
         self.kv_format, self.layer, self.front = kv_format, layer, front
-        self.scales = None if scales is None else scales.to(like.device)
         self.block_groups = max(1, BLOCK_SIZE // kv_format.group_tokens)
         batch, heads, _, head_dim = like.shape
         self.fields = {
@@ -67,26 +65,15 @@ class Packed:
         """Whether every token lies at its position, none of a group being left out."""
         return self.begin == self.front and not self._short
 
-    def quantize(self, vectors: Tensor) -> dict[str, Tensor]:
-        """Fields of vectors [B, Hkv, n, D], or [B, Hkv, n / G, G, D] of a format that stores G together."""
-        if self.scales is not None:
-            scales = self.scales.unsqueeze(1)
-            vectors = vectors.float() * (scales.unsqueeze(2) if self.kv_format.group_tokens > 1 else scales)
-        return self.kv_format.quantize(vectors, self.layer)
-
     def append(self, new: dict[str, Tensor]) -> None:
         """Store groups: every field [B, Hkv, groups, *field.shape]."""
         count = next(iter(new.values())).shape[2]
-        self.reserve(self.end + count)
+        if self.end + count > self.capacity:
+            self.move(self.blocks_for(self.end - self.begin + count))
         block, place = self._places(self.end, self.end + count)
         for name, values in new.items():
             self.fields[name][:, block, :, place] = values.movedim(2, 0)
         self.end += count
-
-    def reserve(self, groups: int) -> None:
-        """Have memory for the groups before this one, and some to spare if there was none."""
-        if groups > self.capacity:
-            self._move(groups - self.end)
 
     def pieces(self) -> Iterator[Tensor]:
         """All tokens in order, restored: [B, Hkv, n, D] fp32 each."""
@@ -97,8 +84,6 @@ class Packed:
             vectors = self.kv_format.dequantize(self._read(first, last), self.layer)
             if group > 1:
                 vectors = vectors.flatten(2, 3)
-            if self.scales is not None:
-                vectors = vectors / self.scales.unsqueeze(1)
             short = {g - first: n for g, n in self._short.items() if first <= g < last}
             if short:
                 kept = [g * group + t for g in range(last - first) for t in range(short.get(g, group))]
@@ -158,21 +143,20 @@ class Packed:
         groups = self.end - self.begin
         return sum(tensor[:, :1, :, :1].nbytes for tensor in self.fields.values()) * groups if groups else 0
 
-    def _blocks_for(self, groups: int) -> int:
+    def blocks_for(self, groups: int) -> int:
+        """Blocks of memory for that many groups in use, with some to spare."""
         spare = max(groups // SPARE_FRACTION, -(-SPARE_TOKENS // self.kv_format.group_tokens))
         return -(-(self.front + groups + spare) // self.block_groups)
 
     def _give_back(self) -> None:
-        if self.blocks > 2 * self._blocks_for(self.end - self.begin):
-            self._move(0)
+        if self.blocks > 2 * (blocks := self.blocks_for(self.end - self.begin)):
+            self.move(blocks)
 
-    def _move(self, more: int) -> None:
-        """Move to new memory with room for `more` groups and some to spare."""
-        groups = self.end - self.begin
-        blocks = self._blocks_for(groups + more)
+    def move(self, blocks: int) -> None:
+        """Move to new memory of so many blocks, which hold at least what is in use."""
         held = self._read(self.begin, self.end)
         self._short = {g - self.begin + self.front: n for g, n in self._short.items()}
-        self.begin, self.end = self.front, self.front + groups
+        self.begin, self.end = self.front, self.front + self.end - self.begin
         block, place = self._places(self.begin, self.end)
         for name, old in self.fields.items():
             # Zeros: kernels load whole blocks, and what no token was stored in must be a number.

@@ -1,4 +1,4 @@
-"""The store of K or V of one layer: first tokens in full precision, packed groups, recent tokens in full precision."""
+"""The store of K or V of one layer: packed groups, and the first and the newest tokens in the model's own dtype."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from torch import Tensor
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
 from haarkv.tq_ops.formats.kivi import groups_to_flush
+from haarkv.tq_ops.kv.kept import Kept
 from tq.hf.packed import Packed
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """New vectors, quantized and not yet stored."""
+    """New vectors x [B, Hkv, n, D], and what of them and of the tail is packed; not yet stored.
 
-    sink: Tensor
+    Attributes:
+        sinks: of x, at its beginning.
+        older, newer: tokens that leave the tail, and those of x that are packed at once.
+        packed: fields of both.
+    """
+
+    x: Tensor
+    sinks: int
+    older: int
+    newer: int
     packed: dict[str, Tensor] | None
-    tail: Tensor
 
 
 class SideStore:
     """K or V of one layer: `sink` tokens unchanged, then packed ones, then up to `tail` tokens unchanged.
 
-    Tokens leave the tail in groups of the format, oldest first, as soon as it would hold more than `tail`.
+    Tokens leave the tail in groups of the format, oldest first, as soon as it would hold more than `tail`. Sinks and tail lie
+    in the ring of a paged cache (`Kept`), where kernels read them.
 
     Args:
         name: `K` or `V`, for messages.
@@ -34,7 +44,10 @@ class SideStore:
         layer: chooses the rotation.
         sink, tail: in tokens; the tail takes at least `kv_format.group_tokens - 1`.
         like: [B, Hkv, 0, D]; gives shapes, device and the dtype of sink and tail.
-        scales: [Hkv, D] of packed tokens, as `Packed` takes them.
+        scales: [Hkv, D], what channels are multiplied with before they are stored, powers of two; None for 1.
+    Attributes:
+        dtype: of the model.
+        end: position of the next token.
     Raises:
         InputError: the format has no layout for D.
     """
@@ -42,96 +55,124 @@ class SideStore:
     def __init__(
         self, name: str, kv_format: KVFormat, layer: int, *, sink: int, tail: int, like: Tensor, scales: Tensor | None = None
     ) -> None:
-        self.name, self.layer = name, layer
-        self.max_sink, self.max_tail = sink, tail
-        self.sink, self.tail = like.clone(), like.clone()
+        self.name, self.layer, self.device, self.dtype = name, layer, like.device, like.dtype
+        self.scales = None if scales is None else scales.to(like.device)
+        rows, self.heads, _, self.head_dim = like.shape
+        # Scaling is exact in dtypes with the exponents of FP32.
+        dtype = torch.float32 if like.dtype == torch.float16 and scales is not None else like.dtype
+        self.kept = Kept(
+            tail=tail, sink=sink, group=kv_format.group_tokens, ring=tail, num_rows=rows, num_kv_heads=self.heads,
+            head_dim=self.head_dim, device=like.device, dtype=dtype,
+        )  # fmt: skip
         # Of formats that pack each token alone, token j lies at j: kernels find it there.
-        self.packed = Packed(kv_format, layer, like, scales, front=sink if kv_format.group_tokens == 1 else 0)
+        self.packed = Packed(kv_format, layer, like, front=sink if kv_format.group_tokens == 1 else 0)
+        self.end = self._sinks = self._recent = 0  # the sinks that no window has left behind, and tokens in the tail
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return len(self.kept.vectors)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether some tokens are not packed."""
+        return bool(self.kept.tail or self.kept.sink)
 
     @property
     def tokens(self) -> int:
         """Tokens held."""
-        return self.sink.shape[2] + self.packed.tokens + self.tail.shape[2]
+        return self._sinks + self.packed.tokens + self._recent
 
-    def prepare(self, x: Tensor, seen: int) -> Prepared:
-        """Quantize the tokens that leave the tail as x [B, Hkv, n, D] arrives after `seen` tokens; store nothing yet.
+    @property
+    def in_place(self) -> bool:
+        """Whether every token lies where kernels look for it: a tail that was cropped is shorter than they take it for."""
+        first = max(self.kept.first_recent(self.end - 1), min(self.kept.sink, self.end))
+        return self.packed.in_place and self.end - self._recent == first
+
+    def prepare(self, x: Tensor) -> Prepared:
+        """Quantize the tokens that leave the tail as x [B, Hkv, n, D] arrives; store nothing yet.
 
         Raises:
             NonFiniteError: naming layer, side, row, KV head and position.
         """
-        x = x.to(self.tail.dtype)
-        room = min(max(self.max_sink - seen, 0), x.shape[2])
-        sink = torch.cat([self.sink, x[:, :, :room]], dim=2) if room else self.sink
-        recent = torch.cat([self.tail, x[:, :, room:]], dim=2) if self.tail.shape[2] else x[:, :, room:]
+        if self.scales is not None:
+            x = x.float() * self.scales.unsqueeze(1)
+        x = x.to(self.kept.vectors.dtype)
+        sinks = min(max(self.kept.sink - self.end, 0), x.shape[2])
         kv_format = self.packed.kv_format
-        groups = groups_to_flush(recent.shape[2], self.max_tail + 1, kv_format.group_tokens)
-        leaving, packed = groups * kv_format.group_tokens, None
+        group = kv_format.group_tokens
+        groups = groups_to_flush(self._recent + x.shape[2] - sinks, self.kept.tail + 1, group)
+        older = min(groups * group, self._recent)
+        newer, packed = groups * group - older, None
         if groups:
-            vectors = recent[:, :, :leaving]
-            if kv_format.group_tokens > 1:
-                vectors = vectors.reshape(*vectors.shape[:2], groups, kv_format.group_tokens, -1)
+            first, vectors = self.end - self._recent, x[:, :, sinks : sinks + newer]
+            if older:
+                vectors = torch.cat([self.kept.between(first, first + older), vectors], dim=2)
+            if group > 1:
+                vectors = vectors.reshape(*vectors.shape[:2], groups, group, -1)
             try:
-                packed = self.packed.quantize(vectors)
+                packed = kv_format.quantize(vectors, self.layer)
             except NonFiniteVectorError as error:
-                raise self._located(error, seen + room - self.tail.shape[2]) from None
-        # A copy: a view would keep all of x alive.
-        return Prepared(sink, packed, recent[:, :, leaving:].clone())
+                raise self._located(error, first + sinks) from None
+        return Prepared(x, sinks, older, newer, packed)
 
-    def keep(self, prepared: Prepared) -> None:
+    def keep(self, new: Prepared) -> None:
         """Store what `prepare` returned."""
-        self.sink, self.tail = prepared.sink, prepared.tail
-        if prepared.packed is not None:
-            self.packed.append(prepared.packed)
+        for begin, end in ((0, new.sinks), (new.sinks + new.newer, new.x.shape[2])):
+            if begin < end:
+                self.kept.put(new.x[:, :, begin:end], self.end + begin)
+        if new.packed is not None:
+            self.packed.append(new.packed)
+        self.end += new.x.shape[2]
+        self._sinks += new.sinks
+        self._recent += new.x.shape[2] - new.sinks - new.newer - new.older
 
     def read(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """The newest `tokens` tokens [B, Hkv, tokens, D], restored into a new tensor."""
-        batch, heads, _, head_dim = self.tail.shape
-        result = self.tail.new_empty(batch, heads, tokens, head_dim, dtype=dtype)
-        place = tokens - self.tokens
-        for piece in (self.sink, *self.packed.pieces(), self.tail):
+        result = self.kept.vectors.new_empty(self.rows, self.heads, tokens, self.head_dim, dtype=dtype)
+        place, sinks = tokens - self.tokens, min(self.kept.sink, self.end)
+        kept = [self.kept.between(*span) for span in ((sinks - self._sinks, sinks), (self.end - self._recent, self.end))]
+        for piece in (kept[0], *self.packed.pieces(), kept[1]):
+            vectors = piece if self.scales is None else piece.float() / self.scales.unsqueeze(1)
             unwanted = min(max(-place, 0), piece.shape[2])
-            result[:, :, place + unwanted : place + piece.shape[2]] = piece[:, :, unwanted:]
+            result[:, :, place + unwanted : place + piece.shape[2]] = vectors[:, :, unwanted:]
             place += piece.shape[2]
         return result
 
     def drop_newest(self, tokens: int) -> None:
         """Drop this many tokens at the end; they must exist."""
-        from_tail = min(tokens, self.tail.shape[2])
+        from_tail = min(tokens, self._recent)
         from_packed = min(tokens - from_tail, self.packed.tokens)
-        from_sink = tokens - from_tail - from_packed
-        if from_tail:
-            self.tail = self.tail[:, :, : self.tail.shape[2] - from_tail].clone()
+        self.end, self._recent, self._sinks = (
+            self.end - tokens, self._recent - from_tail, self._sinks - (tokens - from_tail - from_packed),
+        )  # fmt: skip
         if from_packed:
             self.packed.drop_newest(from_packed)
-        if from_sink:
-            self.sink = self.sink[:, :, : self.sink.shape[2] - from_sink].clone()
 
     def keep_newest(self, tokens: int) -> None:
         """Drop everything before the newest `tokens` tokens, as far as whole groups allow."""
         unwanted = self.tokens - tokens
         if unwanted <= 0:
             return
-        from_sink = min(unwanted, self.sink.shape[2])
-        if from_sink:
-            self.sink = self.sink[:, :, from_sink:].clone()
+        from_sink = min(unwanted, self._sinks)
+        self._sinks -= from_sink
         self.packed.drop_oldest(unwanted - from_sink)
-        from_tail = min(self.tokens - tokens, self.tail.shape[2]) if not self.packed.tokens else 0
-        if from_tail > 0:
-            self.tail = self.tail[:, :, from_tail:].clone()
+        if not self.packed.tokens:
+            self._recent -= min(self.tokens - tokens, self._recent)
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by `change` of it; `change` works on the first axis."""
-        self.sink, self.tail = change(self.sink), change(self.tail)
+        self.kept.vectors = change(self.kept.vectors)
         self.packed.apply(change)
 
     def tensors(self) -> list[Tensor]:
         """All tensors."""
-        return [self.sink, self.tail, *self.packed.fields.values()]
+        return [self.kept.vectors, *self.packed.fields.values()]
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the groups and tokens that are in use."""
-        return self.sink.nbytes + self.tail.nbytes + self.packed.used_bytes
+        return self.kept.vectors[:, :, :1].nbytes * (self._sinks + self._recent) + self.packed.used_bytes
 
     @property
     def allocated_bytes(self) -> int:

@@ -7,11 +7,14 @@ do not depend on how a prompt is cut into chunks. The ring is what the newest qu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
+
+T = TypeVar("T", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,43 @@ class Kept:
         group: G, tokens that are packed together.
         ring: newest tokens there is room for: R and a chunk's; 0 without a tail.
         num_rows: sequences at a time.
+        dtype: of the vectors; kernels read BF16 alone.
     """
 
     def __init__(
         self, *, tail: int, sink: int, group: int, ring: int, num_rows: int, num_kv_heads: int, head_dim: int,
-        device: torch.device,
+        device: torch.device, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         self.tail, self.sink, self.group, self.ring = tail, sink, group, ring
         shape = (num_rows, num_kv_heads, sink + ring, head_dim)
-        self.vectors = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        self.vectors = torch.zeros(shape, dtype=dtype, device=device)
 
     def _places(self, positions: Tensor) -> Tensor:
         """Where tokens lie in the ring."""
         return self.sink + positions % max(self.ring, 1)
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Where tokens are found: sinks at their positions, others in the ring; without one at 0, where they are not."""
+        return torch.where(positions < self.sink, positions, self._places(positions) if self.ring else 0)
+
+    def holds(self, positions: Tensor, lengths: Tensor | int) -> Tensor:
+        """Which tokens are here of sequences of so many, [...] bool."""
+        return ((positions < self.sink) | (positions >= lengths - self.ring)) & (positions < lengths)
+
+    def first_recent(self, position: T) -> T:
+        """The first token that a query at this position sees in BF16 as one of the newest; at most 0 if it sees all so."""
+        return self.group * ((position - self.tail) // self.group + 1)
+
+    # Rows that stand at the same positions, and have one batch after the other.
+
+    def put(self, x: Tensor, begin: int) -> None:
+        """Keep tokens of every row, x [num_rows, Hkv, n, D] from position `begin` on: sinks, and no more others than the ring
+        has room for."""
+        self.vectors[:, :, self.places(torch.arange(begin, begin + x.shape[2], device=x.device))] = x
+
+    def between(self, begin: int, end: int) -> Tensor:
+        """A copy of what is held of every row at positions `begin` … `end` - 1: [num_rows, Hkv, n, D]."""
+        return self.vectors[:, :, self.places(torch.arange(begin, end, device=self.vectors.device))]
 
     def write(self, x: Tensor, batch: Batch) -> None:
         """Keep the new tokens' vectors x [T, Hkv, D]."""
@@ -108,10 +135,8 @@ class Kept:
     def read(self, batch: Batch, tokens: int) -> Tensor:
         """What is held of each sequence's first so many tokens, 0 for all others: [B, Hkv, tokens, D] fp32."""
         stored = torch.arange(tokens, device=self.vectors.device)
-        place = torch.where(stored < self.sink, stored, self._places(stored) if self.ring else 0)
-        length = batch.seq_lens.unsqueeze(1)
-        held = ((stored < self.sink) | (stored >= length - self.ring)) & (stored < length)
-        vectors = self.vectors[batch.rows][:, :, place].float()
+        held = self.holds(stored, batch.seq_lens.unsqueeze(1))
+        vectors = self.vectors[batch.rows][:, :, self.places(stored)].float()
         return vectors.masked_fill(~held[:, None, :, None], 0.0)
 
     def seen(self, positions: Tensor, tokens: int) -> Tensor:
@@ -125,8 +150,7 @@ class Kept:
             [..., tokens] bool; tokens after a query are not told from its own.
         """
         stored = torch.arange(tokens, device=positions.device)
-        packed = self.group * ((positions - self.tail).div(self.group, rounding_mode="floor") + 1).clamp(min=0)
-        return (stored < self.sink) | (stored >= packed.unsqueeze(-1))
+        return (stored < self.sink) | (stored >= self.first_recent(positions).unsqueeze(-1))
 
 
 def token_sequences(batch: Batch) -> Tensor:

@@ -155,7 +155,5 @@ def _with_kept(x: Tensor, kept: Kept | None, row: int, positions: Tensor, length
     """Vectors x [Hkv, n, D], those that are held in BF16 in a row in their place."""
     if kept is None:
         return x
-    place = torch.where(positions < kept.sink, positions, kept.sink + positions % max(kept.ring, 1))
-    held = (positions < kept.sink) | (positions >= length - kept.ring)
-    place = torch.where(held, place, 0)
-    return torch.where(held[:, None], kept.vectors[row][:, place].float(), x)
+    held = kept.holds(positions, length)[:, None]
+    return torch.where(held, kept.vectors[row][:, kept.places(positions)].float(), x)

@@ -1,0 +1,204 @@
+"""What a user can get wrong, by command: one line on stderr, exit code 2, and no file; `test_options` has what all share."""
+
+import io
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import write_checkpoint
+from refusals import assert_refused
+
+from haarkv.serving import serve as serving
+from haarkv.tq_ops.kv import plan_file
+from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from tq.cli import main
+
+TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n" * 2
+UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
+NINES = "9" * 5000
+WORDS = ("²", NINES, "1e9", "٣x", "")
+"""No numbers, though some of Python's functions take them for such, or take long over them."""
+
+GENERATE = "generate --model m --prompt a"
+EVAL = "eval --model m --text text.txt"
+PLAN = (
+    "plan --model m --text text.txt --verify unseen.txt --budget 3.5 --out new.json --candidates tq2,tq4 --tails 0 "
+    "--context 60 --tokens 60 --verify-tokens 60"
+)
+CALIBRATE = (
+    "calibrate --model m --text text.txt --verify unseen.txt --out new.safetensors --tokens 60 --verify-tokens 60 --window 60"
+)
+DRAFT = "generate --executor cpu --prompt 'def main(' --max-new-tokens 40 --threads 1"
+VALIDATE = "validate --model m --executor reference --prompt spam"
+
+REFUSED = {
+    "": [
+        ("generate", "no prompt", "--prompt"),
+        ("bogus", "bogus"),
+        ("--bogus", "--bogus"),
+    ],
+    GENERATE: [
+        ("--model ''", "no such model: ''"),
+        ("--model latin1", "no such model"),
+        (f"--model {'a' * 5000}", "no such model"),
+        ("--model random:99b", "random:99b", "random:14b"),
+        ("--prompt abcde --max-context 4", "5 tokens", "4", "--max-context"),
+        (f"--prompt {'a' * 1025}", "1025 tokens", "context only 1024"),
+        ("--max-context 1025", "1024", "--max-context"),
+        ("--prompt ''", "prompt 2", "empty"),
+        ("--prompt-file .", "--prompt-file .", "directory"),
+        ("--prompt-file latin1", "latin1", "UTF-8", "byte 3"),
+        ("--prompt-file -", "--prompt-file -", "UTF-8"),
+        ("--temperature -1", "temperature", "-1"),
+        ("--stop a --stop ''", "--stop", "empty"),
+        ("--system 'Be brief.'", "chat template", "--system"),
+        ("--executor cpu --device cuda:0", "cpu", "cuda:0"),
+        ("--layers 1", "--layers"),
+        ("--chat", "chat template"),
+        ("--promt a", "--promt"),
+        ("b", "b"),
+        (f"--threads 1{'0' * 30}", "processors; give at most"),
+        ("--kv-tail 100000000000", "longer than this model's context of 1,024"),
+        (f"--kv-sink 1{'0' * 30}", "longer than this model's context of 1,024"),
+        (f"--kv-skip-layers {NINES}", "is not a list of layers"),
+        ("--kv-skip-layers x", "'x'", "--kv-skip-layers"),
+        ("--kv-skip-layers 99", "no layer 99"),
+        ("--kv-skip-layers 1,-1", "layer 1 is named twice"),
+        ("--tensor-parallel 1000000", "cannot be split evenly over 1000000 ranks"),
+        ("--kv kivi2 --kv-tail 30", "kivi2", "tail=31"),
+        ("--kv-plan other.json", "another model", "hidden 80"),
+        ("--kv-plan text.txt", "text.txt is no KV plan"),
+        ("--kv-plan plan.json --kv tq4", "--kv-plan", "leave out --kv"),
+        ("--kv-plan plan.json --kv-tail 3", "--kv-plan", "leave out --kv-tail"),
+    ],
+    DRAFT: [
+        ("--draft random:0.6b", "has another tokenizer"),
+        ("--draft nowhere", "no such model: nowhere"),
+        ("--draft-tokens 3", "give --draft as well"),
+        ("--draft-kv tq2", "give --draft as well"),
+        ("--draft ngram --draft-kv tq2", "ngram has no cache; leave out --draft-kv"),
+        ("--draft self --kv tq2 --allow-collapse", "reads no format coarser"),
+        ("--draft self --executor onnx", "onnx"),
+    ],
+    "bench drafts": [
+        ("", "name what guesses the tokens"),
+        ("--draft ngram --kv bf16,tq4", "bf16,tq4"),
+    ],
+    "info": [
+        ("nothing/here", "no such model"),
+        ("random:99b", "random:99b"),
+        ("random:14b --layers 41", "--layers", "40"),
+        ("random:14b --layers 0", "--layers", "40"),
+        ("--layers 1", "--layers"),
+        ("--memory lots", "lots", "24GiB"),
+        ("--memory -3G", "-3G"),
+        ("--memory '24 quarts'", "24 quarts"),
+        (f"--memory {'9' * 400}", "memory"),
+    ],
+    "formats": [("--head-dim 127", "127"), *((f"--head-dim '{word}'", "--head-dim") for word in WORDS)],
+    "export --out o": [(f"--layers '{word}'", "--layers") for word in WORDS],
+    EVAL: [
+        ("--kv bf16,tq9", "tq9", "choose from"),
+        ("--kv tq4,k=tq4", "k=NAME,v=NAME"),
+        ("--kv kivi2 --kv-tail 30", "kivi2", "tail=31"),
+        ("--kv-plan other.json", "another model", "hidden 80"),
+        ("--window 1025", "context of 1024", "--window"),
+        ("--device sim", "npu cannot run this"),
+        ("--executor reference --device sim", "sim", "cpu"),
+        ("--resume x --plot x", "same file"),
+        ("--resume unseen.txt", "no partial result"),
+        ("--text empty", "empty"),
+        ("--text latin1", "UTF-8", "byte 3"),
+        ("--text short", "too short", "1 token"),
+    ],
+    PLAN: [
+        ("--budget 2.4", "2.4 bits", "smallest takes 2.5"),
+        ("--budget 16", "--budget", "below bf16's 16"),
+        ("--budget four", "--budget", "'four'"),
+        ("--budget nan", "--budget"),
+        ("--candidates tq4,tq9", "tq9", "choose from"),
+        ("--candidates tq4,", "unknown KV format"),
+        ("--candidates ''", "unknown KV format ''"),
+        ("--candidates kivi2", "kivi2", "groups"),
+        ("--candidates tbq4_0", "tbq4_0", "head_dim 32"),
+        ("--tails 8,x", "--tails", "8,x"),
+        *((f"--tails '{word}'", "--tails") for word in WORDS),
+        ("--tails 0,99999", "tail or sink of 99,999 tokens"),
+        ("--sinks 0,99999", "tail or sink of 99,999 tokens"),
+        ("--context 1025", "context of 1024", "--context"),
+        ("--context 100", "too short", "101"),
+        ("--resume new.json", "same file"),
+        ("--resume text.txt", "no partial result"),
+    ],
+    CALIBRATE: [
+        ("--resume new.safetensors", "same file"),
+        ("--context 10000000", "--context must lie in 1 … "),
+        ("--resume text.txt", "no half-done calibration"),
+        ("--window 10000000", "--window must lie in 1 … 1,024"),
+    ],
+    VALIDATE: [
+        ("--reference gpu", "unknown executor"),
+        ("--kv-plan other.json", "another model", "hidden 80"),
+        ("--prompt ''", "empty"),
+        ("--html .", "not a regular file"),
+        ("--csv /dev/null", "not a regular file"),
+        ("--csv same --html ./same", "same file"),
+        ("--csv same --replay ./same", "same file"),
+        ("--replay absent/layer", "absent", "does not exist"),
+        ("--steps 2000", "context"),
+        ("--prompt-tokens 1 --steps 0", "one token"),
+        ("--self-test", "--self-test", "leave out"),
+        ("--sensitivity", "--sensitivity", "leave out"),
+        ("--self-test --sensitivity", "--self-test and --sensitivity"),
+    ],
+    "validate": [("--prompt-tokens 3", "--prompt-tokens", "--prompt")],
+    "compile": [
+        ("--cpp m", "m exists"),
+        ("--cpp a/b", "its parent is not a folder"),
+        ("--model random:3b", "no such size: random:3b"),
+        ("--program tail", "'tail' is not one of"),
+        ("--kv q8_0", "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0"),
+        ("--kv lr128", "lr128 needs the coordinates that `tq calibrate` learns"),
+    ],
+    "serve tiny": [
+        ("--kv tq9", "unknown KV format 'tq9'"),
+        ("--kv k=lr128,v=lr64", "lr128 needs the coordinates that `tq calibrate` learns"),
+        ("--kv-plan absent.json", "absent.json"),
+        ("--kv-plan empty", "is no KV plan"),
+        ("--kv-plan empty --kv tq4", "--kv-plan sets the whole cache; leave out --kv"),
+        ("--kv-plan empty --kv-skip-layers 0", "leave out --kv-skip-layers"),
+        ("--additional-config {}", "--additional-config is set by tq serve; leave it out, or give --kv bf16"),
+    ],
+}
+CASES = [(f"{command} {args}", words) for command, rows in REFUSED.items() for args, *words in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refused")
+    write_checkpoint(folder / "m")
+    shape = {name: ModelShape.uniform(2, 2, 32, hidden, 257) for name, hidden in (("plan", 64), ("other", 80))}
+    for name, of_model in shape.items():
+        (folder / f"{name}.json").write_text(plan_file.dumps(KVSpec("tq4").plan(2), of_model), encoding="utf-8")
+    for name, text in (("text.txt", TEXT), ("unseen.txt", UNSEEN), ("short", "a"), ("empty", "")):
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "latin1").write_bytes("caf\xe9".encode("latin-1"))
+    return folder
+
+
+def snapshot(folder: Path):
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("line", "words"), CASES, ids=[f"{number} {line[-40:]}" for number, (line, _) in enumerate(CASES)])
+def test_a_mistake_is_one_line_and_2_and_changes_no_file(capsys, monkeypatch, folder, line, words):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    monkeypatch.setattr(serving, "find_spec", lambda _: None)  # it is refused before vLLM is missed
+    before = snapshot(folder)
+    ran = main(shlex.split(line)), *capsys.readouterr()
+    assert_refused(ran, *words)
+    # A model's name and click's own words quote all that fits on a line; ours quote the beginning.
+    assert len(ran[2]) < (400 if "--kv-" in line or "--threads" in line else 2100)
+    assert snapshot(folder) == before
