@@ -13,8 +13,7 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.exact import Exact, Rule, Walsh
-from haarkv.tq_ops.formats.numbers import Numbers
+from haarkv.tq_ops.formats.numbers import Exact, Numbers
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -93,13 +92,13 @@ def _kept(kept: Kept | None) -> library.Kept:
 
 
 def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
-    numbers, planes = of.numbers, (*of.planes, 0)
+    numbers, planes = of.numbers, (*of.planes, 0, 0)
     cell = Cell[numbers.kind.name] if numbers else Cell.NIBBLE if sum(planes) <= 4 else Cell.BYTE
     stored = _stored(fields, numbers)
     return library.SideArgs(
-        codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero), centroids=_sixteen(of.centroids),
+        codes=stored.codes, scales=_or_null(stored.scale), zeros=0, centroids=_sixteen(of.centroids),
         codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, scales_per_vector=stored.scales,
-        scale_bytes=stored.scale_bytes, group=stored.group, levels=of.levels, bytes=stored.bytes, cell=cell,
+        scale_bytes=stored.scale_bytes, group=1, levels=of.levels, bytes=stored.bytes, cell=cell,
         first_plane=planes[0], second_plane=planes[1], unit=of.unit, integers=_sixteen(of.integers), mean=_or_null(of.mean),
         restore=_or_null(of.restore), least=numbers.least if numbers else 0.0, kept=kept,
     )  # fmt: skip
@@ -116,8 +115,6 @@ class _Stored:
 
     codes: Tensor
     scale: Tensor | None
-    zero: Tensor | None
-    group: int
     bytes: int
     scales: int
     scale_bytes: int
@@ -128,18 +125,16 @@ class _Stored:
         return 0 if self.scale is None else self.scale.stride(0)
 
 
-_LEVELS = ("codes", "scale", "")
+_LEVELS = ("codes", "scale")
 """Fields of formats of rotated levels."""
 
 
 def _stored(fields: dict[str, Tensor], numbers: Numbers | None) -> _Stored:
-    names = (numbers.codes, numbers.scale, numbers.zero) if numbers else _LEVELS
-    codes, scale, zero = map(fields.get, names)
+    codes, scale = map(fields.get, (numbers.codes, numbers.scale) if numbers else _LEVELS)
     assert codes is not None, "every format has codes"
-    group = numbers.group if numbers else 1
     scales = 0 if scale is None else scale.shape[3] if scale.ndim == 4 else 1
-    size = codes.itemsize * math.prod(codes.shape[3:]) // group
-    return _Stored(codes, scale, zero, group, size, scales, 2 if scale is None else scale.itemsize)
+    size = codes.itemsize * math.prod(codes.shape[3:])
+    return _Stored(codes, scale, size, scales, 2 if scale is None else scale.itemsize)
 
 
 def _or_null(table: Tensor | None) -> Tensor | int:
@@ -156,27 +151,21 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
     return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
-_RULES = {None: 0, Rule.LARGEST: 1, Rule.LENGTH: 2, Rule.RADIUS: 3}
-"""As csrc/kernels.h numbers them."""
-
-
 def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
     stored, planes, learned = _stored(fields, by.numbers), (*by.planes, 0, 0), by.refinement
     exact = by.exact or Exact(torch.finfo(torch.float32).max)
-    walsh, signs = exact.walsh or Walsh(0, 0.0), fields.get(exact.signs)
     own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
         matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
         stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
         first_plane=planes[0], second_plane=planes[1], bytes=stored.bytes, scales_per_vector=stored.scales,
-        scale_bytes=stored.scale_bytes, group=stored.group, cell=Cell[by.numbers.kind.name] if by.numbers else Cell.NIBBLE,
-        most=exact.largest, before=_or_null(by.before), after=_or_null(by.after), factor=walsh.factor, walsh=walsh.size,
-        constant=exact.constant, rule=_RULES[exact.rule],
+        scale_bytes=stored.scale_bytes, group=1, cell=Cell[by.numbers.kind.name] if by.numbers else Cell.NIBBLE,
+        most=exact.largest, before=0, after=0, factor=0.0, walsh=0, constant=0.0, rule=0,
     )  # fmt: skip
     return library.StoreSide(
-        x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero),
+        x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=0,
         codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, quantizer=quantizer, kept=kept, bf16=0,
-        signs=_or_null(signs), signs_stride=0 if signs is None else _block_bytes(signs),
+        signs=0, signs_stride=0,
     )  # fmt: skip
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.exact import Exact
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
+from haarkv.tq_ops.formats.numbers import Exact, Kind, Numbers
 from haarkv.tq_ops.formats.rotated import Description, Quantizer, in_parts, numbers_on
 from haarkv.tq_ops.kv.reads import Reads, misfit
 
@@ -43,7 +42,7 @@ READS = Reads(
 )  # fmt: skip
 """What the attention kernels read."""
 APPENDS = Reads(
-    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, most_scales=1, order=in_parts,
+    "the CPU kernels", head_dims=READS.head_dims, planes=READS.planes, order=in_parts,
     matrix_dtype=torch.bfloat16, quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True), learned=READS.learned,
 )  # fmt: skip
 """What the append kernel quantizes beside what `Exact` describes. The reference stores the rest of what they read."""
@@ -59,7 +58,7 @@ class Layout:
 
     Attributes:
         levels: N, of a vector.
-        planes: widths of a level's planes, low bits first, one or two; of `numbers` the bits of a stream, or 0.
+        planes: widths of a level's planes, low bits first, one or two; () of `numbers`.
         rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order, or of levels above 4 bits in that of
             `places`; None where the vectors are not rotated.
         rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of `places`) to the model's own.
@@ -115,7 +114,6 @@ class Tables:
             None where `exact` says how vectors are stored.
         boundaries: [2**bits - 1] fp32; None where there are none, and so are the next three.
         centroids: [2**bits] fp32.
-        before, after: [size] fp32, signs of `exact.walsh`.
         refinement: of learned coordinates; None of a rotation.
         numbers: how a format is read that is none of rotated levels.
         exact: how vectors are stored without a matrix.
@@ -125,8 +123,6 @@ class Tables:
     matrix: Tensor | None
     boundaries: Tensor | None
     centroids: Tensor | None
-    before: Tensor | None = None
-    after: Tensor | None = None
     refinement: Refinement | None = None
     numbers: Numbers | None = None
     exact: Exact | None = None
@@ -142,20 +138,11 @@ def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
 def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables | None:
     """What the append kernel stores a format by; None if it cannot. Do not write to it."""
     numbers = kv_format.numbers(head_dim)
-    of = numbers or kv_format.description(head_dim)
-    if of and of.exact:
-        return _exact_tables(of.exact, (numbers.bits,) if numbers else (), numbers)
+    if numbers and numbers.exact:
+        return Tables((), None, None, None, numbers=numbers, exact=numbers.exact)
     if numbers or misfit(APPENDS, kv_format, head_dim) is not None:
         return None
     return _tables(*_described(kv_format, layer, head_dim))
-
-
-def _exact_tables(exact: Exact, planes: tuple[int, ...], numbers: Numbers | None) -> Tables:
-    def of(values: tuple[float, ...]) -> Tensor | None:
-        return numbers_on(values, _CPU) if values else None
-
-    before, after = (of(signs) for signs in ((exact.walsh.before, exact.walsh.after) if exact.walsh else ((), ())))
-    return Tables(planes, None, of(exact.boundaries), of(exact.centroids), before, after, numbers=numbers, exact=exact)
 
 
 def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Description, int]:
@@ -177,7 +164,7 @@ def _layout_of_numbers(kv_format: KVFormat, layer: int, head_dim: int) -> Layout
         rotate_back = back.unsqueeze(0).contiguous()
     return Layout(
         levels=head_dim,
-        planes=(numbers.bits,),
+        planes=(),
         rotate=None if rotate_back is None else rotate_back.mT.contiguous(),
         rotate_back=rotate_back,
         rotate_pairs=None if rotate_back is None else in_pairs(rotate_back.mT),

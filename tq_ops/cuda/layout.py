@@ -54,7 +54,7 @@ def _learned(head_dim: int) -> range:
 
 
 READS = Reads(
-    "the GPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)), most_scales=1,
+    "the GPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)),
     in_one_order=lambda described: kernel_order(described) is not None, kept=True, windows=True,
     learned=_learned,
 )  # fmt: skip

@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
-from haarkv.tq_ops.formats.numbers import Numbers
+from haarkv.tq_ops.formats.base import KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.packing import groups_of
-from haarkv.tq_ops.formats.rotated import Description
 
 
-class BlockFormat(ABC):
+class BlockFormat(KVFormat):
     """A format whose blocks stand alone. In the cache codes and scales lie apart; `to_bytes` has the origin's blocks.
 
     Attributes:
         block: values a block.
     """
 
-    name: str
-    purpose: str
-    group_tokens = 1
-    lossy = True
     block: int
-
-    @abstractmethod
-    def fields(self, head_dim: int) -> dict[str, Field]: ...
-
-    @abstractmethod
-    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]: ...
-
-    @abstractmethod
-    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor: ...
-
-    @abstractmethod
-    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor: ...
-
-    @abstractmethod
-    def levels(self, fields: dict[str, Tensor]) -> Tensor: ...
-
-    @abstractmethod
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice: ...
-
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
-
-    def description(self, head_dim: int) -> Description | None:
-        return None  # not one of rotated levels
-
-    def numbers(self, head_dim: int) -> Numbers | None:
-        return None  # unless it says so
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
 
     def count_blocks(self, head_dim: int) -> int:
         """Blocks a vector.

@@ -7,10 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, require_finite
-from haarkv.tq_ops.formats.exact import Exact
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
-from haarkv.tq_ops.formats.rotated import Description
+from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, require_finite
 
 LARGEST = 448.0
 
@@ -27,7 +24,7 @@ def _boundaries_on(device: torch.device) -> Tensor:
     return torch.where(magnitude % 2 == 0, above, middle).to(device)
 
 
-class FP8E4M3:
+class FP8E4M3(KVFormat):
     """Each coordinate rounded to four exponent and three mantissa bits, ties to even, saturating at 448; no scale.
 
     The smallest number is 2**-9: half of it and less comes back as zero.
@@ -35,20 +32,9 @@ class FP8E4M3:
 
     name = "fp8_e4m3"
     purpose = "8-bit floats without a scale, to compare with"
-    group_tokens = 1
-    lossy = True
-
-    def description(self, head_dim: int) -> Description | None:
-        return None  # not one of rotated levels
-
-    def numbers(self, head_dim: int) -> Numbers:
-        return Numbers(Kind.FP8, exact=Exact(torch.finfo(torch.float32).max))
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,))}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(head_dim)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()

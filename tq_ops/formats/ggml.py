@@ -5,8 +5,6 @@ Source: ggml, `quantize_row_q*_0_ref`; llama.cpp, pull request 21038.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -14,11 +12,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, round_half_away
 from haarkv.tq_ops.formats.base import Field, LevelChoice, lengths_of
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
-from haarkv.tq_ops.formats.exact import Exact, Walsh
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
+from haarkv.tq_ops.formats.numbers import Exact, Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
-
-_LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 class BlockQ4(BlockFormat):
@@ -40,10 +35,6 @@ class BlockQ4(BlockFormat):
     def fields(self, head_dim: int) -> dict[str, Field]:
         blocks = self.count_blocks(head_dim)
         return {"codes": Field(torch.uint8, (head_dim // 2,)), "scale": Field(torch.float16, (blocks,))}
-
-    def numbers(self, head_dim: int) -> Numbers:
-        self.count_blocks(head_dim)
-        return Numbers(Kind.HALVES, scale="scale", table=tuple(map(float, range(-8, 8))), exact=Exact(8 * _LARGEST_SCALE))
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         value, scale = self._value(self.split(x))
@@ -121,19 +112,10 @@ class RotatedBlockQ4(BlockQ4):
             raise InputError(f"{self.name} rotates {self.smallest} values at a time and cannot hold head_dim {head_dim}")
         return super().count_blocks(head_dim)
 
-    def numbers(self, head_dim: int) -> Numbers:
-        size = self._size(head_dim)
-        # Rotated, a number is at most sqrt(size) times the largest one; what roundings add is far below half a step of FP16.
-        exact = Exact(8 * _LARGEST_SCALE / size**0.5, walsh=Walsh(size, size**-0.5))
-        return replace(super().numbers(head_dim), back=lambda _: self._rotate(torch.eye(head_dim)), exact=exact)
-
-    def _size(self, head_dim: int) -> int:
-        """Numbers that are rotated together."""
-        return head_dim & -head_dim if self._whole else self.smallest
-
     def _rotate(self, x: Tensor) -> Tensor:
         """[..., D] fp32, its own inverse."""
-        size = self._size(x.shape[-1])
+        head_dim = x.shape[-1]
+        size = head_dim & -head_dim if self._whole else self.smallest
         return (fwht(groups_of(x, size)) * float(size**-0.5)).flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
@@ -164,7 +146,7 @@ class BlockQ8(BlockFormat):
 
     def numbers(self, head_dim: int) -> Numbers:
         self.count_blocks(head_dim)
-        return Numbers(Kind.INT8, scale="scale", exact=Exact(127 * _LARGEST_SCALE))
+        return Numbers(Kind.INT8, scale="scale", exact=Exact(127 * torch.finfo(torch.float16).max))
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         value, scale = self._value(self.split(x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
@@ -12,25 +11,13 @@ from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, square_root, sum_in_order
 from haarkv.tq_ops.formats.base import Field, LevelChoice
 from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
-from haarkv.tq_ops.formats.exact import Exact, Rule, Walsh
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
-from haarkv.tq_ops.formats.rotated import Description, Plane, Quantizer, Transform, centroids_at, numbers_on
-
-
-@cache
-def _walsh(size: int, factor: float, before: str, after: str) -> Walsh:
-    """What a backend has to know of a transform whose signs have these names; "" of none."""
-    signs = (tuple(hadamard_signs(name).tolist()) if name else () for name in (before, after))
-    return Walsh(size, factor, *signs)
+from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
 
 
 @cache
 def _signs_on(name: str, device: torch.device) -> Tensor:
     return hadamard_signs(name).to(device)
-
-
-_LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 def _at(numbers: tuple[float, ...], level: Tensor) -> Tensor:
@@ -82,22 +69,8 @@ class HadamardTQ3(BlockFormat):
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = groups_of(self.levels(fields), self.block)
-        return self._rotate_back((_at(self.centroids, level) * fields["gamma"].float().unsqueeze(-1)).flatten(-2))
-
-    def numbers(self, head_dim: int) -> Numbers:
-        self.count_blocks(head_dim)
-        # |y| is at most 32 times |x|, times `norm`; what roundings add is far below half a step of FP16.
-        most = _LARGEST_SCALE * self.largest / (self.block * self.norm)
-        walsh = _walsh(self.block, self.norm, "tq3_0", "")
-        exact = Exact(most, Rule.LARGEST, self.largest, self.boundaries, self.centroids, walsh, signs="signs")
-        return Numbers(
-            Kind.STREAM, scale="gamma", bits=2, table=self.centroids, back=lambda _: self._rotate_back(torch.eye(head_dim)),
-            exact=exact,
-        )  # fmt: skip
-
-    def _rotate_back(self, y: Tensor) -> Tensor:
-        """s * WHT32(y) * 0.17677669 of each block: [..., D] fp32 -> [..., D] fp32."""
-        return (fwht(self.split(y)) * self.norm * _signs_on("tq3_0", y.device)).flatten(-2)
+        y = _at(self.centroids, level) * fields["gamma"].float().unsqueeze(-1)
+        return (fwht(y) * self.norm * _signs_on("tq3_0", y.device)).flatten(-2)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         codes, signs = groups_of(fields["codes"], 8), groups_of(fields["signs"], 4)
@@ -137,40 +110,6 @@ class HadamardTBQ4(BlockFormat):
         blocks = self.count_blocks(head_dim)
         return {"codes": Field(torch.uint8, (head_dim // 2,)), "scale": Field(torch.float16, (blocks,))}
 
-    def description(self, head_dim: int) -> Description:
-        blocks = self.count_blocks(head_dim)
-        return Description(
-            head_dim=head_dim,
-            planes=(Plane(4, tuple(range(head_dim))),),
-            transform=_TBQ4_0,
-            centroids=self.centroids,
-            boundaries=self.boundaries,
-            quantizer=Quantizer(rounds_unit=False, smallest=self.smallest, saturates=False),
-            scales=blocks,
-            exact=Exact(
-                _LARGEST_SCALE * self._shortest() / self.block**0.5, Rule.LENGTH, self.smallest, self.boundaries,
-                self.centroids, _walsh(self.block, self.norm, "tbq4_0/before", "tbq4_0/after"),
-            ),
-        )  # fmt: skip
-
-    def _shortest(self) -> float:
-        """What ||c[level]|| is at least, of any block that counts as more than zero.
-
-        If |y| reaches the last boundary anywhere, that centroid is in the sum, and the least one for each other number. Else
-        every centroid is at least so large a part of |y| as it is of its upper boundary, and ||y|| is 1.
-        """
-        least, *_, most = self._upper_centroids
-        part = min(c / b for c, b in zip(self._upper_centroids[:-1], self._upper_boundaries, strict=True))
-        return min(math.hypot(most, least * math.sqrt(self.block - 1)), part * 0.999)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Into the rotated domain: s2 * WHT128(s1 * x) / sqrt(128), block by block. x: [..., D] fp32."""
-        return self._rotated(self.split(x), "tbq4_0/before", "tbq4_0/after").flatten(-2)
-
-    def rotate_back(self, y: Tensor) -> Tensor:
-        """The inverse of `rotate`."""
-        return self._rotated(self.split(y), "tbq4_0/after", "tbq4_0/before").flatten(-2)
-
     def _rotated(self, blocks: Tensor, before: str, after: str) -> Tensor:
         return fwht(blocks * _signs_on(before, blocks.device)) * self.norm * _signs_on(after, blocks.device)
 
@@ -186,11 +125,6 @@ class HadamardTBQ4(BlockFormat):
         centroids = _at(self.centroids, level)
         scale = to_fp16(norm.squeeze(-1) / square_root(sum_in_order(centroids * centroids)))
         return {"codes": pack_stream(level, 4).flatten(-2), "scale": scale}
-
-    def rotated(self, fields: dict[str, Tensor]) -> Tensor:
-        """The vectors [..., D] fp32 in the rotated domain: `d * c[level]`."""
-        level = groups_of(self.levels(fields), self.block)
-        return (_at(self.centroids, level) * fields["scale"].float().unsqueeze(-1)).flatten(-2)
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = groups_of(self.levels(fields), self.block)
@@ -210,10 +144,3 @@ class HadamardTBQ4(BlockFormat):
         # Noise rotates a short block by more than its vector. A rotation spreads it evenly: each coordinate gets the same.
         reach = torch.where(norm == 0, torch.zeros_like(value), ((noise * length).unsqueeze(-1) / norm).expand_as(value))
         return LevelChoice(value.flatten(-2), reach.flatten(-2), numbers_on(self.boundaries, x.device))
-
-
-def _tbq4_0_matrix(_layer: int, head_dim: int) -> Tensor:
-    return HadamardTBQ4().rotate(torch.eye(head_dim))
-
-
-_TBQ4_0 = Transform(_tbq4_0_matrix, per_layer=False, dtype=torch.float32)

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
-from haarkv.tq_ops.formats.exact import Exact
-from haarkv.tq_ops.formats.numbers import Numbers
+from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
 
@@ -121,9 +119,7 @@ class Description:
         centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate.
         boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}.
         quantizer: how vectors become levels.
-        scales: scales a vector, each for an equal part of it.
-        scale_dtype: of the scales.
-        exact: how vectors are stored where every rounding is fixed; None where a matrix rotates them.
+        scale_dtype: of the scale.
     """
 
     head_dim: int
@@ -132,9 +128,7 @@ class Description:
     centroids: tuple[float, ...]
     boundaries: tuple[float, ...]
     quantizer: Quantizer
-    scales: int = 1
     scale_dtype: torch.dtype = torch.float16
-    exact: Exact | None = None
 
     @property
     def bits(self) -> int:
@@ -275,7 +269,7 @@ def stored_scale(scale: Tensor, described: Description) -> Tensor:
     return stored
 
 
-class RotatedFormat:
+class RotatedFormat(KVFormat):
     """A KV format that its description says all about, with one scale a vector.
 
     A zero vector stores scale 0 and comes back as zeros. A scale below its dtype's smallest comes back as zeros.
@@ -286,9 +280,6 @@ class RotatedFormat:
         bits: of a level, at every head_dim.
         describe: head_dim -> its description.
     """
-
-    group_tokens = 1
-    lossy = True
 
     def __init__(self, name: str, purpose: str, bits: int, describe: Callable[[int], Description]) -> None:
         self.name = name
@@ -304,23 +295,22 @@ class RotatedFormat:
         """
         return self._describe(head_dim)
 
-    def numbers(self, head_dim: int) -> Numbers | None:
-        return None  # its description says all
-
     def fields(self, head_dim: int) -> dict[str, Field]:
-        scale = Field(self.description(head_dim).scale_dtype, ())
-        return {"codes": Field(torch.uint8, (head_dim * self.bits // 8,)), "scale": scale}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
+        described = self.description(head_dim)
+        codes = Field(torch.uint8, (described.levels * self.bits // 8,))
+        return {"codes": codes, "scale": Field(described.scale_dtype, ())}
 
     def pack(self, level: Tensor) -> Tensor:
-        """Levels [..., D] uint8 -> codes [..., bytes] uint8."""
-        return pack_levels(level, self.description(level.shape[-1]).planes)
+        """Levels [..., N] uint8 -> codes [..., bytes] uint8."""
+        return pack_levels(level, self._of_levels(level.shape[-1]).planes)
 
     def unpack(self, codes: Tensor) -> Tensor:
         """Inverse of `pack`."""
-        return unpack_levels(codes, self.description(codes.shape[-1] * 8 // self.bits).planes)
+        return unpack_levels(codes, self._of_levels(codes.shape[-1] * 8 // self.bits).planes)
+
+    def _of_levels(self, count: int) -> Description:
+        """The description of vectors of so many levels."""
+        return self.description(count)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
@@ -332,9 +322,9 @@ class RotatedFormat:
         return {"codes": self.pack(level), "scale": stored_scale(norm.squeeze(-1) / length, described)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
-        """The vectors [..., D] fp32 in the rotated domain: `scale * c[level]`."""
+        """The vectors [..., N] fp32 in the domain of the levels: `scale * c[level]`."""
         level = self.levels(fields)
-        centroids = numbers_on(self.description(level.shape[-1]).centroids, level.device)
+        centroids = numbers_on(self._of_levels(level.shape[-1]).centroids, level.device)
         return centroids_at(level, centroids) * fields["scale"].float().unsqueeze(-1)
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
@@ -344,9 +334,6 @@ class RotatedFormat:
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Codes, then the scale, little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
-
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return self.unpack(fields["codes"])

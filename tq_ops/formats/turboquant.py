@@ -15,7 +15,7 @@ from torch import Tensor
 
 from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
 from haarkv.tq_ops.formats.numbers import Kind, Numbers
 from haarkv.tq_ops.formats.packing import pack_planes, planes, unpack_planes
 from haarkv.tq_ops.formats.rotated import (
@@ -91,7 +91,7 @@ class TurboQuant(RotatedFormat):
         return unpack_planes(codes, self.bits)
 
 
-class TurboQuant4Seed:
+class TurboQuant4Seed(KVFormat):
     """`tq4_seed`: the layout of the public Qwen3-14B kernels, one byte a level and the FP32 norm. Kept to compare with.
 
         gamma = sqrt(sum(x**2) + 1e-6);  restored: bf16(c[level] * rsqrt(sum(c[level]**2) + 1e-6) * gamma) @ rotation.T
@@ -105,15 +105,9 @@ class TurboQuant4Seed:
 
     name = "tq4_seed"
     purpose = "the published Qwen3-14B layout, to compare with"
-    group_tokens = 1
-    lossy = True
 
     def __init__(self, rotation: Rotation = haar_rotation) -> None:
         self._transform = Transform(rotation, per_layer=True, dtype=torch.bfloat16)
-
-    def description(self, head_dim: int) -> Description | None:
-        """None: it does not store `scale * c[level]`, but a norm, and two more roundings."""
-        return None
 
     def numbers(self, head_dim: int) -> Numbers:
         table = tuple(codebook_on(head_dim, torch.device("cpu")).centroids.tolist())
@@ -124,9 +118,6 @@ class TurboQuant4Seed:
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,)), "norm": Field(torch.float32, ())}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         unit, norm = self._unit(x.float())

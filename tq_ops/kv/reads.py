@@ -27,7 +27,6 @@ class Reads:
         kernels: the subject of a sentence about them, such as "its kernels".
         head_dims: those they are made for.
         planes: widths of a level's planes, low bits first, each way they take: (4,) is 4 bits in one, (2, 1) is 3 in two.
-        most_scales: scales a vector.
         scale_dtype: of a scale.
         order: (levels of a vector, width of a plane) -> the place of each as they lie in the bytes.
         in_one_order: whether the planes of a description lie in one order that the kernels know, where any order will not do.
@@ -44,7 +43,6 @@ class Reads:
     kernels: str
     head_dims: tuple[int, ...]
     planes: tuple[tuple[int, ...], ...] = ((4,),)
-    most_scales: int | None = None
     scale_dtype: torch.dtype = torch.float16
     order: Callable[[int, int], tuple[int, ...]] | None = None
     in_one_order: Callable[[Description], bool] | None = None
@@ -103,9 +101,6 @@ def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
         *others, last = readable(reads)
         names = f"{', '.join(others)} and {last}" if others else last
         return f"{reads.kernels} read {names}, not {kv_format.name}{ELSEWHERE}"
-    if reads.most_scales and found.scales > reads.most_scales:
-        take = "one scale" if reads.most_scales == 1 else f"{reads.most_scales} scales"
-        return f"{reads.kernels} take {take} a vector, and {kv_format.name} at head_dim {head_dim} has {found.scales}"
     return _misfit_of_tables(reads, kv_format.name, found)
 
 

@@ -47,7 +47,9 @@ def vectors(*shape, seed=0):
 
 # -- What the formats say is true ----------------------------------------------------------------------------------------
 def test_every_rotated_format_describes_itself():
-    assert {"tq4", "tq2", "tq3", "tq5", "tq6", "tq8", "tbq4_0"} <= set(DESCRIBED)
+    assert DESCRIBED == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8"]
+    numbers = {name: formats.get(name).numbers(128) for name in formats.names()}
+    assert [name for name, found in numbers.items() if found] == ["tq4_seed", "q8_0", "bf16", "fp32"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -55,33 +57,25 @@ def test_every_rotated_format_describes_itself():
 def test_stored_bytes_are_those_described(name, head_dim):
     """Levels, packing, scales and the way back, by the description alone."""
     kv_format = formats.get(name)
-    if (name, head_dim) == ("tbq4_0", 64):
-        pytest.skip("tbq4_0 has no head_dim of 64")
     described, x = kv_format.description(head_dim), vectors(40, head_dim)
     fields = kv_format.quantize(x, LAYER)
-    level = unpack_levels(fields["codes"], described.planes)
+    level, scale = unpack_levels(fields["codes"], described.planes), fields["scale"]
     assert torch.equal(level, kv_format.levels(fields))
     assert torch.equal(pack_levels(level, described.planes), fields["codes"])
-    scale = fields["scale"].view(40, described.scales)
-    assert scale.dtype == described.scale_dtype
-    centroids = torch.tensor(described.centroids, dtype=torch.float64)[level.int()].view(40, described.scales, -1)
-    matrix = described.transform.matrix(LAYER, head_dim)
+    assert (scale.dtype, scale.shape) == (described.scale_dtype, (40,))
+    centroids = torch.tensor(described.centroids, dtype=torch.float64)[level.int()]
+    matrix, other = (described.transform.matrix(layer, head_dim) for layer in (LAYER, LAYER + 1))
     assert matrix.dtype == described.transform.dtype
-    restored = (centroids * scale.unsqueeze(-1)).flatten(1) @ matrix.double().T
+    assert torch.equal(matrix, other) != described.transform.per_layer
+    restored = (centroids * scale.unsqueeze(-1)) @ matrix.double().T
     torch.testing.assert_close(kv_format.dequantize(fields, LAYER).double(), restored, rtol=0, atol=1e-5)
-    lengths = x.double().view(40, described.scales, -1).norm(dim=-1)
+    lengths = x.double().norm(dim=-1)
     torch.testing.assert_close(scale.double(), lengths / centroids.norm(dim=-1), rtol=2**-10, atol=0)
-    unit = (x.double().view(40, described.scales, -1) / lengths.unsqueeze(-1)).flatten(1).float()
+    unit = (x.double() / lengths.unsqueeze(-1)).float()
     unit = unit.bfloat16() if described.quantizer.rounds_unit else unit
     y, boundaries = unit.double() @ matrix.double(), torch.tensor(described.boundaries, dtype=torch.float64)
     compared = compare_levels(level, (y[..., None] >= boundaries).sum(-1), y, boundaries, bounds.ROTATED_FP32)
     assert compared.unexplained == 0
-
-
-@pytest.mark.parametrize("name", ["tq4", "tbq4_0"])
-def test_layers_differ_where_the_description_says_so(name):
-    transform = formats.get(name).description(128).transform
-    assert torch.equal(transform.matrix(0, 128), transform.matrix(1, 128)) != transform.per_layer
 
 
 # -- A new format runs on every backend that reads its kind ----------------------------------------------------------------
@@ -230,34 +224,24 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
 
 # -- What backends read ----------------------------------------------------------------------------------------------------
 ONLY = "only --executor reference reads every format"
-CPU_READS = (
-    "the CPU kernels read tq4, tq4_seed, tq2, tq3, tq5, tq6, tq8, manthan3, tq3_0, tbq4_0, kivi2, kivi2_g64, kivi2_g128, "
-    "kivi4, kivi4_g64, kivi4_g128, q4_0, q4_0_rot, q8_0, fp8_e4m3, bf16 and fp32"
-)
+CPU_READS = "the CPU kernels read tq4, tq4_seed, tq2, tq3, tq5, tq6, tq8, q8_0, bf16 and fp32"
+GPU_READS = "the GPU kernels read tq4, tq2, tq3, tq5, tq6 and tq8"
+RIVALS = ("manthan3", "tq3_0", "tbq4_0", "kivi2", "kvarn4", "q4_0", "q4_0_rot", "fp8_e4m3")
 ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "onnx": ONNX_READS}
 
 
 @pytest.mark.parametrize(
     ("backend", "kv", "head_dim", "reason"),
     [
-        ("cpu", "k=tq4,v=tbq4_0", 256, None),
         ("cpu", "k=tq8,v=tq3", 64, None),
         ("cpu", "k=bf16,v=tq5", 128, None),
-        ("cpu", "k=kivi2,v=q8_0", 64, None),
-        ("cpu", "kvarn4", 128, f"{CPU_READS}, not kvarn4; {ONLY}"),
-        ("cpu", "kivi2_g128", 64, "kivi2_g128 groups 128 channels of V and cannot hold head_dim 64"),
+        ("cpu", "k=tq4_seed,v=q8_0", 64, None),
+        *(("cpu", name, 128, f"{CPU_READS}, not {name}; {ONLY}") for name in RIVALS),
         ("cpu", "bf16", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
         ("cpu", "tq4", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
-        ("cpu", "tbq4_0", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
-        ("cuda", "k=tq4,v=tbq4_0", 128, None),
+        ("cpu", "q8_0", 80, "q8_0 stores blocks of 32 values and cannot hold head_dim 80"),
         ("cuda", "k=tq8,v=tq3", 64, None),
-        (
-            "cuda",
-            "q8_0",
-            128,
-            f"the GPU kernels read tq4, tq2, tq3, tq5, tq6, tq8 and tbq4_0, not q8_0; {ONLY}",
-        ),
-        ("cuda", "tbq4_0", 256, "the GPU kernels take one scale a vector, and tbq4_0 at head_dim 256 has 2"),
+        *(("cuda", name, 128, f"{GPU_READS}, not {name}; {ONLY}") for name in ("q8_0", *RIVALS)),
         ("npu", "tq4", 128, None),
         ("npu", "k=bf16,v=tq4_seed", 128, None),
         ("npu", "tbq4_0", 128, f"its programs read tq4, tq4_seed and bf16, not tbq4_0; {ONLY}"),
@@ -333,11 +317,6 @@ def test_learned_formats_are_read_where_kernels_take_them():
             for other in (Quantizer(False, 0.0, True), Quantizer(True, 1e-3, True), Quantizer(True, 0.0, False))
         ),
         (
-            replace(AS_TQ4, scales=2),
-            cpu_layout.APPENDS,
-            "the CPU kernels take one scale a vector, and made_up at head_dim 128 has 2",
-        ),
-        (
             replace(MADE_UP, scale_dtype=torch.float32),
             cpu_layout.READS,
             f"{CPU_READS}, not made_up; {ONLY}",
@@ -358,7 +337,7 @@ def test_a_copy_of_a_format_under_another_name_is_read_by_all():
 def test_a_backend_may_read_levels_in_several_planes():
     three = Reads("they", head_dims=(128,), planes=((4,), (2, 1)))
     assert misfit(three, formats.get("tq3"), 128) is None
-    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4, tq3 and tbq4_0, not tq2")
+    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3, not tq2")
 
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():

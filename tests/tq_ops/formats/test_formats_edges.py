@@ -162,10 +162,8 @@ def test_a_scale_is_refused_exactly_from_where_it_rounds_to_infinity(name):
     # The scale of a one-hot vector of length 1, to FP32's precision, from a scale that FP16 holds well.
     per_unit = {"tq3_0": 0.17677669 / 1.510, "q4_0": 1 / 8, "q8_0": 1 / 127}.get(name)
     if per_unit is None:
-        restored = kv_format.rotated(kv_format.quantize(unit, 0))[0]
         level = kv_format.levels(kv_format.quantize(unit, 0))[0]
         per_unit = 1 / torch.tensor(kv_format.centroids)[level.long()].norm().item()
-        assert restored.abs().max() < 2 * per_unit
     below, above = 65519.0 / per_unit, 65521.0 / per_unit
     assert kv_format.quantize(unit * below, 0)[{"tq3_0": "gamma"}.get(name, "scale")].abs().max() == 65504
     unit[1] *= above
