@@ -137,7 +137,7 @@ class KVFormat(Protocol):
         return None
 
     def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
-        """What `quantize` chooses the levels of x from; None of a format without levels.
+        """What `quantize` chooses the levels of x from; None without levels, or where only the reference stores it.
 
         Args:
             x, layer: as in `quantize`.

@@ -54,16 +54,3 @@ def in_blocks(*parts: Tensor) -> Tensor:
 def scale_bytes(scale: Tensor) -> Tensor:
     """FP16 scales [..., blocks] as [..., blocks, 2] uint8, little-endian."""
     return bytes_of(scale, 0)
-
-
-def relative_reach(value: Tensor, x: Tensor, scale: Tensor, noise: float | Tensor) -> Tensor:
-    """How far `value = y / scale` may move where noise moves y by as much and, through the block's maximum, the scale.
-
-    Args:
-        value: [..., blocks, block].
-        x: [..., D], of whose length noise is a fraction.
-        scale: [..., blocks, 1]; 0 for a block of zeros, whose value does not move.
-    """
-    length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-    moved = (2 * noise * length).unsqueeze(-1) / scale.abs()
-    return torch.where(scale == 0, torch.zeros_like(value), moved.expand_as(value))

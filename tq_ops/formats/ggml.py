@@ -10,8 +10,8 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, round_half_away
-from haarkv.tq_ops.formats.base import Field, LevelChoice, lengths_of
-from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
+from haarkv.tq_ops.formats.base import Field, LevelChoice
+from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, scale_bytes, to_fp16
 from haarkv.tq_ops.formats.numbers import Exact, Kind, Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
 
@@ -56,33 +56,6 @@ class BlockQ4(BlockFormat):
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         return in_blocks(scale_bytes(fields["scale"]), groups_of(fields["codes"], self.block // 2))
-
-    def levels(self, fields: dict[str, Tensor]) -> Tensor:
-        """0 to 16, ascending with the number: the stored level, or 16 less it where d is negative.
-
-        Noise may decide whether a block's largest value or its opposite makes d; the stored levels are then mirrored.
-        """
-        codes = self._codes(fields)
-        return torch.where(torch.signbit(fields["scale"]).unsqueeze(-1), 16 - codes, codes).flatten(-2)
-
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        """Of the scales alone: what a level that falls the other way adds to a length, the levels say by themselves."""
-        return lengths_of(fields["scale"])
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        blocks = self.split(x)
-        value, scale = self._value(blocks)
-        value = value.clamp(0, 15.5)
-        # Mirrored with the levels: where d is negative a tie belongs to the level below.
-        whole = value.trunc()
-        mirrored = 16 - whole + (1 - (value - whole)).clamp(max=1 - 2.0**-12)
-        reach = relative_reach(value, x, scale, noise)
-        # Where largest and smallest are opposites up to noise, either may make d: those two and all ties move by a level.
-        length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-        opposites = (blocks.amax(-1) + blocks.amin(-1)).abs() <= 2 * noise * length
-        reach = torch.where(opposites.unsqueeze(-1), torch.ones_like(reach), reach)
-        value = torch.where(torch.signbit(scale), mirrored, value)
-        return LevelChoice(value.flatten(-2), reach.flatten(-2), torch.arange(1.0, 17.0, device=x.device))
 
 
 class RotatedBlockQ4(BlockQ4):
@@ -172,8 +145,11 @@ class BlockQ8(BlockFormat):
 
     def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         value, scale = self._value(self.split(x))
+        # Noise moves a number and, through the block's maximum, the scale; a block of zeros does not move.
+        moved = (2 * noise * torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)).unsqueeze(-1) / scale
+        reach = torch.where(scale == 0, torch.zeros_like(value), moved.expand_as(value))
         boundaries = torch.arange(-126.5, 127.0, device=x.device)
         # Away from zero: a negative tie belongs to the level below.
         above = torch.nextafter(boundaries, torch.full_like(boundaries, torch.inf))
         boundaries = torch.where(boundaries < 0, above, boundaries)
-        return LevelChoice(value.flatten(-2), relative_reach(value, x, scale, noise).flatten(-2), boundaries)
+        return LevelChoice(value.flatten(-2), reach.flatten(-2), boundaries)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, square_root, sum_in_order
-from haarkv.tq_ops.formats.base import Field, LevelChoice
-from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, relative_reach, scale_bytes, to_fp16
+from haarkv.tq_ops.formats.base import Field
+from haarkv.tq_ops.formats.blocks import BlockFormat, in_blocks, scale_bytes, to_fp16
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
 
@@ -79,11 +79,6 @@ class HadamardTQ3(BlockFormat):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], 2)
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        _, value, scale = self._value(self.split(x))
-        reach = relative_reach(value, x, scale, noise)
-        return LevelChoice(value.flatten(-2), reach.flatten(-2), numbers_on(self.boundaries, x.device))
-
 
 class HadamardTBQ4(BlockFormat):
     """`tbq4_0`: 16 Lloyd-Max levels of a rotated block of 128, the renormalisation folded into the scale as in `tq4`.
@@ -137,10 +132,3 @@ class HadamardTBQ4(BlockFormat):
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], 4)
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        value, norm = self._value(self.split(x))
-        length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-        # Noise rotates a short block by more than its vector. A rotation spreads it evenly: each coordinate gets the same.
-        reach = torch.where(norm == 0, torch.zeros_like(value), ((noise * length).unsqueeze(-1) / norm).expand_as(value))
-        return LevelChoice(value.flatten(-2), reach.flatten(-2), numbers_on(self.boundaries, x.device))

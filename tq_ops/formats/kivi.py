@@ -11,7 +11,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, round_half_away
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.packing import groups_of, pack_stream, unpack_stream
 
 EPS = 1e-10
@@ -110,19 +110,6 @@ class Kivi(KVFormat):
         """[..., G, D] or [..., D] uint8."""
         level = unpack_stream(fields["codes"], self.bits)
         return level.transpose(-1, -2) if self.keys else level
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        x = x.float()
-        value, scale, _ = self._measure(self._grouped(x))
-        length = torch.linalg.vector_norm(x, dim=-1)
-        if self.keys:  # a channel's range may move as far as the longest of its tokens
-            length = length.amax(-1)
-        if isinstance(noise, Tensor):
-            noise = noise.amax(-2, keepdim=True) if self.keys else noise.unsqueeze(-1)
-        # The number itself, the minimum, and twice through the range.
-        reach = (4 * noise * length[..., None, None] / scale.unsqueeze(-1)).expand_as(value)
-        boundaries = torch.arange(0.5, 2**self.bits - 1, device=x.device)
-        return LevelChoice(self._as_vectors(value), self._as_vectors(reach), boundaries)
 
 
 def kivi_pair(bits: int, group: int) -> tuple[Kivi, Kivi]:

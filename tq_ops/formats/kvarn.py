@@ -20,7 +20,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import fwht
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
@@ -158,17 +158,6 @@ class KVarN(KVFormat):
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """[..., 128, D] uint8."""
         return self._arranged(unpack_stream(fields["codes"], self.bits))
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        value, _, step, column, row = self._measure(x)
-        moved = self._arranged(noise * torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)).double()
-        # The number itself, the minimum, and twice through the range; each as far as the row's most uncertain number.
-        reach = 4 * (moved / column / row).amax(-1, keepdim=True) / step
-        ties = torch.arange(0.5, 2**self.bits - 1, device=x.device)
-        # Ties to even: above an even level a tie belongs to the level below.
-        above = torch.nextafter(ties, torch.full_like(ties, torch.inf))
-        boundaries = torch.where(ties.floor() % 2 == 0, above, ties)
-        return LevelChoice(self._arranged(value), self._arranged(reach.float().expand_as(value)), boundaries)
 
 
 def _rotate(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import square_root, sum_pairwise
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
 
@@ -61,18 +61,8 @@ class Manthan3(KVFormat):
         """The radius as FP32 little-endian, then the bit stream."""
         return torch.cat([bytes_of(fields["radius"], 0), fields["codes"]], dim=-1)
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return fields["radius"].double()
-
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], BITS)
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        scaled = _scaled(x.float())[1]
-        reach = math.sqrt(x.shape[-1]) * noise * torch.ones_like(scaled)
-        # A choice counts the boundaries that the value reaches, and here it has to exceed them.
-        boundaries = numbers_on(BOUNDARIES, x.device)
-        return LevelChoice(scaled, reach, torch.nextafter(boundaries, torch.full_like(boundaries, torch.inf)))
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
@@ -102,14 +102,6 @@ class Oscar(KVFormat):
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_parts(fields["codes"], _BITS)
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        value, scale, _ = self._measure(x, layer)
-        length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-        # The number itself, the minimum, and twice through the range; a rotation spreads noise evenly.
-        reach = (4 * noise * length).unsqueeze(-1) / scale.unsqueeze(-1)
-        boundaries = torch.tensor([1.0, 2.0, 3.0], device=x.device)
-        return LevelChoice(value.flatten(-2), reach.expand_as(value).flatten(-2), boundaries)
 
 
 @cache
