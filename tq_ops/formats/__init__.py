@@ -18,9 +18,8 @@ import torch
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVectorError, stored_bytes
+from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3, RotatedBlockQ4
 from haarkv.tq_ops.formats.fp8 import FP8E4M3
-from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8, RotatedBlockQ4
-from haarkv.tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.kvarn import kvarn_pair
 from haarkv.tq_ops.formats.learned import Calibration, nibbles_of

@@ -7,7 +7,7 @@ import torch
 from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import NonFiniteVectorError
-from haarkv.tq_ops.formats.hadamard import HadamardTBQ4
+from haarkv.tq_ops.formats.blocks import HadamardTBQ4
 from haarkv.tq_ops.formats.kivi import Kivi, groups_to_flush
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
