@@ -184,9 +184,7 @@ def readable(sides: Sequence[SideStore]) -> bool:
     kept = any(side.max_tail or side.max_sink for side in sides)
     dtype = sides[0].tail.dtype
     return (
-        # Groups of tokens begin behind the sinks, where kernels look for them at their positions.
-        all(side.packed.kv_format.group_tokens == 1 or not side.max_sink for side in sides)
-        and all(side.tail.shape[3] == head_dim for side in sides)
+        all(side.tail.shape[3] == head_dim for side in sides)
         and wrong_head_dim(kernels.reads, head_dim) is None
         and all(misfit(kernels.reads, side.packed.kv_format, head_dim) is None for side in sides)
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
@@ -199,7 +197,7 @@ def _kept(side: SideStore) -> Kept | None:
     if not (side.max_tail or side.max_sink):
         return None
     return Kept(
-        tail=side.max_tail, sink=side.max_sink, group=side.packed.kv_format.group_tokens, ring=side.max_tail, num_rows=rows,
+        tail=side.max_tail, sink=side.max_sink, group=1, ring=side.max_tail, num_rows=rows,
         num_kv_heads=heads, head_dim=head_dim, device=side.tail.device,
     )  # fmt: skip
 

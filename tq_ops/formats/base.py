@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from haarkv.tq_ops.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from haarkv.tq_ops.formats.numbers import Numbers
     from haarkv.tq_ops.formats.rotated import Description
 
 
@@ -48,6 +48,21 @@ class LevelChoice:
     boundaries: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Restored:
+    """How a vector is restored in BF16: `bf16(bf16(c[level] / sqrt(sum c[level]**2 + least) * norm) @ back)`.
+
+    Attributes:
+        centroids: c, [levels] fp32; a level is a byte of the field `codes`, the norm is the field `norm`.
+        least: added to a square.
+        back: layer -> [D, D] fp32 on the CPU.
+    """
+
+    centroids: Tensor
+    least: float
+    back: Callable[[int], Tensor]
+
+
 def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
     """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
     flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
@@ -75,12 +90,16 @@ class KVFormat(Protocol):
         purpose: one line for a table: what it is for.
         group_tokens: tokens that are quantized together; 1 if each vector stands alone.
         lossy: whether BF16 says more of a vector than what is stored.
+        plain: dtype of the numbers that a vector is stored as, in the one field `data`; None of any other format.
+        to_compare: it is another project's, here to compare with: wherever it runs, the reference's own ops store and read it.
     """
 
     name: str
     purpose: str
     group_tokens: int = 1
     lossy: bool = True
+    plain: torch.dtype | None = None
+    to_compare: bool = False
 
     def __hash__(self) -> int:
         """What a backend prepares for a format, it keeps by the format itself."""
@@ -101,12 +120,8 @@ class KVFormat(Protocol):
         """
         return None
 
-    def numbers(self, head_dim: int) -> Numbers | None:
-        """How a backend reads what it stores as numbers; None of a format of rotated levels, or one that no backend knows.
-
-        Raises:
-            InputError: the format has no layout for this head_dim.
-        """
+    def restored(self, head_dim: int) -> Restored | None:
+        """How vectors are restored, where that rounds them to BF16; None of a format that does not."""
         return None
 
     def bytes_per_vector(self, head_dim: int) -> float:

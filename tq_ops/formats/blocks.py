@@ -14,8 +14,7 @@ from torch import Tensor
 from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, round_half_away, square_root, sum_in_order
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
-from haarkv.tq_ops.formats.numbers import Exact, Kind, Numbers
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, pack_stream, unpack_parts, unpack_stream
 from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
 
@@ -28,6 +27,7 @@ class BlockFormat(KVFormat):
     """
 
     block: int
+    to_compare = True
 
     def count_blocks(self, head_dim: int) -> int:
         """Blocks a vector.
@@ -167,19 +167,11 @@ class BlockQ8(BlockFormat):
         blocks = self.count_blocks(head_dim)
         return {"codes": Field(torch.int8, (head_dim,)), "scale": Field(torch.float16, (blocks,))}
 
-    def numbers(self, head_dim: int) -> Numbers:
-        self.count_blocks(head_dim)
-        return Numbers(Kind.INT8, scale="scale", exact=Exact(127 * torch.finfo(torch.float16).max))
-
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
-        value, scale = self._value(self.split(x))
-        stored = to_fp16(scale.squeeze(-1))
-        return {"codes": round_half_away(value).to(torch.int8).flatten(-2), "scale": stored}
-
-    def _value(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """`x / d` [..., blocks, 32] and d [..., blocks, 1]."""
+        blocks = self.split(x)
         scale = divide(blocks.abs().amax(-1, keepdim=True), 127)
-        return blocks * reciprocal(scale), scale
+        codes = round_half_away(blocks * reciprocal(scale)).to(torch.int8).flatten(-2)
+        return {"codes": codes, "scale": to_fp16(scale.squeeze(-1))}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         codes = groups_of(fields["codes"], self.block)
@@ -188,21 +180,6 @@ class BlockQ8(BlockFormat):
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         codes = groups_of(fields["codes"].contiguous().view(torch.uint8), self.block)
         return in_blocks(scale_bytes(fields["scale"]), codes)
-
-    def levels(self, fields: dict[str, Tensor]) -> Tensor:
-        """Codes counted from -127, which is level 0."""
-        return (fields["codes"].int() + 127).to(torch.uint8)
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        value, scale = self._value(self.split(x))
-        # Noise moves a number and, through the block's maximum, the scale; a block of zeros does not move.
-        moved = (2 * noise * torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)).unsqueeze(-1) / scale
-        reach = torch.where(scale == 0, torch.zeros_like(value), moved.expand_as(value))
-        boundaries = torch.arange(-126.5, 127.0, device=x.device)
-        # Away from zero: a negative tie belongs to the level below.
-        above = torch.nextafter(boundaries, torch.full_like(boundaries, torch.inf))
-        boundaries = torch.where(boundaries < 0, above, boundaries)
-        return LevelChoice(value.flatten(-2), reach.flatten(-2), boundaries)
 
 
 @cache

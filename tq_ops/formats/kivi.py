@@ -42,14 +42,16 @@ class Kivi(KVFormat):
         restored: level * scale + min
 
     Keys go G tokens at a time, each channel with a range of its own: x is [..., G, D], and the fields of one group are `codes`
-    [D, G * bits / 8] uint8, `scale` and `zero` [D] fp32. Values go each token alone, in groups of G neighbouring channels: x is
-    [..., D], and the fields are `codes` [D * bits / 8] uint8, `scale` and `zero` [D / G] fp32.
+    [D, G * bits / 8] uint8, `scale` and `zero` [D] fp32. Values go each token alone, in groups of G neighbouring channels: x
+    is [..., D], and the fields are `codes` [D * bits / 8] uint8, `scale` and `zero` [D / G] fp32.
 
     Ties round away from zero, so to the upper level. A constant group comes back exactly. A group whose range overflows is
     refused. Levels are packed least significant bit first; scale and zero (the minimum) are FP32, as their origin keeps them:
     64 bits a group.
     Rounding points: each FP32 operation of the formula.
     """
+
+    to_compare = True
 
     def __init__(self, bits: int, group: int, *, keys: bool) -> None:
         self.name = f"kivi{bits}" if group == 32 else f"kivi{bits}_g{group}"  # groups of 32 need not be named

@@ -92,6 +92,7 @@ class KVarN(KVFormat):
     """
 
     group_tokens = TOKENS
+    to_compare = True
 
     def __init__(self, bits: int, *, rows_are_tokens: bool, name: str, purpose: str) -> None:
         self.name, self.purpose, self.bits = name, purpose, bits

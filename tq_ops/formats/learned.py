@@ -17,17 +17,13 @@ from haarkv.codebooks.learned import STAGES, Basis, refinements, stages
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import LevelChoice, lengths_of, require_finite
 from haarkv.tq_ops.formats.learned_levels import Refinement
-from haarkv.tq_ops.formats.packing import pack_parts, unpack_parts
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
     Description,
-    Plane,
-    Quantizer,
     RotatedFormat,
     Transform,
     bf16_reach,
     exact_norm,
-    in_parts,
     numbers_on,
     stored_scale,
 )
@@ -138,17 +134,17 @@ class LearnedFormat(RotatedFormat):
         self.nibbles, self._bases = nibbles, bases
         self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer], nibbles))
         transform = Transform(
-            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, torch.bfloat16, self._coordinates,
+            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, self._coordinates,
             heads=len(bases[0].mean),
         )  # fmt: skip
         book = codebook_on(self.head_dim, torch.device("cpu"))
         self._described = Description(
             head_dim=self.head_dim,
-            planes=(Plane(BITS, in_parts(nibbles, BITS)),),
+            bits=BITS,
+            levels=nibbles,
             transform=transform,
             centroids=tuple(book.centroids.tolist()),
             boundaries=tuple(book.boundaries.tolist()),
-            quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True),
         )
 
     def altered(self, alter: Callable[[Coordinates], Coordinates]) -> LearnedFormat:
@@ -171,12 +167,6 @@ class LearnedFormat(RotatedFormat):
     def _of_levels(self, count: int) -> Description:
         return self._described
 
-    def pack(self, level: Tensor) -> Tensor:
-        return pack_parts(level, BITS)
-
-    def unpack(self, codes: Tensor) -> Tensor:
-        return unpack_parts(codes, BITS)
-
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
@@ -184,7 +174,7 @@ class LearnedFormat(RotatedFormat):
         y, length = self._values(x, by.of)
         best = by.best(y)
         scale = torch.where(best.kept > 0, length / best.kept.sqrt(), 0.0)
-        return {"codes": self.pack(best.levels), "scale": stored_scale(scale, self._described)}
+        return {"codes": self.pack(best.levels), "scale": stored_scale(scale)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         stored = self.rotated(fields)

@@ -40,6 +40,7 @@ class Manthan3(KVFormat):
 
     name = "manthan3"
     purpose = "3 bits, no rotation: outlier channels ruin it"
+    to_compare = True
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim % 8:

@@ -54,6 +54,7 @@ class Oscar(KVFormat):
 
     name = NAME
     purpose = "OSCAR, 2 bits: a learned rotation, even levels"
+    to_compare = True
 
     def __init__(self, bases: tuple[Basis, ...], kept: float) -> None:
         self.head_dim, self._bases, self._kept = bases[0].mean.shape[1], bases, kept

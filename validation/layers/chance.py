@@ -135,7 +135,7 @@ def _of_part(
     first = kv_format.choice(x, layer, 0.0, levels)
     if levels is None or first is None:
         stored = next(iter(fields.values()))
-        if stored.dtype == torch.float32 or not stored.is_floating_point():
+        if stored.dtype == torch.float32:
             return torch.full_like(x[..., 0], noise, dtype=torch.float64).T, torch.zeros_like(x[..., 0]).double().T
         step = torch.ldexp(torch.full_like(x, torch.finfo(stored.dtype).eps), torch.frexp(x).exponent - 1)
         width, differs = ((y - x).abs() / step.clamp(min=1e-38)).sum(-1), (next(iter(other.values())) != stored).any(-1)

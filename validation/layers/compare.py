@@ -85,12 +85,6 @@ def compare_numbers(ours: Tensor, theirs: Tensor, x: Tensor, noise: float | Tens
     return LevelComparison(different.numel(), int(different.sum()), int(unexplained.sum()), _where(unexplained, different))
 
 
-def _compare_bytes(ours: Tensor, theirs: Tensor) -> LevelComparison:
-    """Count what differs, all of it unexplained."""
-    different = ours != theirs
-    return LevelComparison(different.numel(), int(different.sum()), int(different.sum()), _where(different, different))
-
-
 def compare_stored(
     kv_format: KVFormat, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], x: Tensor, noise: float | Tensor
 ) -> tuple[LevelComparison, float]:
@@ -107,9 +101,7 @@ def compare_stored(
     levels, other = kv_format.levels(ours), kv_format.levels(theirs)
     choice = kv_format.choice(x, layer, noise, other)
     if levels is None or other is None or choice is None:
-        # A lossy format that does not say what it chooses levels from: only the reference stores it, always to the same bytes.
-        pairs = [(ours[name], theirs[name]) for name in ours]
-        parts = [_compare_bytes(*pair) if kv_format.lossy else compare_numbers(*pair, x, noise) for pair in pairs]
+        parts = [compare_numbers(ours[name], theirs[name], x, noise) for name in ours]
         compared = LevelComparison(
             sum(p.total for p in parts), sum(p.different for p in parts), sum(p.unexplained for p in parts),
             tuple(sorted({head for p in parts for head in p.guilty})),

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
-from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
+from haarkv.tq_ops.formats.base import Restored
+from haarkv.tq_ops.formats.rotated import centroids_at
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
@@ -27,9 +26,7 @@ _DRAWS = 2  # pairs of opposite ones
 
 def restores(cache: PagedKVCache, layer: int) -> bool:
     """Whether vectors of a layer are restored to BF16 before they are attended to."""
-    return any(
-        _restored(kv_format, cache.shape(layer).head_dim) for kv_format in (cache.k_format(layer), cache.v_format(layer))
-    )
+    return any(kv_format.restored(cache.shape(layer).head_dim) for kv_format in cache.plan.layers[layer])
 
 
 def slack(attend: Callable[[PagedKVCache], Tensor], cache: PagedKVCache, layer: int) -> Tensor:
@@ -77,21 +74,16 @@ def nearer(ours: Tensor, theirs: Tensor, allowed: Tensor | None) -> Tensor:
     return ours.double() + off * torch.where(distance == 0, 0.0, left / distance)
 
 
-def _restored(kv_format: KVFormat, head_dim: int) -> Numbers | None:
-    numbers = kv_format.numbers(head_dim)
-    return numbers if numbers and numbers.kind is Kind.RESTORED else None
-
-
 def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> PagedKVCache:
     """A layer's K and V as the numbers that they stand for, every tie decided by a draw, or by its opposite (`way` -1)."""
     generator = torch.Generator().manual_seed(seed or 0)
     sides = []
     for kv_format, fields in ((cache.k_format(layer), cache.k_fields(layer)), (cache.v_format(layer), cache.v_fields(layer))):
-        numbers = _restored(kv_format, cache.shape(layer).head_dim)
-        if numbers is None or seed is None:
+        restored = kv_format.restored(cache.shape(layer).head_dim)
+        if restored is None or seed is None:
             sides.append(kv_format.dequantize(fields, layer))
         else:
-            sides.append(_decided(numbers, fields, layer, generator, way))
+            sides.append(_decided(restored, fields, layer, generator, way))
     return as_numbers(cache, layer, sides[0], sides[1])
 
 
@@ -102,21 +94,20 @@ def as_numbers(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> PagedKV
     return PagedKVCache.over((plain, plain), layer, fields, cache.kept(layer), shape.head_dim, shape.window, cache.ring(layer))
 
 
-def _decided(numbers: Numbers, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:
+def _decided(by: Restored, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:
     """Vectors [..., D] fp32 whose numbers were moved by FP32 noise before they were rounded, up or down as drawn.
 
     The scale is a vector's own: its noise moves all of them together. Sums with the matrix are each one's own.
     """
-    assert numbers.back is not None
-    codes = fields[numbers.codes]
+    codes = fields["codes"]
 
     def signs(*shape: int) -> Tensor:
         return way * (2.0 * torch.randint(2, shape, generator=generator) - 1)
 
-    centroids = centroids_at(codes, numbers_on(numbers.table, codes.device))
-    scale = (centroids.square().sum(-1) + numbers.least).rsqrt() * fields[numbers.scale]
+    centroids = centroids_at(codes, by.centroids)
+    scale = (centroids.square().sum(-1) + by.least).rsqrt() * fields["norm"]
     product = centroids * scale.unsqueeze(-1)
     product = product * (1 + bounds.BF16_TIE_NOISE * signs(*scale.shape, 1))
-    rotated = product.to(torch.bfloat16).float() @ numbers.back(layer)
+    rotated = product.to(torch.bfloat16).float() @ by.back(layer)
     noise = bounds.BF16_TIE_NOISE * rotated.abs().amax(-1, keepdim=True)
     return (rotated + noise * signs(*rotated.shape)).to(torch.bfloat16).float()

@@ -30,9 +30,8 @@ PROMPTS = (
     Case("k=lr112,v=lr48", 128, 8, 1, 16, (0,), (60,), tail=17, sink=20),
     # Sides of numbers, whose sums are FP32, beside sums of integers and each other.
     Case("k=bf16,v=lr80", 128, 4, 1, 24, (90,), (60,), tail=17, sink=4),
-    Case("k=fp8_e4m3,v=bf16", 64, 2, 1, 128, (120,), (75,)),
-    Case("k=kivi2,v=q8_0", 128, 5, 1, 128, (64,), (90,)),
-    Case("k=tq4_seed,v=tq4", 128, 2, 1, 128, (120,), (40,)),
+    Case("k=fp32,v=bf16", 64, 2, 1, 128, (120,), (75,)),
+    Case("k=bf16,v=tq8", 128, 5, 1, 128, (64,), (90,)),
 )
 
 
