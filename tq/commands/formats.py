@@ -42,14 +42,11 @@ def command(head_dim: int, as_json: bool) -> None:
         return
     cells = [
         (
-            r["name"] + "*" * r["to_compare"],
-            f"{r['bits_per_value']:.3f}",
-            f"{r['bytes_per_vector']:.0f}",
-            f"{r['ratio']:.2f}x",
-            r["purpose"],
+            f"{r['name']}{'*' * r['to_compare']}", f"{r['bits_per_value']:.3f}", f"{r['bytes_per_vector']:.0f}",
+            f"{r['ratio']:.2f}x", r["purpose"],
         )
         for r in rows
-    ]
+    ]  # fmt: skip
     print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)
     print("* to compare with: --executor reference and cpu run it, slowly; others refuse it")
     if left_out:
