@@ -48,8 +48,8 @@ inline void look_up_words(const uint32_t* words, int count, const int16_t* integ
 
 // Logits of TILES tiles of 16 keys by so many words; factor[r] scales row r's integers.
 template <int R, int TILES, class Keys>
-inline void score_whole(Keys keys, int count, const int16_t* q, const float* scale, const float* factor,
-                        float* logits, int stride, Ahead ahead) {
+inline void score_whole(Keys keys, int count, const int16_t* q, const float* scale, const float* factor, float* logits,
+                        int stride, Ahead ahead) {
     using V = Vnni512;
     constexpr int kWidth = Avx512::width;
     __m512i acc[TILES][R];

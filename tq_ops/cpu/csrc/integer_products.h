@@ -78,8 +78,8 @@ template <int R> struct IntegerProducts {
         float factor[R];
         for (int r = 0; r < R; ++r) factor[r] = step[r] * softmax_scale;
         auto tiles = [&](auto number) __attribute__((always_inline)) {
-            score_whole<R, decltype(number)::value>(FoundKeys{reinterpret_cast<const __m512i*>(found)}, count, q, scale, factor,
-                                                    logits, stride, Ahead(nullptr, 0, 1));
+            score_whole<R, decltype(number)::value>(FoundKeys{reinterpret_cast<const __m512i*>(found)}, count, q, scale,
+                                                    factor, logits, stride, Ahead(nullptr, 0, 1));
         };
         if (n > Simd::width) return tiles(Int<kSlabTiles>{});
         tiles(Int<1>{});

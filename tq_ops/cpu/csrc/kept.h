@@ -121,8 +121,7 @@ void score_kept(const KeptRows<R>& rows, const KeptKeys<R>& keys, int n, const f
 // Cuts the weights of a block's keys in two: those of packed vectors [R, stride] lose what a row sees in BF16, and
 // of p [R, stride] only that is left, where there is any. Adds up the latter to totals, which shrink first.
 template <class Simd, int R>
-void split_weights(const KeptKeys<R>& keys, int n, int stride, float* weights, float* p, const float* shrink,
-                   float* totals) {
+void split_weights(const KeptKeys<R>& keys, int n, int stride, float* weights, float* p, const float* shrink, float* totals) {
     for (int r = 0; r < R; ++r) {
         typename Simd::F sum = Simd::zero();
         for (int i = 0; i < n; i += Simd::width) {

@@ -141,8 +141,7 @@ struct Together {
             fetch_bytes(values + key * cache.v.bytes, smaller(n - key, kPairs) * cache.v.bytes);
             const uint16_t* keys[2];
             for (int half = 0; half < 2; ++half)
-                keys[half] =
-                    key_rows(cache.k, k, key + half * 16, n - key - half * 16, numbers + half * 16 * levels);
+                keys[half] = key_rows(cache.k, k, key + half * 16, n - key - half * 16, numbers + half * 16 * levels);
             for (int t = 0; t < count; ++t)
                 score_tile(keys, rows(t).products.q, levels, rows(t).tile.softmax_scale, rows(t).stride, rows(t).logits + key);
         }
