@@ -66,6 +66,16 @@ class CpuOps:
             torch.set_num_threads(threads)
             del self._given.threads
 
+    @contextmanager
+    def _threads_for_torch(self) -> Iterator[None]:
+        """While it is open, torch has its threads, be `alone` open around it or not."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
     @property
     def threads(self) -> int:
         """Threads that the kernels take."""
@@ -169,7 +179,8 @@ class CpuOps:
         """
         prepared = self.prepared(cache, layer)
         if prepared is None:
-            return reference.store_kv(k, v, cache, layer, batch)
+            with self._threads_for_torch():
+                return reference.store_kv(k, v, cache, layer, batch)
         cache.require_room(batch)
         given, batch = batch, cache.placed(layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
@@ -240,7 +251,8 @@ class CpuOps:
         """
         prepared = self.prepared(cache, layer)
         if prepared is None:
-            return reference.paged_attention(q, cache, layer, batch, softmax_scale)
+            with self._threads_for_torch():
+                return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         batch = cache.placed(layer, batch)
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
