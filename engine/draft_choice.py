@@ -150,8 +150,8 @@ def _plans(kv: str | None, config: ModelConfig) -> Iterator[KVPlan]:
         except InputError:  # it has no layout for this head_dim
             return float("inf")
 
-    alone = [name for name in formats.names() if all(side.group_tokens == 1 for side in formats.parse(name))]
-    for name in [kv] if kv is not None else sorted(alone, key=bytes_of):
+    ours = [name for name in formats.names() if not formats.get(name).to_compare]
+    for name in [kv] if kv is not None else sorted(ours, key=bytes_of):
         for spec in (KVSpec(name, tail=SELF_TAIL, sink=SELF_SINK), KVSpec(name)):
             try:
                 yield plan_for(spec, config)

@@ -20,6 +20,7 @@ from haarkv.engine.sampling import Sampling
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Timing
@@ -239,7 +240,7 @@ class DraftReport:
 
 
 def report_of(
-    source: DraftSource, most: int, timing: Timing, executor: Executor, sequences: int, max_context: int
+    source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
 ) -> DraftReport:
     """What a draft did for sequences of so many tokens, where it might draft `most` tokens a step."""
     counts, tokens = timing.drafts or DraftCounts(), timing.decode_tokens
@@ -248,6 +249,6 @@ def report_of(
         tokens_per_step=tokens / counts.steps if counts.steps else None,
         ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
         plain_ms_per_token=1e3 * statistics.median(counts.plain) if counts.plain else None,
-        executor=executor.name, same_text=executor.batches_alike, shared_bytes=source.shared_bytes,
-        kv_bytes=source.cache_bytes(sequences, max_context),
+        executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
+        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
     )  # fmt: skip

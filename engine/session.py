@@ -222,7 +222,9 @@ class Session:
                 on_text(index, rest)
         held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
         ranks = tuple(self.ranks.collect(held))
-        drafting = report_of(self.draft, self.draft_tokens, timing, self.executor, len(ids), context) if self.draft else None
+        drafting = None
+        if self.draft:
+            drafting = report_of(self.draft, self.draft_tokens, timing, self.executor, self.plan, len(ids), context)
         return Result(
             texts, completions, timing, self._usage(cache, len(ids), context), sampling, ranks, tuple(kept), drafting
         )

@@ -27,8 +27,8 @@ class Executor(Protocol):
         simulated: it runs in an interpreter of its device: right numbers, and times that mean nothing.
         compiled: seconds that the first calls of its programs took with their compilation, by the program's name; empty for an
             executor that keeps no programs.
-        batches_alike: a token's logits have the same bits however its sequence was cut, and whatever runs beside it. Else sums
-            change with the batch, and where two tokens nearly tie, either may come.
+        batches_alike: with formats of ours, a token's logits have the same bits however its sequence was cut, and whatever
+            runs beside it. Else sums change with the batch, and where two tokens nearly tie, either may come.
         weights: of the model, as they are on its device; a draft may share them.
     """
 

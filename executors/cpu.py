@@ -47,7 +47,9 @@ class _InOneCall(DecoderModel):
 
 
 class CpuExecutor(ReferenceExecutor):
-    """Runs a model whose cache `READS` takes, in its dtype; without the compiled kernels as the reference, and says so.
+    """Runs a model in its dtype; without the compiled kernels as the reference, and says so.
+
+    Layers of formats that `READS` does not name store and attend by the reference's ops, slowly.
 
     Args:
         model: weights and shapes.
@@ -92,7 +94,7 @@ class CpuExecutor(ReferenceExecutor):
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
-        return unsupported(READS, plan, config.kv_shapes)
+        return unsupported(READS, plan, config.kv_shapes, others=True)
 
 
 def _in_one_call(model: DecoderModel, ops: CpuOps) -> DecoderModel:

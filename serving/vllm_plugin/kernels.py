@@ -16,7 +16,6 @@ from vllm.logger import init_logger
 
 from haarkv.tq_ops.cuda.layout import NO_FAULT
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -58,7 +57,7 @@ class CpuKernels:
             self._ops.store_kv(k, v, cache, layer, batch)
         except NonFiniteError as error:
             logger.error("%s; %s", error, STAND_IN)
-            k, v = (_storable(x, kv_format, layer) for x, kv_format in zip((k, v), cache.plan.layers[layer], strict=True))
+            k, v = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v))
             self._ops.store_kv(k, v, cache, layer, batch)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
@@ -109,22 +108,6 @@ class GpuKernels:
         self._fault.fill_(NO_FAULT)
         if self._copied is not None:
             self._copied.record()
-
-
-def _storable(x: Tensor, kv_format: KVFormat, layer: int) -> Tensor:
-    """Vectors [T, Hkv, D] with zeros for numbers that are not finite, and for vectors that are too large for a format.
-
-    Some formats have no scale that large. Such vectors are found by halves, since all other tokens stay as they are.
-    """
-    x = torch.nan_to_num(x, 0.0, 0.0, 0.0)
-    try:
-        kv_format.quantize(x.transpose(0, 1), layer)
-        return x
-    except NonFiniteError:
-        if len(x) == 1:
-            return torch.zeros_like(x)
-    middle = len(x) // 2
-    return torch.cat([_storable(half, kv_format, layer) for half in (x[:middle], x[middle:])])
 
 
 @cache

@@ -13,7 +13,7 @@ from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.serving.vllm_plugin import HOST_MEMORY
 from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, words_of
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, unsupported, wrong_head_dim
+from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, readable, unsupported, wrong_head_dim
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -84,8 +84,8 @@ def _cache(vllm_config: VllmConfig) -> str | None:
         InputError: there is no such format or file, or it was made for another model.
     """
     model, plan = vllm_config.model_config, plan_of(vllm_config)
-    if groups := [kv_format for kv_format in plan.formats if kv_format.group_tokens > 1]:
-        return f"{groups[0].name} stores {groups[0].group_tokens} tokens together, and vLLM's pages take each as it comes"
+    if compared := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
+        return f"{compared[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
     if plan.keeps_tokens:
         return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
     if reason := unsupported(reads_here(), plan, shape_of(vllm_config).layers):

@@ -214,7 +214,7 @@ GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "r
     [
         (None, ["auto"], [], ["cpu"]),
         (None, ["auto"], ["q8_0"], ["cpu"]),
-        (None, ["auto"], ["kvarn4"], ["reference"]),
+        (None, ["auto"], ["kvarn4"], ["cpu"]),
         (None, ["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
         ("cuda", ["auto"], [], ["cuda"]),
         ("sim", ["auto"], [], ["npu"]),

@@ -366,7 +366,6 @@ def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny
         (("self", 4, "tq9"), "tq9"),
         (("self", 4, "lr64"), "no learned coordinates"),
         (("random:0.6b",), "has another tokenizer"),
-        (("tiny", 4, "kvarn4"), "the draft tiny cannot run"),
     ],
 )
 def test_what_cannot_draft_is_refused_in_one_line(spec, words):

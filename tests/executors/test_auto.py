@@ -49,14 +49,11 @@ def chosen(kv="tq4", config=TINY, **given):
         (("npu", "cpu", "reference"), "tq4", "npu", ""),
         (("cpu", "reference"), "tq4", "cpu", ""),
         (("reference",), "tq4", "reference", ""),
-        (EVERYTHING, "tbq4_0", "cuda", ""),
-        (("npu", "cpu", "reference"), "tbq4_0", "cpu", "npu cannot run this: .*tbq4_0"),
+        (EVERYTHING, "tbq4_0", "cpu", "cuda cannot run this: .*tbq4_0"),
         (("cpu", "reference"), "bf16", "cpu", ""),
-        (("cpu", "reference"), "kvarn2", "reference", "cpu cannot run this: .*kvarn2"),
+        (("cpu", "reference"), "kvarn2", "cpu", ""),
         # The fastest of those that were passed over is the one that is missed.
-        (EVERYTHING, "kvarn2", "reference", "cuda cannot run this"),
-        (EVERYTHING, "q8_0", "cpu", "cuda cannot run this"),
-        (("cpu", "reference"), "kivi2", "cpu", ""),
+        (("npu", "cpu", "reference"), "q8_0", "cpu", "npu cannot run this: .*q8_0"),
         (("npu", "cpu", "reference"), "bf16", "npu", ""),
         (("cpu", "reference"), KVSpec("tq4", tail=8), "cpu", ""),
         (("cpu", "reference"), KVSpec("tq8", layers={1: "k=tq3,v=bf16", 2: "k=bf16,v=tq5"}, tail=16, sink=4), "cpu", ""),
@@ -90,10 +87,10 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
 
 
 def test_every_cache_must_be_read(machine):
-    machine("cpu", "reference")
+    machine("npu", "cpu", "reference")
     plans = [KVSpec(kv).plan(TINY.num_layers) for kv in ("tq4", "kvarn2")]
-    assert select(AUTO, TINY, plans[:1]).name == "cpu"
-    assert select(AUTO, TINY, plans).name == "reference"
+    assert select(AUTO, TINY, plans[:1]).name == "npu"
+    assert select(AUTO, TINY, plans).name == "cpu"
 
 
 def test_the_model_counts_too(machine):
@@ -111,7 +108,6 @@ def test_a_dtype_counts_too(machine):
 def test_a_device_leaves_only_executors_that_know_it(machine):
     machine(*EVERYTHING)
     assert [chosen(device=word).name for word in ("cpu", "cuda:1", "npu:0", "sim")] == ["cpu", "cuda", "npu", "npu"]
-    assert chosen("kvarn2", device="cpu").name == "reference"
     with pytest.raises(InputError, match="no executor runs on 'moon'; --device takes cpu, cuda"):
         chosen(device="moon")
     with pytest.raises(InputError, match=r"executor npu cannot run this: .*q8_0"):
@@ -150,15 +146,11 @@ def test_create_takes_auto(machine):
 def test_the_library_runs_on_the_fastest_and_says_what_it_passed_over():
     session = tq.load("tiny")
     assert (session.executor.name, session.passed_over) == ("cpu", "")
-    session = tq.load("tiny", kv="kvarn2")
-    assert session.executor.name == "reference"
-    assert "cpu cannot run this" in session.passed_over
 
 
 @pytest.mark.parametrize(
     ("executor", "given", "why"),
     [
-        ("cpu", {"kv": "kvarn2"}, "executor cpu cannot run this: .*kvarn2"),
         ("cpu", {"device": "sim"}, "executor cpu runs on the cpu"),
         ("npu", {"kv": "q8_0"}, "executor npu cannot run this: .*q8_0"),
         ("onnx", {"kv": "bf16"}, "executor onnx cannot run this: .*bf16"),

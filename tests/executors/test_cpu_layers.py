@@ -63,7 +63,7 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kv", [KVSpec("tq4"), TAIL, KVSpec("kivi4", tail=40)], ids=str)
+@pytest.mark.parametrize("kv", [KVSpec("tq4"), TAIL], ids=str)
 @pytest.mark.parametrize("config", [SMALL, BIASED, LLAMA], ids=lambda c: c.model_type)
 def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype):
     for isa in library.isas()[:1] + library.isas()[1:][-1:]:
@@ -134,7 +134,7 @@ def test_stretches_are_as_long_as_can_be():
     executor = CpuExecutor(gemma_model(config, torch.float32))
     cache = new_cache(config, KVSpec("tq4", layers={1: "tq4_seed"}))
     parts = [(in_one, list(part)) for in_one, part in executor.whole.parts(range(1, 5), cache)]
-    assert parts == [(False, [1, 2]), (True, [3]), (False, [4])]  # the reference quantizes tq4_seed
+    assert parts == [(False, [1, 2]), (True, [3]), (False, [4])]  # the reference's ops run tq4_seed
     parts = [(in_one, list(part)) for in_one, part in executor.whole.parts(range(5), new_cache(config))]
     assert parts == [(True, [0, 1]), (False, [2]), (True, [3]), (False, [4])]
 

@@ -285,7 +285,7 @@ def test_memory_of_a_decode_step_does_not_grow_with_the_context():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
-@pytest.mark.parametrize("kv", ["tq4", "tbq4_0"])
+@pytest.mark.parametrize("kv", ["tq4", "tq3"])
 def test_the_validator_passes_on_the_model_that_ships(kv):
     model = load_model("tiny", "bfloat16")
     plan = KVSpec(kv).plan(model.config.num_layers)

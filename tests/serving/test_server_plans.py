@@ -22,7 +22,7 @@ ASKED = prompts(20, (7, 40, 130, 200, 300))
 CONFIG = read_config("tiny")
 LEARNED = ("k=lr128,v=lr64",) * 6
 """3.125 bits."""
-MIXED = ("k=lr144,v=lr64", "bf16", "k=lr96,v=lr48", "tq3", "k=q8_0,v=lr48", "k=lr128,v=lr80")
+MIXED = ("k=lr144,v=lr64", "bf16", "k=lr96,v=lr48", "tq3", "k=tq8,v=lr48", "k=lr128,v=lr80")
 ITSELF = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
 
 
@@ -44,7 +44,7 @@ class Variant:
 
 NOBIND = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
 VARIANTS = {
-    "two formats": Variant("k=q8_0,v=tq3"),
+    "two formats": Variant("k=tq8,v=tq3"),
     "learned": Variant(LEARNED),
     "learned, two ranks": Variant(LEARNED, ("--tensor-parallel-size", "2"), NOBIND),
     "mixed": Variant(MIXED, ("--kv-metrics-per-layer",)),

@@ -180,7 +180,7 @@ def shaped_model(shape: int | str, dtype: torch.dtype, layers: int) -> DecoderMo
     return small_model(config, dtype=dtype)
 
 
-FORMATS = ("tq4", "tbq4_0", "k=tq4,v=tbq4_0", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
+FORMATS = ("tq4", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
 LEARNED = {64: "k=lr80,v=lr48", 128: "k=lr128,v=lr64", 256: "k=lr256,v=lr160", GEMMA: "k=lr256,v=lr160"}
 """By head_dim: nibbles that fill their columns and that do not."""

@@ -584,10 +584,11 @@ def test_formats_lists_every_format_with_its_bytes(tq):
     rows = {row["name"]: row for row in tq("formats", "--json").json}
     assert list(rows) == formats.names()
     tq4 = rows["tq4"]
-    assert tq4.keys() == {"name", "bits_per_value", "bytes_per_vector", "ratio", "purpose"}
+    assert tq4.keys() == {"name", "bits_per_value", "bytes_per_vector", "ratio", "purpose", "to_compare"}
     assert (tq4["bytes_per_vector"], tq4["bits_per_value"], tq4["ratio"]) == (66, 66 * 8 / 128, 256 / 66)
     assert rows["bf16"]["ratio"] == 1
     halved = {row["name"]: row for row in tq("formats", "--head-dim", 64, "--json").json}
     assert halved["tq4"]["bytes_per_vector"] == 34
     table = tq("formats").out
     assert all(name in table for name in rows)
+    assert ("q4_0*" in table, "tq4*" in table) == (True, False)

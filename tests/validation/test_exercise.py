@@ -176,7 +176,7 @@ def wrong_lengths(wrong):
     return {"store_kv": store_kv}
 
 
-@pytest.mark.parametrize("kv", ["tq4", "k=q8_0,v=tq2", "fp8_e4m3"])
+@pytest.mark.parametrize("kv", ["tq4", "k=tq8,v=tq2"])
 @pytest.mark.parametrize(("what", "wrong"), [(TINY_SCALES, lambda n: n < 0.01), (HUGE_SCALES, lambda n: n > 1000)])
 def test_tiny_and_huge_scales_are_exercised_by_a_scaled_model(kv, what, wrong):
     prompt = random_tokens(CONFIG, 9)
@@ -186,9 +186,6 @@ def test_tiny_and_huge_scales_are_exercised_by_a_scaled_model(kv, what, wrong):
     scaled = with_extreme_scales(MODEL, KVSpec(kv).plan(2), prompt)
     right = run({}, [prompt], 1, scaled, kv)
     assert right.passed
-    if kv == "fp8_e4m3":  # no number above 448, and few below: neither end is reached, and the report says so
-        assert {TINY_SCALES, HUGE_SCALES} & set(right.not_exercised)
-        return
     assert what in right.exercised
     report = joined(ordinary, run(wrong_lengths(wrong), [prompt], 1, scaled, kv), "scaled")
     assert not report.passed

@@ -131,7 +131,7 @@ def test_a_fault_in_decode_alone_is_cut_out_there():
 
 
 KINDS = {
-    "bf16": {}, "fp8_e4m3": {}, "k=q8_0,v=tq4_seed": {}, "manthan3": {},
+    "bf16": {}, "k=tq8,v=tq4_seed": {}, "k=fp32,v=tq3": {},
     "tq4": {
         "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "norm_topk_prob": True,

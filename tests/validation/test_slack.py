@@ -30,10 +30,10 @@ def rounded(x):
 
 def restored(fields, layer, scale_off=0.0, first=rounded, second=rounded):
     """As the format restores, its scale off by a relative error, its sums in another order, its rounding points as given."""
-    numbers = SEED.numbers(fields["codes"].shape[-1])
-    centroids = torch.tensor(numbers.table)[fields["codes"].long()]
-    scale = (centroids.flip(-1).square().sum(-1) + numbers.least).rsqrt() * fields["norm"] * (1 + scale_off)
-    back = numbers.back(layer)
+    by = SEED.restored(fields["codes"].shape[-1])
+    centroids = by.centroids[fields["codes"].long()]
+    scale = (centroids.flip(-1).square().sum(-1) + by.least).rsqrt() * fields["norm"] * (1 + scale_off)
+    back = by.back(layer)
     half = len(back) // 2
     product = first(centroids * scale.unsqueeze(-1))
     return second(product[..., half:] @ back[half:] + product[..., :half] @ back[:half])
@@ -123,9 +123,9 @@ def call_with(norms):
 
 def beside_a_rounding_point(fields, token):
     """A norm near 8 with which the numbers of the outermost level lie halfway between two BF16 neighbours."""
-    numbers = SEED.numbers(64)
-    centroids = torch.tensor(numbers.table)[fields["codes"][0, 0, token].long()]
-    largest = (centroids * (centroids.square().sum() + numbers.least).rsqrt()).abs().max()
+    by = SEED.restored(64)
+    centroids = by.centroids[fields["codes"][0, 0, token].long()]
+    largest = (centroids * (centroids.square().sum() + by.least).rsqrt()).abs().max()
     step = torch.ldexp(torch.ones(()), torch.frexp(8 * largest).exponent - 8)
     return float((torch.floor(8 * largest / step) + 0.5) * step / largest)
 

@@ -54,7 +54,7 @@ def command(
     attention reads what that cache stores. A format is a name from `tq formats`, or k=NAME,v=NAME:
 
     \b
-      tq eval --text held_out.txt --kv tq4,k=q8_0,v=tq4,tq2     # three formats
+      tq eval --text held_out.txt --kv tq4,k=tq8,v=tq4,tq2      # three formats
       tq eval --text held_out.txt --resume run.json --plot kl.svg
 
     --kv-tail, --kv-sink and --kv-skip-layers apply to every format; a plan brings its own. One executor runs all caches:

@@ -18,6 +18,7 @@ def command(head_dim: int, as_json: bool) -> None:
     """List the KV formats: bits a value, bytes, and what each is for.
 
     Bytes are for one K or V vector of one KV head, scales included. The ratio says how many times smaller than bf16 it is.
+    Formats of other projects are here to compare with: --executor reference and cpu run them, slowly.
     """
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
@@ -34,15 +35,19 @@ def command(head_dim: int, as_json: bool) -> None:
             continue
         rows.append({
             "name": name, "bits_per_value": 8 * size / head_dim, "bytes_per_vector": size, "ratio": 2 * head_dim / size,
-            "purpose": kv_format.purpose,
+            "purpose": kv_format.purpose, "to_compare": kv_format.to_compare,
         })  # fmt: skip
     if as_json:
         print(json.dumps(rows))
         return
     cells = [
-        (r["name"], f"{r['bits_per_value']:.3f}", f"{r['bytes_per_vector']:.0f}", f"{r['ratio']:.2f}x", r["purpose"])
+        (
+            f"{r['name']}{'*' * r['to_compare']}", f"{r['bits_per_value']:.3f}", f"{r['bytes_per_vector']:.0f}",
+            f"{r['ratio']:.2f}x", r["purpose"],
+        )
         for r in rows
-    ]
+    ]  # fmt: skip
     print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)
+    print("* to compare with: --executor reference and cpu run it, slowly; others refuse it")
     if left_out:
         print(f"no layout for head_dim {head_dim}: {', '.join(left_out)}")

@@ -184,9 +184,7 @@ def readable(sides: Sequence[SideStore]) -> bool:
     head_dim, dtype = sides[0].head_dim, sides[0].dtype
     kept = any(side.keeps for side in sides)
     return (
-        # Groups of tokens begin behind the sinks, where kernels look for them at their positions.
-        all(side.packed.kv_format.group_tokens == 1 or not side.kept.sink for side in sides)
-        and all(side.head_dim == head_dim for side in sides)
+        all(side.head_dim == head_dim for side in sides)
         and wrong_head_dim(kernels.reads, head_dim) is None
         and all(misfit(kernels.reads, side.packed.kv_format, head_dim) is None for side in sides)
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.

@@ -69,10 +69,7 @@ def units() -> dict[str, tuple[str, ...]]:
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepted(flags)}
     defined = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
-    # Some formats' bytes depend on every rounding.
-    exact = ("-ffp-contract=off",)
     return {
-        "blocks": exact,
         "driver": (),
         "elementwise": (),
         "isa": defined,

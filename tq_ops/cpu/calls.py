@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,38 +13,34 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.exact import Exact, Rule, Walsh
-from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
-from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.reads import misfit, wrong_head_dim
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Calls filled in with what a cache and a layer decide. Each owns the tensors that it points to.
-
-    Attributes:
-        attention: for `paged_attention`.
-        store: for `store_kv`; None if the kernels cannot quantize these formats.
-    """
+    """Calls filled in with what a cache and a layer decide. Each owns the tensors that it points to."""
 
     attention: library.Attention
-    store: library.Store | None
+    store: library.Store
 
 
-def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared:
+def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
     """Fill in the calls of a layer for one instruction set, an index of `library.ISAS`.
 
+    Returns:
+        None where the kernels do not read K's or V's format.
     Raises:
-        InputError: a plan or head_dim that the kernels cannot read.
+        InputError: a head_dim that the kernels are not made for.
     """
-    shape = cache.shape(layer)
-    if reason := unsupported(READS, KVPlan((cache.plan.layers[layer],), cache.plan.recent, cache.plan.sink), shape):
+    shape, pair = cache.shape(layer), cache.plan.layers[layer]
+    if reason := wrong_head_dim(READS, shape.head_dim):
         raise InputError(reason)
+    if any(misfit(READS, kv_format, shape.head_dim) for kv_format in pair):
+        return None
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
-    keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in cache.plan.layers[layer])
+    keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in pair)
     k_kept, v_kept = map(_kept, cache.kept(layer))
     attention = library.Attention(
         cache=library.Cache(
@@ -56,9 +52,7 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared:
         block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0,
         window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
-    k_tables, v_tables = (tables(kv_format, layer, shape.head_dim) for kv_format in cache.plan.layers[layer])
-    if k_tables is None or v_tables is None:
-        return Prepared(attention, None)
+    k_tables, v_tables = (tables(kv_format, layer, shape.head_dim) for kv_format in pair)
     store = library.Store(
         k=_store_side(k_fields, k_tables, k_kept, shape.head_dim),
         v=_store_side(v_fields, v_tables, v_kept, shape.head_dim),
@@ -86,41 +80,31 @@ def is_bf16(x: Tensor) -> bool:
 
 def _kept(kept: Kept | None) -> library.Kept:
     if kept is None:
-        return library.Kept(vectors=0, tail=0, sink=0, ring=0, group=1)
-    return library.Kept(
-        vectors=kept.vectors, tail=kept.tail, sink=kept.sink, ring=kept.ring, group=kept.group
-    )  # fmt: skip
+        return library.Kept(vectors=0, tail=0, sink=0, ring=0)
+    return library.Kept(vectors=kept.vectors, tail=kept.tail, sink=kept.sink, ring=kept.ring)
 
 
 def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
-    numbers, planes = of.numbers, (*of.planes, 0)
-    cell = Cell[numbers.kind.name] if numbers else Cell.NIBBLE if sum(planes) <= 4 else Cell.BYTE
-    stored = _stored(fields, numbers)
+    stored, widths = _stored(fields, of.planes), (*of.planes, 0, 0)
     return library.SideArgs(
-        codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero), centroids=_sixteen(of.centroids),
-        codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, scales_per_vector=stored.scales,
-        scale_bytes=stored.scale_bytes, group=stored.group, levels=of.levels, bytes=stored.bytes, cell=cell,
-        first_plane=planes[0], second_plane=planes[1], unit=of.unit, integers=_sixteen(of.integers), mean=_or_null(of.mean),
-        restore=_or_null(of.restore), least=numbers.least if numbers else 0.0, kept=kept,
+        codes=stored.codes, scales=_or_null(stored.scale), centroids=_sixteen(of.centroids),
+        codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, levels=of.levels, bytes=stored.bytes,
+        cell=stored.cell, first_plane=widths[0], second_plane=widths[1], unit=of.unit, integers=_sixteen(of.integers),
+        mean=_or_null(of.mean), kept=kept,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """The fields of a side as the kernels see them.
-
-    Attributes:
-        bytes: of a vector's codes.
-        scales: of a group of tokens; 0 where there are none.
-    """
+class _Stored(NamedTuple):
+    """The fields of a side as the kernels see them."""
 
     codes: Tensor
     scale: Tensor | None
-    zero: Tensor | None
-    group: int
-    bytes: int
-    scales: int
-    scale_bytes: int
+    cell: Cell
+
+    @property
+    def bytes(self) -> int:
+        """Of a vector's codes."""
+        return self.codes.itemsize * self.codes.shape[3]
 
     @property
     def scales_stride(self) -> int:
@@ -128,18 +112,14 @@ class _Stored:
         return 0 if self.scale is None else self.scale.stride(0)
 
 
-_LEVELS = ("codes", "scale", "")
-"""Fields of formats of rotated levels."""
-
-
-def _stored(fields: dict[str, Tensor], numbers: Numbers | None) -> _Stored:
-    names = (numbers.codes, numbers.scale, numbers.zero) if numbers else _LEVELS
-    codes, scale, zero = map(fields.get, names)
-    assert codes is not None, "every format has codes"
-    group = numbers.group if numbers else 1
-    scales = 0 if scale is None else scale.shape[3] if scale.ndim == 4 else 1
-    size = codes.itemsize * math.prod(codes.shape[3:]) // group
-    return _Stored(codes, scale, zero, group, size, scales, 2 if scale is None else scale.itemsize)
+def _stored(fields: dict[str, Tensor], widths: tuple[int, ...]) -> _Stored:
+    """
+    Args:
+        widths: of a level's planes; () of plain numbers.
+    """
+    if widths:
+        return _Stored(fields["codes"], fields["scale"], Cell.NIBBLE if sum(widths) <= 4 else Cell.BYTE)
+    return _Stored(fields["data"], None, Cell.BF16 if is_bf16(fields["data"]) else Cell.FP32)
 
 
 def _or_null(table: Tensor | None) -> Tensor | int:
@@ -156,27 +136,17 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
     return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
-_RULES = {None: 0, Rule.LARGEST: 1, Rule.LENGTH: 2, Rule.RADIUS: 3}
-"""As csrc/kernels.h numbers them."""
-
-
 def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
-    stored, planes, learned = _stored(fields, by.numbers), (*by.planes, 0, 0), by.refinement
-    exact = by.exact or Exact(torch.finfo(torch.float32).max)
-    walsh, signs = exact.walsh or Walsh(0, 0.0), fields.get(exact.signs)
+    stored, widths, learned = _stored(fields, by.planes), (*by.planes, 0, 0), by.refinement
     own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
         matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
         stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
-        first_plane=planes[0], second_plane=planes[1], bytes=stored.bytes, scales_per_vector=stored.scales,
-        scale_bytes=stored.scale_bytes, group=stored.group, cell=Cell[by.numbers.kind.name] if by.numbers else Cell.NIBBLE,
-        most=exact.largest, before=_or_null(by.before), after=_or_null(by.after), factor=walsh.factor, walsh=walsh.size,
-        constant=exact.constant, rule=_RULES[exact.rule],
+        first_plane=widths[0], second_plane=widths[1], bytes=stored.bytes, cell=stored.cell,
     )  # fmt: skip
     return library.StoreSide(
-        x=0, codes=stored.codes, scales=_or_null(stored.scale), zeros=_or_null(stored.zero),
-        codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, quantizer=quantizer, kept=kept, bf16=0,
-        signs=_or_null(signs), signs_stride=0 if signs is None else _block_bytes(signs),
+        x=0, codes=stored.codes, scales=_or_null(stored.scale), codes_stride=_block_bytes(stored.codes),
+        scales_stride=stored.scales_stride, quantizer=quantizer, kept=kept, bf16=0,
     )  # fmt: skip
 
 

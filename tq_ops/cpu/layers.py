@@ -75,10 +75,10 @@ class DenseLayers:
     def parts(self, span: range, cache: PagedKVCache) -> Iterator[tuple[bool, range]]:
         """The longest stretches of `span` that one call runs, and those between them that none does.
 
-        A layer of which the cache holds nothing, or whose formats the kernels do not quantize, is none that a call runs.
+        A layer of which the cache holds nothing, or whose formats the kernels do not read, is none that a call runs.
 
         Raises:
-            InputError: a plan or head_dim that the kernels cannot read.
+            InputError: a head_dim that the kernels are not made for.
         """
         calls = self._of(cache).calls
         for in_one, indices in groupby(span, lambda index: calls[index] is not None):
@@ -134,15 +134,14 @@ class DenseLayers:
     def _prepared(self, cache: PagedKVCache, index: int) -> Prepared | None:
         if self._layers[index] is None or index not in cache.held:
             return None
-        prepared = self._ops.prepared(cache, index)
-        return prepared if prepared.store is not None else None
+        return self._ops.prepared(cache, index)
 
     def _fill(self, cache: PagedKVCache, calls: tuple[Prepared | None, ...]) -> _Filled:
         # Layers of one shape have one block table.
         placed = {cache.shape(index): index for index, call in enumerate(calls) if call is not None}
         layers = (library.DenseLayer * len(calls))()
         for index, (to, of, call) in enumerate(zip(layers, self._layers, calls, strict=True)):
-            if of is None or call is None or call.store is None:
+            if of is None or call is None:
                 continue
             for name, tensor in of.weights.items():
                 assert name in library.DENSE_WEIGHTS, name

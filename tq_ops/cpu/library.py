@@ -18,18 +18,12 @@ ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 
 
 class Cell(IntEnum):
-    """What the vectors of a side are unpacked to, as csrc/kernels.h says."""
+    """What a side stores, as csrc/kernels.h says."""
 
     NIBBLE = 4
     BYTE = 8
     BF16 = 16
     FP32 = 32
-    FP8 = 33
-    INT8 = 34
-    HALVES = 35
-    STREAM = 36
-    CHANNELS = 37
-    RESTORED = 38
 
 
 class _Structure(ctypes.Structure):
@@ -49,18 +43,16 @@ class _Structure(ctypes.Structure):
 class Kept(_Structure):
     """Tokens in BF16 beside what is packed; no vectors where there are none."""
 
-    _fields_ = (("vectors", c_void_p), ("tail", c_int32), ("sink", c_int32), ("ring", c_int32), ("group", c_int32))
+    _fields_ = (("vectors", c_void_p), ("tail", c_int32), ("sink", c_int32), ("ring", c_int32))
 
 
 class SideArgs(_Structure):
     """K or V of one layer."""
 
     _fields_ = (
-        ("codes", c_void_p), ("scales", c_void_p), ("zeros", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("scales_per_vector", c_int32), ("scale_bytes", c_int32), ("group", c_int32),
-        ("levels", c_int32), ("bytes", c_int32), ("cell", c_int32), ("first_plane", c_int32), ("second_plane", c_int32),
-        ("unit", c_float), ("integers", c_void_p), ("mean", c_void_p), ("restore", c_void_p), ("least", c_float),
-        ("kept", Kept),
+        ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
+        ("scales_stride", c_int64), ("levels", c_int32), ("bytes", c_int32), ("cell", c_int32), ("first_plane", c_int32),
+        ("second_plane", c_int32), ("unit", c_float), ("integers", c_void_p), ("mean", c_void_p), ("kept", Kept),
     )  # fmt: skip
 
 
@@ -97,9 +89,7 @@ class Quantizer(_Structure):
         ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("shares", c_void_p),
         ("weights", c_void_p), ("gains", c_void_p), ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32),
         ("tries", c_int32), ("levels", c_int32), ("first_plane", c_int32), ("second_plane", c_int32), ("bytes", c_int32),
-        ("cell", c_int32), ("scales_per_vector", c_int32), ("scale_bytes", c_int32), ("group", c_int32), ("most", c_float),
-        ("before", c_void_p), ("after", c_void_p), ("factor", c_float), ("constant", c_float), ("walsh", c_int32),
-        ("rule", c_int32),
+        ("cell", c_int32),
     )  # fmt: skip
 
 
@@ -107,9 +97,8 @@ class StoreSide(_Structure):
     """K or V of new tokens and where they go."""
 
     _fields_ = (
-        ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("zeros", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("quantizer", Quantizer), ("kept", Kept), ("bf16", c_int32),
-        ("signs", c_void_p), ("signs_stride", c_int64),
+        ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("codes_stride", c_int64), ("scales_stride", c_int64),
+        ("quantizer", Quantizer), ("kept", Kept), ("bf16", c_int32),
     )  # fmt: skip
 
 

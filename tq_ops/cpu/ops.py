@@ -46,7 +46,7 @@ class CpuOps:
             weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, weight_bf16=0, bf16=0, isa=self.isa_number, threads=0
         )
         self._given = threading.local()
-        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, Prepared]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, Prepared | None]] = WeakKeyDictionary()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -66,6 +66,16 @@ class CpuOps:
         finally:
             torch.set_num_threads(threads)
             del self._given.threads
+
+    @contextmanager
+    def _threads_for_torch(self) -> Iterator[None]:
+        """While it is open, torch has its threads, be `alone` open around it or not."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     @property
     def threads(self) -> int:
@@ -156,26 +166,26 @@ class CpuOps:
         return y
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantize K and V and store each once at its slots, and in BF16 where the plan keeps them. Where both formats are in
-        `APPENDS` or described by `Exact`, this is done in C++; else the reference does it.
+        """Quantize K and V and store each once at its slots, and in BF16 where the plan keeps them. Of formats that `READS`
+        does not name, the reference does it.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
             batch: its slots are where they go.
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
-            InputError: a plan or head_dim that the kernels cannot read.
-        Rounding points: those of the format. What `Exact` describes has the reference's bytes. Where a matrix rotates, sums in
-            FP32 are in another order, so a level may differ where a value is that close to a boundary; the levels that refine
-            it follow from it.
+            InputError: a head_dim that the kernels are not made for.
+        Rounding points: those of the format. Sums with its matrix are in another order, in FP32, so a level may differ where a
+            value is that close to a boundary; the levels that refine it follow from it.
         """
-        prepared = self.prepared(cache, layer).store
+        prepared = self.prepared(cache, layer)
         if prepared is None:
-            return reference.store_kv(k, v, cache, layer, batch)
+            with self._threads_for_torch():
+                return reference.store_kv(k, v, cache, layer, batch)
         cache.require_room(batch)
         given, batch = batch, cache.placed(layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
-        call = library.Store.from_buffer_copy(prepared)
+        call = library.Store.from_buffer_copy(prepared.store)
         call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
         call.k.bf16, call.v.bf16, call.tokens, call.threads = is_bf16(k), is_bf16(v), k.shape[0], self.threads
         positions, starts, rows = (x.contiguous() for x in (batch.positions, batch.query_start_loc, batch.rows))
@@ -193,14 +203,14 @@ class CpuOps:
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
         Of learned coordinates the rotation is `rows.T` of the query's KV head and the way back is `rows`. V's mean is added
-        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. Where a format
-        does not rotate, neither does this.
+        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. BF16 and FP32 do
+        not rotate. Of formats that `READS` does not name, the reference attends.
 
         Tokens that a query sees in BF16 (`Kept.seen`) take part in the same softmax, block by block as the others: their
         logits replace those of the packed ones, less `softmax_scale * (q . K's mean)`, which those lack. Their values are
         summed beside, in the model's own domain, and V's mean counts by the packed share of the probabilities.
 
-        Rotated levels of up to 4 bits are looked up in registers. All else becomes FP32 numbers, 16 vectors at a time. Keys
+        Levels of up to 4 bits are looked up in registers. All else becomes FP32 numbers, 16 vectors at a time. Keys
         are summed 1,024 at a time and merged in order, so that results do not depend on the number of threads, on the rest
         of the batch or on how a prompt was split.
 
@@ -210,7 +220,7 @@ class CpuOps:
         Returns:
             [T, Hq, D] of q's dtype.
         Raises:
-            InputError: a plan or head_dim that the kernels cannot read.
+            InputError: a head_dim that the kernels are not made for.
         Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is
         that of the rounded ones (from `avx512` on, their exponentials are off by at most 3e-6 before that); blocks are merged
         in FP32; the output to BF16. The rotated q stays in FP32.
@@ -227,25 +237,28 @@ class CpuOps:
         standard deviation, at head_dim 128 and made-up coordinates. No query can lose more than N / (sqrt(12) * 2.8e5) where
         the sum decides the step: 1.3e-4 at N = 128, 3.9e-4 at 384; where max|q| does, sqrt(N / 12) / 32,639.
 
-        From `amx` on, a bf16 q also meets formats whose numbers are BF16 by tiles of BF16 products: `bf16`, `fp8_e4m3` and
-        `tq4_seed`, with each other or with levels of up to 4 bits. What of q is rotated, and p, is there the sum of two BF16
-        numbers, off by at most 2**-17 of itself; sums are FP32, in the tiles' own order.
+        From `amx` on, a bf16 q also meets `bf16` by tiles of BF16 products, on both sides or beside levels of up to 4 bits.
+        What of q is rotated, and p, is there the sum of two BF16 numbers, off by at most 2**-17 of itself; sums are FP32, in
+        the tiles' own order.
 
-        On `amx`, a bf16 q is also rotated by tiles of BF16 products where the matrix holds BF16 numbers, as those of `tq2` ...
-        `tq8` and of learned coordinates do. Products with q are exact. What goes back is the sum of two BF16 numbers, off by
-        at most 2**-17 of itself, and the output is rounded to BF16. Sums are FP32, in the tiles' own order.
+        On `amx`, a bf16 q is also rotated by tiles of BF16 products. Products with q are exact. What goes back is the sum of
+        two BF16 numbers, off by at most 2**-17 of itself, and the output is rounded to BF16. Sums are FP32, in the tiles' own
+        order.
 
         Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the bits
         that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows there, 8 elsewhere. Rotated queries
         and partial sums take about 4 MB, 1 MB a thread beyond four threads, 16 MB at most, whatever the prompt.
 
         """
+        prepared = self.prepared(cache, layer)
+        if prepared is None:
+            with self._threads_for_torch():
+                return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         batch = cache.placed(layer, batch)
         q, positions = q.contiguous(), batch.positions.contiguous()
         block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
         out = torch.empty_like(q)
-        prepared = self.prepared(cache, layer).attention
-        call = library.Attention.from_buffer_copy(prepared)
+        call = library.Attention.from_buffer_copy(prepared.attention)
         call.q, call.out, call.positions, call.num_heads = q.data_ptr(), out.data_ptr(), positions.data_ptr(), q.shape[1]
         call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
         call.sequences, call.max_blocks = block_table.shape
@@ -255,8 +268,12 @@ class CpuOps:
         self._library.haarkv_attention(ctypes.byref(call))
         return out
 
-    def prepared(self, cache: PagedKVCache, layer: int) -> Prepared:
-        """The calls of one layer of a cache, made once: filling them in takes longer than storing a token."""
+    def prepared(self, cache: PagedKVCache, layer: int) -> Prepared | None:
+        """The calls of one layer of a cache, made once: filling them in takes longer than storing a token.
+
+        Returns:
+            None where the kernels do not read its formats, and the reference's ops run.
+        """
         prepared = self._caches.setdefault(cache, {})
         if layer not in prepared:
             prepared[layer] = prepare(cache, layer, self.isa_number)

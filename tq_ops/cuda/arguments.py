@@ -54,7 +54,6 @@ class Write(NamedTuple):
         mean, numbers: of `layout.Learned`; None of a rotation.
         boundaries: [2**BITS - 1] fp32.
         kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
-        ROUNDS, SMALLEST, SATURATES: `Layout.rounds_unit`, `smallest` and `saturates`.
         LEARNED: of learned coordinates.
         TYPE: operands of the product with `forward`.
     """
@@ -72,9 +71,6 @@ class Write(NamedTuple):
     BITS: Any
     N: Any
     W: Any
-    ROUNDS: Any
-    SMALLEST: Any
-    SATURATES: Any
     LEARNED: Any
     TYPE: Any
 
@@ -136,9 +132,8 @@ def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tenso
     return Write(
         codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, learned.mean if learned else None,
         learned.numbers if learned else None, of.boundaries, kept,
-        BITS=constant(of.bits), N=constant(of.levels), W=constant(of.width), ROUNDS=constant(of.rounds_unit),
-        SMALLEST=constant(of.smallest), SATURATES=constant(of.saturates), LEARNED=constant(learned is not None),
-        TYPE=constant(choices.rotation_operand(x, of.rounds_unit)),
+        BITS=constant(of.bits), N=constant(of.levels), W=constant(of.width), LEARNED=constant(learned is not None),
+        TYPE=constant(choices.rotation_operand(x, exact_in_bf16=True)),
     )  # fmt: skip
 
 

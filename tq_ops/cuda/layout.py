@@ -10,32 +10,16 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
 
-def kernel_order(described: Description) -> Tensor | None:
-    """The level in each of the N columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [N] int64.
-
-    Returns:
-        None if the planes of a level lie in different orders.
-    """
-    narrow = min(4, *(plane.bits for plane in described.planes))
-    parts, width = 8 // narrow, described.levels * narrow // 8
-    found = {_coordinates_of_parts(plane.order, plane.bits, parts, width) for plane in described.planes}
-    if len(found) > 1:
-        return None
-    coordinates = list(torch.tensor(found.pop()).view(parts, width))
-    halves = [_laced(coordinates[: parts // 2]), _laced(coordinates[parts // 2 :])]
-    return torch.cat(halves)
-
-
-def _coordinates_of_parts(order: tuple[int, ...], bits: int, parts: int, width: int) -> tuple[int, ...]:
-    """The coordinate of a plane's stream that each part holds at each of its places, part after part."""
-    tiles = len(order) * bits // 8 // width
-    a_byte = 8 // bits
-    places = ((part % tiles * width + j) * a_byte + part // tiles for part in range(parts) for j in range(width))
-    return tuple(order[place] for place in places)
+def kernel_order(described: Description) -> Tensor:
+    """The level in each of the N columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [N] int64."""
+    narrow = min(4, *planes(described.bits), 8)
+    parts = list(torch.arange(described.levels).view(8 // narrow, -1))
+    return torch.cat([_laced(parts[: len(parts) // 2]), _laced(parts[len(parts) // 2 :])])
 
 
 def _laced(parts: list[Tensor]) -> Tensor:
@@ -53,11 +37,7 @@ def _learned(head_dim: int) -> range:
     return range(_FEWEST, min(_MOST, 3 * head_dim) + 1, 16)
 
 
-READS = Reads(
-    "the GPU kernels", head_dims=(64, 128, 256), planes=((2,), (2, 1), (4,), (4, 1), (4, 2), (8,)), most_scales=1,
-    in_one_order=lambda described: kernel_order(described) is not None, kept=True, windows=True,
-    learned=_learned,
-)  # fmt: skip
+READS = Reads("the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=_learned)
 """What the kernels read and write."""
 NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
@@ -98,14 +78,11 @@ class Layout:
     Attributes:
         bits: of a level, which say how its planes lie.
         levels: N, levels of a vector; D of a rotation.
-        rotation: [D, D], `y = x @ rotation` in the kernels' order; bf16 where its numbers are, which is exact, or fp32. Of
-            learned coordinates [H, D, W], by which queries are multiplied, and transposed the sums of V.
+        rotation: [D, D] bf16, `y = x @ rotation` in the kernels' order. Of learned
+            coordinates [H, D, W], by which queries are multiplied, and transposed the sums of V.
         centroids: [2**bits] fp32.
         words: [n] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`; None where they can only be loaded.
         boundaries: [2**bits - 1] fp32, ascending.
-        rounds_unit: whether x / norm is rounded to BF16 before it is rotated.
-        smallest: norms up to this are stored as zeros.
-        saturates: whether a scale above FP16 is stored as the largest finite one, or refused.
         learned: of learned coordinates; None of a rotation.
     """
 
@@ -115,9 +92,6 @@ class Layout:
     centroids: Tensor
     words: Tensor | None
     boundaries: Tensor
-    rounds_unit: bool
-    smallest: float
-    saturates: bool
     learned: Learned | None = None
 
     @property
@@ -201,7 +175,6 @@ def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.d
 @cache
 def _layout(described: Description, layer: int, device: torch.device) -> Layout:
     order = kernel_order(described)
-    assert order is not None, "unsupported() lets planes of one order pass alone"
     learned = None
     if described.transform.coordinates:
         of = described.transform.coordinates(layer)
@@ -209,17 +182,13 @@ def _layout(described: Description, layer: int, device: torch.device) -> Layout:
     else:
         rotation = described.transform.on(layer, described.head_dim, torch.device("cpu"))[:, order]
     centroids = numbers_on(described.centroids, device)
-    quantizer = described.quantizer
     return Layout(
         bits=described.bits,
         levels=described.levels,
-        rotation=rotation.to(device, described.transform.dtype).contiguous(),
+        rotation=rotation.to(device, torch.bfloat16).contiguous(),
         centroids=centroids,
         words=words_of(centroids),
         boundaries=numbers_on(described.boundaries, device),
-        rounds_unit=quantizer.rounds_unit,
-        smallest=quantizer.smallest,
-        saturates=quantizer.saturates,
         learned=learned,
     )
 

@@ -52,16 +52,11 @@ def levels(y, boundaries, BITS: tl.constexpr):
 @triton.jit
 def by_rotation(
     low, high, rotation, centroids, boundaries,
-    D: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ROUNDS_UNIT: tl.constexpr, SMALLEST: tl.constexpr,
-    TYPE: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Levels [ROWS, D/2] of both halves of rotated vectors, and their scales [ROWS] fp32."""
     low, high, norm = exact_norm(low, high)
-    small = norm <= SMALLEST
-    norm = tl.where(small, 0.0, norm)
-    low, high = tl.where(small[:, None], 0.0, low), tl.where(small[:, None], 0.0, high)
-    if ROUNDS_UNIT:
-        low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
+    low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
     rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D, D // 2, TYPE, False)
     rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D, D // 2, TYPE, False)
     low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
@@ -138,8 +133,8 @@ def append(
 ):  # fmt: skip
     """Quantize vectors [ROWS, D], given as halves, and store them; K and V alike.
 
-    A vector that is not finite, or too large for a format that does not saturate, is not stored: the first of them, in the
-    order layer, side, token, head, is left in `fault` [1] int64 as `layout.fault_place` reads it. A negative slot is skipped.
+    A vector that is not finite is not stored: the first of them, in the order layer, side, token, head, is left in `fault` [1]
+    int64 as `layout.fault_place` reads it. A negative slot is skipped.
     With STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
 
     Args:
@@ -161,12 +156,9 @@ def append(
         )  # fmt: skip
     else:
         low, high, scale = by_rotation(
-            low, high, into.forward, into.centroids, into.boundaries, D, into.BITS, ROWS, into.ROUNDS, into.SMALLEST, into.TYPE
+            low, high, into.forward, into.centroids, into.boundaries, D, into.BITS, ROWS, into.TYPE
         )  # fmt: skip
-    if into.SATURATES:
-        scale = tl.minimum(scale, 65504.0)
-    else:
-        bad, left_out = bad | (scale >= 65520.0), left_out | (scale >= 65520.0)
+    scale = tl.minimum(scale, 65504.0)
     slot = tl.load(slots + token, live, -1)
     live = live & (slot >= 0)
     key = ((layer.to(tl.int64) * 2 + side) << 48) + (token.to(tl.int64) << 16) + head
@@ -188,14 +180,13 @@ def append_and_keep(
 ):  # fmt: skip
     """`append`, and what it stores in BF16 as well, where `keeping` says so."""
     keeps: tl.constexpr = WRITE and keeping.SINK + keeping.RING > 0
-    # Learned coordinates take registers: if they refuse nothing finite, the vectors need not wait until levels are chosen.
-    first: tl.constexpr = into.LEARNED and into.SATURATES
-    if keeps and first:
+    # Learned coordinates take registers, and nothing finite is refused: the vectors need not wait until levels are chosen.
+    if keeps and into.LEARNED:
         finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
         there = live & finite & (tl.load(slots + token, live, -1) >= 0)
         keep(low, high, token, head, there, into.kept, keeping, sequences, HEADS, D)
     live = append(low, high, token, head, matrix, live, side, into, slots, fault, layer, D, BLOCK, ROWS, WRITE, STAND_IN)
-    if keeps and not first:
+    if keeps and not into.LEARNED:
         keep(low, high, token, head, live, into.kept, keeping, sequences, HEADS, D)
 
 

@@ -18,16 +18,14 @@ import torch
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVectorError, stored_bytes
-from haarkv.tq_ops.formats.fp8 import FP8E4M3
-from haarkv.tq_ops.formats.ggml import BlockQ4, BlockQ8, RotatedBlockQ4
-from haarkv.tq_ops.formats.hadamard import HadamardTBQ4, HadamardTQ3
+from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3, RotatedBlockQ4
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.kvarn import kvarn_pair
 from haarkv.tq_ops.formats.learned import Calibration, nibbles_of
 from haarkv.tq_ops.formats.manthan import Manthan3
 from haarkv.tq_ops.formats.oscar import NAME as OSCAR
 from haarkv.tq_ops.formats.oscar import oscar_format
-from haarkv.tq_ops.formats.plain import Plain
+from haarkv.tq_ops.formats.plain import FP8E4M3, Plain
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
 
 Side = Literal["k", "v"]

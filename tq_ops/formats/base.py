@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from haarkv.tq_ops.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from haarkv.tq_ops.formats.numbers import Numbers
     from haarkv.tq_ops.formats.rotated import Description
 
 
@@ -48,23 +48,62 @@ class LevelChoice:
     boundaries: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Restored:
+    """How a vector is restored in BF16: `bf16(bf16(c[level] / sqrt(sum c[level]**2 + least) * norm) @ back)`.
+
+    Attributes:
+        centroids: c, [levels] fp32; a level is a byte of the field `codes`, the norm is the field `norm`.
+        least: added to a square.
+        back: layer -> [D, D] fp32 on the CPU.
+    """
+
+    centroids: Tensor
+    least: float
+    back: Callable[[int], Tensor]
+
+
+def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
+    """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
+    flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
+    return flat.view(torch.uint8)
+
+
+def lengths_of(x: Tensor) -> Tensor:
+    """Lengths [...] fp64 of vectors [..., D]."""
+    lengths: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
+    return lengths
+
+
+def stored_bytes(fields: dict[str, Field]) -> int:
+    """Bytes of one group of one KV head."""
+    return sum(field.nbytes for field in fields.values())
+
+
 class KVFormat(Protocol):
     """How K or V vectors are stored. K and V may use different formats; a format knows no cache and no device.
+
+    What most formats have in common stands here; a class of its own inherits it.
 
     Attributes:
         name: the word for it in `formats.get` and `--kv`.
         purpose: one line for a table: what it is for.
         group_tokens: tokens that are quantized together; 1 if each vector stands alone.
         lossy: whether BF16 says more of a vector than what is stored.
+        plain: dtype of the numbers that a vector is stored as, in the one field `data`; None of any other format.
+        to_compare: it is another project's, here to compare with: wherever it runs, the reference's own ops store and read it.
     """
 
     name: str
     purpose: str
-    group_tokens: int
-    lossy: bool
+    group_tokens: int = 1
+    lossy: bool = True
+    plain: torch.dtype | None = None
+    to_compare: bool = False
 
     def __hash__(self) -> int:
         """What a backend prepares for a format, it keeps by the format itself."""
+        return object.__hash__(self)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         """Stored tensors of one group of one KV head.
@@ -79,16 +118,15 @@ class KVFormat(Protocol):
         Raises:
             InputError: the format has no layout for this head_dim.
         """
+        return None
 
-    def numbers(self, head_dim: int) -> Numbers | None:
-        """How what it stores is read as numbers; None of a format of rotated levels, or one that no backend is to know.
-
-        Raises:
-            InputError: the format has no layout for this head_dim.
-        """
+    def restored(self, head_dim: int) -> Restored | None:
+        """How vectors are restored, where that rounds them to BF16; None of a format that does not."""
+        return None
 
     def bytes_per_vector(self, head_dim: int) -> float:
         """Bytes for one K or V vector of one KV head, scales included."""
+        return stored_bytes(self.fields(head_dim)) / self.group_tokens
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         """Store vectors.
@@ -111,9 +149,10 @@ class KVFormat(Protocol):
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         """Level [..., D] uint8 of every coordinate; None of a format that stores numbers and no levels."""
+        return None
 
     def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
-        """What `quantize` chooses the levels of x from; None of a format without levels.
+        """What `quantize` chooses the levels of x from; None without levels, or where only the reference stores it.
 
         Args:
             x, layer: as in `quantize`.
@@ -121,26 +160,11 @@ class KVFormat(Protocol):
             levels: [..., D] uint8 that somebody chose. Where a level refines another, it is judged by what those leave that it
                 refines; what `quantize` chooses unless given.
         """
+        return None
 
     def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         """Length [...] fp64 of stored vectors as the scale keeps it, whatever the levels: in its own norm, if it has one."""
-
-
-def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
-    """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
-    flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
-    return flat.view(torch.uint8)
-
-
-def lengths_of(x: Tensor) -> Tensor:
-    """Lengths [...] fp64 of vectors [..., D]."""
-    lengths: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
-    return lengths
-
-
-def stored_bytes(fields: dict[str, Field]) -> int:
-    """Bytes of one group of one KV head."""
-    return sum(field.nbytes for field in fields.values())
+        return lengths_of(self.dequantize(fields, layer))
 
 
 def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:

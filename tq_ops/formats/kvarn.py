@@ -20,11 +20,9 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import fwht
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.blocks import to_fp16
-from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
-from haarkv.tq_ops.formats.rotated import Description
 
 TOKENS = 128
 ROUNDS = 16
@@ -78,7 +76,7 @@ def _imbalance(columns: Tensor, rows: Tensor) -> Tensor:
     return ratios[0] + ratios[1]
 
 
-class KVarN:
+class KVarN(KVFormat):
     """One side. x is [..., 128, D], the tokens of a tile in order; D is a power of two.
 
         y = WHT(x) / sqrt(D), as a tile of rows and columns;   c, r = balance(y);   z = y / c / r
@@ -93,18 +91,12 @@ class KVarN:
     FP16.
     """
 
-    lossy = True
     group_tokens = TOKENS
+    to_compare = True
 
     def __init__(self, bits: int, *, rows_are_tokens: bool, name: str, purpose: str) -> None:
         self.name, self.purpose, self.bits = name, purpose, bits
         self._rows_are_tokens = rows_are_tokens
-
-    def description(self, head_dim: int) -> Description | None:
-        return None  # its levels do not stand for fixed numbers
-
-    def numbers(self, head_dim: int) -> Numbers | None:
-        return None  # no backend reads tiles that are scaled on both axes
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim & (head_dim - 1):
@@ -116,9 +108,6 @@ class KVarN:
             "zero": Field(torch.float16, (rows,)),
             "across": Field(torch.float16, (columns,)),
         }
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return stored_bytes(self.fields(head_dim)) / TOKENS
 
     def _arranged(self, x: Tensor) -> Tensor:
         """[..., 128, D] as rows and columns, or these as that again."""
@@ -162,9 +151,6 @@ class KVarN:
         rows = level * fields["scale"].float().unsqueeze(-1) + fields["zero"].float().unsqueeze(-1)
         return _rotate(self._arranged(rows * fields["across"].float().unsqueeze(-2)))
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
-
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Codes, then K's scale, zero and across, or V's across, scale and zero, in FP16 little-endian, of one tile."""
         numbers = ("across", "scale", "zero") if self._rows_are_tokens else ("scale", "zero", "across")
@@ -173,17 +159,6 @@ class KVarN:
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """[..., 128, D] uint8."""
         return self._arranged(unpack_stream(fields["codes"], self.bits))
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        value, _, step, column, row = self._measure(x)
-        moved = self._arranged(noise * torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)).double()
-        # The number itself, the minimum, and twice through the range; each as far as the row's most uncertain number.
-        reach = 4 * (moved / column / row).amax(-1, keepdim=True) / step
-        ties = torch.arange(0.5, 2**self.bits - 1, device=x.device)
-        # Ties to even: above an even level a tie belongs to the level below.
-        above = torch.nextafter(ties, torch.full_like(ties, torch.inf))
-        boundaries = torch.where(ties.floor() % 2 == 0, above, ties)
-        return LevelChoice(self._arranged(value), self._arranged(reach.float().expand_as(value)), boundaries)
 
 
 def _rotate(x: Tensor) -> Tensor:

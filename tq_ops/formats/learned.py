@@ -15,20 +15,15 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import STAGES, Basis, refinements, stages
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import LevelChoice, lengths_of, require_finite
 from haarkv.tq_ops.formats.learned_levels import Refinement
-from haarkv.tq_ops.formats.numbers import Numbers
-from haarkv.tq_ops.formats.packing import pack_parts, unpack_parts
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
     Description,
-    Plane,
-    Quantizer,
+    RotatedFormat,
     Transform,
     bf16_reach,
-    centroids_at,
     exact_norm,
-    in_parts,
     numbers_on,
     stored_scale,
 )
@@ -104,7 +99,7 @@ def coordinates(basis: Basis, nibbles: int) -> Coordinates:
     return Coordinates(basis.mean, basis.forward, rows, shares, basis.weights * owning, owners, steps, GAINS)
 
 
-class LearnedFormat:
+class LearnedFormat(RotatedFormat):
     """`lrN`: N nibbles a vector, and one FP16 scale.
 
         u = bf16((x - mean) / gamma);  y = u @ forward, of the coordinates that own a nibble
@@ -127,10 +122,6 @@ class LearnedFormat:
     Rounding points: x - mean, gamma, sums and quotients in FP32; u to BF16; the scale to FP16.
     """
 
-    group_tokens = 1
-    lossy = True
-    bits = BITS
-
     def __init__(self, bases: tuple[Basis, ...], nibbles: int) -> None:
         self.head_dim = bases[0].mean.shape[1]
         if not 0 < nibbles <= STAGES * self.head_dim or nibbles % MULTIPLE:
@@ -139,21 +130,21 @@ class LearnedFormat:
                 f"a vector of head_dim {self.head_dim} takes {MULTIPLE} to {most} learned nibbles in steps of {MULTIPLE}, "
                 f"not {nibbles}"
             )
-        self.name, self.nibbles, self._bases = f"{PREFIX}{nibbles}", nibbles, bases
-        self.purpose = f"{nibbles} learned nibbles a vector"
+        super().__init__(f"{PREFIX}{nibbles}", f"{nibbles} learned nibbles a vector", BITS, self._at_head_dim)
+        self.nibbles, self._bases = nibbles, bases
         self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer], nibbles))
         transform = Transform(
-            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, torch.bfloat16, self._coordinates,
+            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, self._coordinates,
             heads=len(bases[0].mean),
         )  # fmt: skip
         book = codebook_on(self.head_dim, torch.device("cpu"))
         self._described = Description(
             head_dim=self.head_dim,
-            planes=(Plane(BITS, in_parts(nibbles, BITS)),),
+            bits=BITS,
+            levels=nibbles,
             transform=transform,
             centroids=tuple(book.centroids.tolist()),
             boundaries=tuple(book.boundaries.tolist()),
-            quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True),
         )
 
     def altered(self, alter: Callable[[Coordinates], Coordinates]) -> LearnedFormat:
@@ -163,8 +154,8 @@ class LearnedFormat:
         other._described = replace(other._described, transform=transform)
         return other
 
-    def description(self, head_dim: int) -> Description:
-        """What a backend has to know of it.
+    def _at_head_dim(self, head_dim: int) -> Description:
+        """The description.
 
         Raises:
             InputError: it was learned at another head_dim.
@@ -173,47 +164,27 @@ class LearnedFormat:
             raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
         return self._described
 
-    def numbers(self, head_dim: int) -> Numbers | None:
-        return None  # its description says all
-
-    def fields(self, head_dim: int) -> dict[str, Field]:
-        scale = Field(self.description(head_dim).scale_dtype, ())
-        return {"codes": Field(torch.uint8, (self.nibbles * BITS // 8,)), "scale": scale}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
+    def _of_levels(self, count: int) -> Description:
+        return self._described
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
-        by = self._on(layer, x.device)
+        by = self._refinement(layer, x.device)
         y, length = self._values(x, by.of)
         best = by.best(y)
         scale = torch.where(best.kept > 0, length / best.kept.sqrt(), 0.0)
-        return {"codes": pack_parts(best.levels, BITS), "scale": stored_scale(scale, self._described)}
-
-    def rotated(self, fields: dict[str, Tensor]) -> Tensor:
-        """What queries by `rows` meet, [..., N] fp32: `scale * c[level]`."""
-        level = self.levels(fields)
-        centroids = numbers_on(self._described.centroids, level.device)
-        return centroids_at(level, centroids) * fields["scale"].float().unsqueeze(-1)
+        return {"codes": self.pack(best.levels), "scale": stored_scale(scale)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         stored = self.rotated(fields)
-        of = self._on(layer, stored.device).of
+        of = self._refinement(layer, stored.device).of
         return stored @ of.rows + of.mean.unsqueeze(-2)
 
-    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """Codes, then the scale, little-endian."""
-        return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
-
     def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        by = self._on(layer, fields["scale"].device)
+        by = self._refinement(layer, fields["scale"].device)
         weighted = by.restored(self.levels(fields)) * by.of.weights.sqrt().unsqueeze(-2)
         return fields["scale"].double() * lengths_of(weighted)
-
-    def levels(self, fields: dict[str, Tensor]) -> Tensor:
-        return unpack_parts(fields["codes"], BITS)
 
     def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         """What `quantize` chooses the levels of x from.
@@ -223,7 +194,7 @@ class LearnedFormat:
             levels: [..., N] uint8 to judge, each refinement of what they leave; what `quantize` chooses unless given.
         """
         x = x.float()
-        by = self._on(layer, x.device)
+        by = self._refinement(layer, x.device)
         unit, gamma = exact_norm(x - by.of.mean.unsqueeze(-2))
         rho = self._rho(unit.to(torch.bfloat16).float() @ by.of.forward, by.of)
         noise = noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True) / gamma.clamp(min=1e-30)
@@ -233,7 +204,7 @@ class LearnedFormat:
         gain = by.judged(y, reach, chosen)
         return LevelChoice(by.left(gain * y, chosen), by.over_steps(gain * reach), by.boundaries)
 
-    def _on(self, layer: int, device: torch.device) -> Refinement:
+    def _refinement(self, layer: int, device: torch.device) -> Refinement:
         return _refinement_on(self, layer, device)
 
     def _rho(self, y: Tensor, of: Coordinates) -> Tensor:

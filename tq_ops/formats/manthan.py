@@ -10,11 +10,9 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import square_root, sum_pairwise
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
-from haarkv.tq_ops.formats.exact import Exact, Rule
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
-from haarkv.tq_ops.formats.rotated import Description
+from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
 
 BITS = 3
 CENTROIDS = (-2.151946, -1.343910, -0.756006, -0.245094, 0.245094, 0.756006, 1.343910, 2.151946)
@@ -23,17 +21,12 @@ EPS = 1e-8
 
 
 @cache
-def _boundaries_on(device: torch.device) -> Tensor:
-    return torch.tensor(BOUNDARIES, device=device)
-
-
-@cache
 def _centroids_on(head_dim: int, device: torch.device) -> Tensor:
     """c / sqrt(D), [8] fp32, divided on the host."""
     return (torch.tensor(CENTROIDS) / torch.tensor(math.sqrt(head_dim))).to(device)
 
 
-class Manthan3:
+class Manthan3(KVFormat):
     """Lloyd-Max levels of a Gaussian, taken of the vector as it is.
 
         r = ||x||;  s = x / (r + 1e-8) * sqrt(D);  level = #{b : b < s};  restored: c[level] / sqrt(D) * r
@@ -47,55 +40,30 @@ class Manthan3:
 
     name = "manthan3"
     purpose = "3 bits, no rotation: outlier channels ruin it"
-    group_tokens = 1
-    lossy = True
-
-    def description(self, head_dim: int) -> Description | None:
-        return None  # not one of rotated levels
-
-    def numbers(self, head_dim: int) -> Numbers:
-        self.fields(head_dim)
-        table = tuple(_centroids_on(head_dim, torch.device("cpu")).tolist())
-        # No more than so much times so much, and that for each coordinate, fits FP32.
-        exact = Exact(math.sqrt(torch.finfo(torch.float32).max / 2 / head_dim), Rule.RADIUS, EPS, BOUNDARIES)
-        return Numbers(Kind.STREAM, scale="radius", bits=BITS, table=table, exact=exact)
+    to_compare = True
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim % 8:
             raise InputError(f"manthan3 packs 8 coordinates in 3 bytes and cannot hold head_dim {head_dim}")
         return {"codes": Field(torch.uint8, (head_dim * BITS // 8,)), "radius": Field(torch.float32, ())}
 
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
-
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         radius, scaled = _scaled(x)
         require_finite(radius)
-        level = torch.bucketize(scaled, _boundaries_on(x.device), out_int32=True).to(torch.uint8)
+        level = torch.bucketize(scaled, numbers_on(BOUNDARIES, x.device), out_int32=True).to(torch.uint8)
         return {"codes": pack_stream(level, BITS), "radius": radius.squeeze(-1)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = self.levels(fields)
-        centroids = _centroids_on(level.shape[-1], level.device)
-        return centroids.index_select(0, level.flatten().int()).view(level.shape) * fields["radius"].unsqueeze(-1)
+        return centroids_at(level, _centroids_on(level.shape[-1], level.device)) * fields["radius"].unsqueeze(-1)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """The radius as FP32 little-endian, then the bit stream."""
         return torch.cat([bytes_of(fields["radius"], 0), fields["codes"]], dim=-1)
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return fields["radius"].double()
-
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_stream(fields["codes"], BITS)
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        scaled = _scaled(x.float())[1]
-        reach = math.sqrt(x.shape[-1]) * noise * torch.ones_like(scaled)
-        # A choice counts the boundaries that the value reaches, and here it has to exceed them.
-        boundaries = _boundaries_on(x.device)
-        return LevelChoice(scaled, reach, torch.nextafter(boundaries, torch.full_like(boundaries, torch.inf)))
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:

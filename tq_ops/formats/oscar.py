@@ -20,12 +20,10 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.learned import Calibration
-from haarkv.tq_ops.formats.numbers import Numbers
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
-from haarkv.tq_ops.formats.rotated import Description
 
 NAME = "oscar2"
 _BITS = 2
@@ -36,7 +34,7 @@ _NOT_ORTHOGONAL = 0.05
 """How far `R.T @ R` may be from 1 in any entry; rounded to BF16, rotations of 256 numbers stay below 0.01."""
 
 
-class Oscar:
+class Oscar(KVFormat):
     """One side of every layer. x is [..., Hkv, n, D], or has no heads where all are alike.
 
         y = x @ R;  t = the |y| at place floor(kept * D), from 0, in ascending order;  y = clamp(y, -t, t)
@@ -56,8 +54,7 @@ class Oscar:
 
     name = NAME
     purpose = "OSCAR, 2 bits: a learned rotation, even levels"
-    group_tokens = 1
-    lossy = True
+    to_compare = True
 
     def __init__(self, bases: tuple[Basis, ...], kept: float) -> None:
         self.head_dim, self._bases, self._kept = bases[0].mean.shape[1], bases, kept
@@ -69,12 +66,6 @@ class Oscar:
                     "learn them with `haarkv.validation.planning.moments`"
                 )
 
-    def description(self, head_dim: int) -> Description | None:
-        return None  # its levels do not stand for fixed numbers
-
-    def numbers(self, head_dim: int) -> Numbers | None:
-        return None  # no backend reads it
-
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim != self.head_dim:
             raise InputError(f"{NAME} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
@@ -82,9 +73,6 @@ class Oscar:
             raise InputError(f"{NAME} needs a head_dim that 4 divides, and {_GROUP} beyond that, not {head_dim}")
         numbers = Field(torch.float16, (max(1, head_dim // _GROUP),))
         return {"codes": Field(torch.uint8, (head_dim * _BITS // 8,)), "scale": numbers, "zero": numbers}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
 
     def _measure(self, x: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """The value [..., groups, G] that is truncated; scale and zero [..., groups]."""
@@ -109,23 +97,12 @@ class Oscar:
         y = (level - fields["zero"].float().unsqueeze(-1)) * fields["scale"].float().unsqueeze(-1)
         return y.flatten(-2) @ _on(self._bases[layer].back, y.device)
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
-
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """Codes, scales, zeros, little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["scale"], 1), bytes_of(fields["zero"], 1)], dim=-1)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return unpack_parts(fields["codes"], _BITS)
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        value, scale, _ = self._measure(x, layer)
-        length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-        # The number itself, the minimum, and twice through the range; a rotation spreads noise evenly.
-        reach = (4 * noise * length).unsqueeze(-1) / scale.unsqueeze(-1)
-        boundaries = torch.tensor([1.0, 2.0, 3.0], device=x.device)
-        return LevelChoice(value.flatten(-2), reach.expand_as(value).flatten(-2), boundaries)
 
 
 @cache

@@ -1,43 +1,32 @@
-"""Formats that keep the vector as it is, rounded to a floating type: `bf16`, and `fp32` as the yardstick of tests."""
+"""Formats without levels: `bf16`, `fp32` as the yardstick of tests, and `fp8_e4m3`, what serving engines call an fp8 cache.
+
+Source of the last: OCP 8-bit floating point, E4M3.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of
-from haarkv.tq_ops.formats.exact import Exact
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
-from haarkv.tq_ops.formats.rotated import Description
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 
-_KINDS = {torch.bfloat16: Kind.BF16, torch.float32: Kind.FP32}
+LARGEST_FP8 = 448.0
 
 
-class Plain:
+class Plain(KVFormat):
     """Vectors stored as one tensor `data` of a floating dtype; not finite values pass through."""
 
-    group_tokens = 1
     lossy = False
+    plain: torch.dtype
 
     def __init__(self, name: str, dtype: torch.dtype, purpose: str) -> None:
-        self.name = name
-        self.purpose = purpose
-        self._dtype = dtype
-
-    def description(self, head_dim: int) -> Description | None:
-        return None  # not one of rotated levels
-
-    def numbers(self, head_dim: int) -> Numbers:
-        return Numbers(_KINDS[self._dtype], "data", exact=Exact(torch.inf))
+        self.name, self.purpose, self.plain = name, purpose, dtype
 
     def fields(self, head_dim: int) -> dict[str, Field]:
-        return {"data": Field(self._dtype, (head_dim,))}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(head_dim * self._dtype.itemsize)
+        return {"data": Field(self.plain, (head_dim,))}
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
-        return {"data": x.to(self._dtype)}
+        return {"data": x.to(self.plain)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         return fields["data"].float()
@@ -45,11 +34,27 @@ class Plain:
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         return bytes_of(fields["data"], 1)
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
 
-    def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
-        return None
+class FP8E4M3(KVFormat):
+    """Each coordinate rounded to four exponent and three mantissa bits, ties to even, saturating at 448; no scale.
 
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
-        return None
+    The smallest number is 2**-9: half of it and less comes back as zero.
+    """
+
+    name = "fp8_e4m3"
+    purpose = "8-bit floats without a scale, to compare with"
+    to_compare = True
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        return {"codes": Field(torch.uint8, (head_dim,))}
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        x = x.float()
+        require_finite(x)
+        return {"codes": x.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8)}
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return fields["codes"].view(torch.float8_e4m3fn).float()
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        return fields["codes"]

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, lengths_of, require_finite, stored_bytes
-from haarkv.tq_ops.formats.exact import Exact
-from haarkv.tq_ops.formats.numbers import Numbers
-from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
+from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
+from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +60,14 @@ class Transform:
     """The rotation behind which levels are taken: `y = x @ matrix`, back with `y @ matrix.T`.
 
     Attributes:
-        matrix: (layer, head_dim) -> [D, D] of `dtype`, on the CPU; it is made once a layer and then kept.
+        matrix: (layer, head_dim) -> [D, D] bf16, on the CPU; it is made once a layer and then kept.
         per_layer: whether layers differ.
-        dtype: bf16 where every entry is a BF16 number, else fp32.
         coordinates: layer -> what levels stand for where KV heads differ, and `matrix` is [H, D, D] then; None of a rotation.
         heads: H, KV heads that differ; None where one rotation serves all.
     """
 
     matrix: Callable[[int, int], Tensor]
     per_layer: bool
-    dtype: torch.dtype
     coordinates: Callable[[int], Coordinates] | None = None
     heads: int | None = None
 
@@ -81,96 +77,27 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class Plane:
-    """Some bits of every level, as a bit stream: least significant bit first, the first level in the first byte's low bits.
-
-    Attributes:
-        bits: of a level; 1, 2, 4 or 8.
-        order: [D] the coordinate of each level in the stream.
-    """
-
-    bits: int
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Quantizer:
-    """How vectors become levels and scales.
-
-    Attributes:
-        rounds_unit: whether the unit vector is rounded to BF16 before it is rotated.
-        smallest: norms up to this are stored as zeros.
-        saturates: whether a scale too large for its dtype becomes the largest finite one; otherwise the vector is refused.
-    """
-
-    rounds_unit: bool
-    smallest: float
-    saturates: bool
-
-
-@dataclass(frozen=True)
 class Description:
     """What a backend has to know of a format at one head_dim. Two formats with equal descriptions store the same bytes.
 
-    The stored fields are `codes`, the planes one after the other, and `scale`.
+    The stored fields are `codes`, as `pack_planes` lays levels, and `scale` in FP16. A unit vector is rounded to BF16 before
+    it is rotated, and a scale above FP16 saturates.
 
     Attributes:
         head_dim: D, numbers of a vector.
-        planes: of the levels, low bits first; one plane unless the width of a level is 3, 5, 6 or 7.
+        bits: of a level.
+        levels: N, levels of a vector; D of a rotation.
         transform: the rotation.
         centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate.
         boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}.
-        quantizer: how vectors become levels.
-        scales: scales a vector, each for an equal part of it.
-        scale_dtype: of the scales.
-        exact: how vectors are stored where every rounding is fixed; None where a matrix rotates them.
     """
 
     head_dim: int
-    planes: tuple[Plane, ...]
+    bits: int
+    levels: int
     transform: Transform
     centroids: tuple[float, ...]
     boundaries: tuple[float, ...]
-    quantizer: Quantizer
-    scales: int = 1
-    scale_dtype: torch.dtype = torch.float16
-    exact: Exact | None = None
-
-    @property
-    def bits(self) -> int:
-        """Bits of a level."""
-        return sum(plane.bits for plane in self.planes)
-
-    @property
-    def levels(self) -> int:
-        """N, levels of a vector; D of a rotation."""
-        return len(self.planes[0].order)
-
-
-def in_parts(head_dim: int, bits: int) -> tuple[int, ...]:
-    """The order of `pack_parts`: byte j holds one coordinate of each of the vector's 8 / bits parts, the first part lowest."""
-    return tuple(torch.arange(head_dim).view(8 // bits, -1).T.flatten().tolist())
-
-
-def pack_levels(level: Tensor, planes: tuple[Plane, ...]) -> Tensor:
-    """Levels [..., D] uint8 -> codes [..., bytes] uint8, as the planes say."""
-    packed, shift = [], 0
-    for plane in planes:
-        part = (level >> shift) & (2**plane.bits - 1)
-        packed.append(pack_stream(part.index_select(-1, _order_on(plane.order, level.device)), plane.bits))
-        shift += plane.bits
-    return torch.cat(packed, dim=-1)
-
-
-def unpack_levels(codes: Tensor, planes: tuple[Plane, ...]) -> Tensor:
-    """Inverse of `pack_levels`."""
-    level, shift, begin = torch.zeros((), dtype=torch.uint8, device=codes.device), 0, 0
-    for plane in planes:
-        end = begin + len(plane.order) * plane.bits // 8
-        part = unpack_stream(codes[..., begin:end], plane.bits)
-        level = level | (part.index_select(-1, _order_on(plane.order, codes.device).argsort()) << shift)
-        shift, begin = shift + plane.bits, end
-    return level
 
 
 @cache
@@ -184,25 +111,22 @@ def centroids_at(level: Tensor, centroids: Tensor) -> Tensor:
     return centroids.index_select(0, level.flatten().int()).view(level.shape)
 
 
-def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor, *, rounds_unit: bool = True) -> Tensor:
+def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> Tensor:
     """Rotate unit vectors and quantize each coordinate: `level_i = #{b : (unit @ rotation)_i >= b}`.
 
     Args:
         unit: [..., D] fp32, of norm 1 (or 0).
         rotation: [D, D] fp32.
         boundaries: [2**bits - 1] fp32, ascending.
-        rounds_unit: round `unit` to BF16 first.
     Returns:
         level: [..., D] uint8, 0 to 2**bits - 1. A zero vector gets level 8 of 16 everywhere if the middle boundary is <= 0.
     Rounding points: unit to BF16; the product accumulates in FP32 and stays there.
     """
-    y = _as_rotated(unit, rounds_unit) @ rotation
+    y = unit.to(torch.bfloat16).float() @ rotation
     return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8)
 
 
-def level_choice(
-    unit: Tensor, rotation: Tensor, boundaries: Tensor, noise: float | Tensor, *, rounds_unit: bool = True
-) -> LevelChoice:
+def level_choice(unit: Tensor, rotation: Tensor, boundaries: Tensor, noise: float | Tensor) -> LevelChoice:
     """What `choose_levels` chooses from, and how far noise may move it.
 
         reach_j = noise + 2 * sqrt(sum over the coordinates i beside a BF16 rounding point of (ulp_i * rotation_ij)**2)
@@ -211,12 +135,11 @@ def level_choice(
     rounding error is spread evenly over an ulp, and the difference of two has a variance of ulp**2 / 6.
 
     Args:
-        unit, rotation, boundaries, rounds_unit: as in `choose_levels`.
+        unit, rotation, boundaries: as in `choose_levels`.
         noise: of each coordinate of `unit`; the rotation spreads it evenly.
     """
-    rotated = _as_rotated(unit, rounds_unit) @ rotation
-    reach = bf16_reach(unit, rotation, noise) if rounds_unit else torch.ones_like(unit) * noise
-    return LevelChoice(rotated, reach, boundaries)
+    rotated = unit.to(torch.bfloat16).float() @ rotation
+    return LevelChoice(rotated, bf16_reach(unit, rotation, noise), boundaries)
 
 
 def bf16_reach(unit: Tensor, matrix: Tensor, noise: float | Tensor) -> Tensor:
@@ -234,10 +157,6 @@ def bf16_reach(unit: Tensor, matrix: Tensor, noise: float | Tensor) -> Tensor:
     fallen = (torch.where(to_rounding_point <= noise, step, 0.0).square() @ matrix.square()).sqrt()
     columns: Tensor = torch.linalg.vector_norm(matrix, dim=-2, keepdim=True)
     return 2 * fallen + noise * columns
-
-
-def _as_rotated(unit: Tensor, rounds_unit: bool) -> Tensor:
-    return unit.to(torch.bfloat16).float() if rounds_unit else unit
 
 
 def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,20 +181,12 @@ def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     return unit, torch.where(tiny, norm * 2.0**-64, norm)
 
 
-def stored_scale(scale: Tensor, described: Description) -> Tensor:
-    """Scales [...] fp32 in the dtype they are stored in.
-
-    Raises:
-        NonFiniteError: one is too large for it, and the format does not saturate.
-    """
-    if described.quantizer.saturates:
-        return scale.clamp(max=torch.finfo(described.scale_dtype).max).to(described.scale_dtype)
-    stored = scale.to(described.scale_dtype)
-    require_finite(stored.float().unsqueeze(-1))
-    return stored
+def stored_scale(scale: Tensor) -> Tensor:
+    """Scales [...] fp32 as FP16; one that is too large becomes the largest finite one."""
+    return scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
 
 
-class RotatedFormat:
+class RotatedFormat(KVFormat):
     """A KV format that its description says all about, with one scale a vector.
 
     A zero vector stores scale 0 and comes back as zeros. A scale below its dtype's smallest comes back as zeros.
@@ -286,9 +197,6 @@ class RotatedFormat:
         bits: of a level, at every head_dim.
         describe: head_dim -> its description.
     """
-
-    group_tokens = 1
-    lossy = True
 
     def __init__(self, name: str, purpose: str, bits: int, describe: Callable[[int], Description]) -> None:
         self.name = name
@@ -304,37 +212,36 @@ class RotatedFormat:
         """
         return self._describe(head_dim)
 
-    def numbers(self, head_dim: int) -> Numbers | None:
-        return None  # its description says all
-
     def fields(self, head_dim: int) -> dict[str, Field]:
-        scale = Field(self.description(head_dim).scale_dtype, ())
-        return {"codes": Field(torch.uint8, (head_dim * self.bits // 8,)), "scale": scale}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
+        described = self.description(head_dim)
+        codes = Field(torch.uint8, (described.levels * self.bits // 8,))
+        return {"codes": codes, "scale": Field(torch.float16, ())}
 
     def pack(self, level: Tensor) -> Tensor:
-        """Levels [..., D] uint8 -> codes [..., bytes] uint8."""
-        return pack_levels(level, self.description(level.shape[-1]).planes)
+        """Levels [..., N] uint8 -> codes [..., bytes] uint8."""
+        return pack_planes(level, self.bits)
 
     def unpack(self, codes: Tensor) -> Tensor:
         """Inverse of `pack`."""
-        return unpack_levels(codes, self.description(codes.shape[-1] * 8 // self.bits).planes)
+        return unpack_planes(codes, self.bits)
+
+    def _of_levels(self, count: int) -> Description:
+        """The description of vectors of so many levels."""
+        return self.description(count)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
         described, rotation, boundaries = self._on(x, layer)
-        unit, norm = self._unit(x, described)
-        level = choose_levels(unit, rotation, boundaries, rounds_unit=described.quantizer.rounds_unit)
+        unit, norm = exact_norm(x)
+        level = choose_levels(unit, rotation, boundaries)
         length = torch.linalg.vector_norm(centroids_at(level, numbers_on(described.centroids, x.device)), dim=-1)
-        return {"codes": self.pack(level), "scale": stored_scale(norm.squeeze(-1) / length, described)}
+        return {"codes": self.pack(level), "scale": stored_scale(norm.squeeze(-1) / length)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
-        """The vectors [..., D] fp32 in the rotated domain: `scale * c[level]`."""
+        """The vectors [..., N] fp32 in the domain of the levels: `scale * c[level]`."""
         level = self.levels(fields)
-        centroids = numbers_on(self.description(level.shape[-1]).centroids, level.device)
+        centroids = numbers_on(self._of_levels(level.shape[-1]).centroids, level.device)
         return centroids_at(level, centroids) * fields["scale"].float().unsqueeze(-1)
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
@@ -345,17 +252,13 @@ class RotatedFormat:
         """Codes, then the scale, little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["scale"], 0)], dim=-1)
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
-
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return self.unpack(fields["codes"])
 
     def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
         x = x.float()
-        described, rotation, boundaries = self._on(x, layer)
-        unit, _ = self._unit(x, described)
-        return level_choice(unit, rotation, boundaries, noise, rounds_unit=described.quantizer.rounds_unit)
+        _, rotation, boundaries = self._on(x, layer)
+        return level_choice(exact_norm(x)[0], rotation, boundaries, noise)
 
     def _on(self, x: Tensor, layer: int) -> tuple[Description, Tensor, Tensor]:
         """The description for x [..., D], and on its device the rotation [D, D] fp32 and the boundaries."""
@@ -363,20 +266,7 @@ class RotatedFormat:
         rotation = described.transform.on(layer, x.shape[-1], x.device)
         return described, rotation, numbers_on(described.boundaries, x.device)
 
-    def _unit(self, x: Tensor, described: Description) -> tuple[Tensor, Tensor]:
-        """Unit vectors and norms [..., 1], both 0 where the norm counts as zero."""
-        unit, norm = exact_norm(x)
-        if not described.quantizer.smallest:
-            return unit, norm
-        small = norm <= described.quantizer.smallest
-        return unit.masked_fill(small, 0.0), norm.masked_fill(small, 0.0)
-
 
 @cache
 def _matrix_on(transform: Transform, layer: int, head_dim: int, device: torch.device) -> Tensor:
     return transform.matrix(layer, head_dim).to(device, torch.float32)
-
-
-@cache
-def _order_on(order: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(order, device=device)

@@ -15,23 +15,20 @@ from torch import Tensor
 
 from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, LevelChoice, bytes_of, require_finite, stored_bytes
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
-from haarkv.tq_ops.formats.packing import pack_planes, planes, unpack_planes
+from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, Restored, bytes_of, require_finite
+from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import (
     Description,
-    Plane,
-    Quantizer,
     RotatedFormat,
     Transform,
     centroids_at,
     choose_levels,
-    in_parts,
     level_choice,
 )
 
 BITS = 4
 SEED_EPS = 1e-6
+_CPU = torch.device("cpu")
 
 Rotation = Callable[[int, int], Tensor]
 """(layer, head_dim) -> [D, D] bf16."""
@@ -66,32 +63,25 @@ class TurboQuant(RotatedFormat):
 
     def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation) -> None:
         super().__init__(f"tq{bits}", purpose, bits, self._described)
-        self._transform = Transform(rotation, per_layer=True, dtype=torch.bfloat16)
+        self._transform = Transform(rotation, per_layer=True)
 
     def _described(self, head_dim: int) -> Description:
         together = 8 // planes(self.bits)[-1]
         if head_dim < together or head_dim % together:
             need = "an even head_dim" if together == 2 else f"a head_dim that {together} divides"
             raise InputError(f"{self.name} packs {together} coordinates together and needs {need}, not {head_dim}")
-        book = codebook_on(head_dim, torch.device("cpu"), self.bits)
+        book = codebook_on(head_dim, _CPU, self.bits)
         return Description(
             head_dim=head_dim,
-            planes=tuple(Plane(width, in_parts(head_dim, width)) for width in planes(self.bits)),
+            bits=self.bits,
+            levels=head_dim,
             transform=self._transform,
             centroids=tuple(book.centroids.tolist()),
             boundaries=tuple(book.boundaries.tolist()),
-            quantizer=Quantizer(rounds_unit=True, smallest=0.0, saturates=True),
         )
 
-    # Parts unpack by shifts alone, which is faster than following the order that the description spells out.
-    def pack(self, level: Tensor) -> Tensor:
-        return pack_planes(level, self.bits)
 
-    def unpack(self, codes: Tensor) -> Tensor:
-        return unpack_planes(codes, self.bits)
-
-
-class TurboQuant4Seed:
+class TurboQuant4Seed(KVFormat):
     """`tq4_seed`: the layout of the public Qwen3-14B kernels, one byte a level and the FP32 norm. Kept to compare with.
 
         gamma = sqrt(sum(x**2) + 1e-6);  restored: bf16(c[level] * rsqrt(sum(c[level]**2) + 1e-6) * gamma) @ rotation.T
@@ -105,28 +95,18 @@ class TurboQuant4Seed:
 
     name = "tq4_seed"
     purpose = "the published Qwen3-14B layout, to compare with"
-    group_tokens = 1
-    lossy = True
 
     def __init__(self, rotation: Rotation = haar_rotation) -> None:
-        self._transform = Transform(rotation, per_layer=True, dtype=torch.bfloat16)
+        self._transform = Transform(rotation, per_layer=True)
 
-    def description(self, head_dim: int) -> Description | None:
-        """None: it does not store `scale * c[level]`, but a norm, and two more roundings."""
-        return None
-
-    def numbers(self, head_dim: int) -> Numbers:
-        table = tuple(codebook_on(head_dim, torch.device("cpu")).centroids.tolist())
-        return Numbers(
-            Kind.RESTORED, scale="norm", table=table, least=SEED_EPS, per_layer=True,
-            back=lambda layer: self._transform.on(layer, head_dim, torch.device("cpu")).T,
-        )  # fmt: skip
+    def restored(self, head_dim: int) -> Restored:
+        cpu = torch.device("cpu")
+        return Restored(
+            codebook_on(head_dim, cpu).centroids, SEED_EPS, lambda layer: self._transform.on(layer, head_dim, cpu).T
+        )
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,)), "norm": Field(torch.float32, ())}
-
-    def bytes_per_vector(self, head_dim: int) -> float:
-        return float(stored_bytes(self.fields(head_dim)))
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         unit, norm = self._unit(x.float())

@@ -1,8 +1,8 @@
 """Which format every layer's K and V are stored in, and which tokens also stay in BF16: what a cache is built from.
 
->>> plan = KVSpec("k=q8_0,v=tq4", tail=64, sink=4, skip_layers=(0, -1)).plan(num_layers=40)
+>>> plan = KVSpec("k=tq8,v=tq4", tail=64, sink=4, skip_layers=(0, -1)).plan(num_layers=40)
 >>> plan.k(0).name, plan.k(1).name, plan.tail(plan.k(1))
-('bf16', 'q8_0', 64)
+('bf16', 'tq8', 64)
 """
 
 from __future__ import annotations

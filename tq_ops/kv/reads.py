@@ -10,32 +10,25 @@ import torch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.numbers import Kind
-from haarkv.tq_ops.formats.rotated import Description, Quantizer
+from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import Shapes, each
 
-ELSEWHERE = "; only --executor reference reads every format"
+ELSEWHERE = "; --executor cpu and reference run every format"
 """Ends a sentence on a format that a backend does not read."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What the kernels of a backend take. Whatever is None may be anything.
+    """What the kernels of a backend take.
 
     Attributes:
         kernels: the subject of a sentence about them, such as "its kernels".
         head_dims: those they are made for.
-        planes: widths of a level's planes, low bits first, each way they take: (4,) is 4 bits in one, (2, 1) is 3 in two.
-        most_scales: scales a vector.
-        scale_dtype: of a scale.
-        order: (levels of a vector, width of a plane) -> the place of each as they lie in the bytes.
-        in_one_order: whether the planes of a description lie in one order that the kernels know, where any order will not do.
-        matrix_dtype: of the rotation's entries.
-        quantizer: how vectors become levels.
+        bits: widths of a level.
         only: the one format of rotated levels whose tables are built into the kernels.
         also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
-        numbers: kinds of formats that they read beside those of rotated levels.
+        plain: dtypes of numbers that they read beside rotated levels.
         kept: whether they read tokens in BF16 beside the packed ones.
         windows: whether they take layers with a sliding window.
         learned: head_dim -> how many levels of learned coordinates (`Coordinates`) they take; None if they take none.
@@ -43,16 +36,10 @@ class Reads:
 
     kernels: str
     head_dims: tuple[int, ...]
-    planes: tuple[tuple[int, ...], ...] = ((4,),)
-    most_scales: int | None = None
-    scale_dtype: torch.dtype = torch.float16
-    order: Callable[[int, int], tuple[int, ...]] | None = None
-    in_one_order: Callable[[Description], bool] | None = None
-    matrix_dtype: torch.dtype | None = None
-    quantizer: Quantizer | None = None
+    bits: tuple[int, ...] = (4,)
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
-    numbers: frozenset[Kind] = frozenset()
+    plain: tuple[torch.dtype, ...] = ()
     kept: bool = False
     windows: bool = False
     learned: Callable[[int], range] | None = None
@@ -64,12 +51,16 @@ class Reads:
         return found
 
 
-def unsupported(reads: Reads, plan: KVPlan, shapes: Shapes) -> str | None:
-    """None, or in one sentence why a backend cannot read a cache of this plan and these shapes."""
+def unsupported(reads: Reads, plan: KVPlan, shapes: Shapes, *, others: bool = False) -> str | None:
+    """None, or in one sentence why a backend cannot read a cache of this plan and these shapes.
+
+    Args:
+        others: it leaves layers of formats that its kernels do not read to the reference's ops.
+    """
     used = dict.fromkeys(shape for shape in each(shapes, len(plan.layers)) if shape is not None)
     for shape in used:
         for kv_format in plan.formats:
-            if reason := misfit(reads, kv_format, shape.head_dim):
+            if not others and (reason := misfit(reads, kv_format, shape.head_dim)):
                 return reason
     if plan.keeps_tokens and not reads.kept:
         return f"{reads.kernels} read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks"
@@ -93,51 +84,26 @@ def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:
 def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
     """None, or in one sentence why a backend cannot read a format; a head_dim that it is not made for is left out of it."""
     try:
-        if kv_format in reads.also or _is_of_numbers(reads, kv_format, head_dim):
-            return None
+        kv_format.fields(head_dim)
         found = kv_format.description(head_dim)
-        of_kind = _is_of_kind(reads, found, head_dim)
     except InputError as error:
         return str(error)
-    if found is None or not of_kind:
+    if kv_format in reads.also or kv_format.plain in reads.plain:
+        return None
+    if found is None or not _is_of_kind(reads, found, head_dim):
         *others, last = readable(reads)
         names = f"{', '.join(others)} and {last}" if others else last
         return f"{reads.kernels} read {names}, not {kv_format.name}{ELSEWHERE}"
-    if reads.most_scales and found.scales > reads.most_scales:
-        take = "one scale" if reads.most_scales == 1 else f"{reads.most_scales} scales"
-        return f"{reads.kernels} take {take} a vector, and {kv_format.name} at head_dim {head_dim} has {found.scales}"
-    return _misfit_of_tables(reads, kv_format.name, found)
-
-
-def _is_of_numbers(reads: Reads, kv_format: KVFormat, head_dim: int) -> bool:
-    """
-    Raises:
-        InputError: the format has no layout for this head_dim.
-    """
-    return bool(reads.numbers) and (found := kv_format.numbers(head_dim)) is not None and found.kind in reads.numbers
-
-
-def _is_of_kind(reads: Reads, found: Description | None, head_dim: int) -> bool:
-    """Whether the kernels could read it at all, whatever its tables."""
-    if found is None or found.scale_dtype != reads.scale_dtype or (found.transform.coordinates and reads.learned is None):
-        return False
-    if tuple(plane.bits for plane in found.planes) not in reads.planes:
-        return False
-    return bool(found.transform.coordinates) or reads.only is None or found == reads.only.description(head_dim)
-
-
-def _misfit_of_tables(reads: Reads, name: str, found: Description) -> str | None:
     if found.transform.coordinates and reads.learned and found.levels not in (taken := reads.learned(found.head_dim)):
         return f"{reads.kernels} take {taken[0]} to {taken[-1]} learned nibbles in steps of {taken.step}, not {found.levels}"
-    if (order := reads.order) and any(plane.order != order(found.levels, plane.bits) for plane in found.planes):
-        return f"{reads.kernels} read another order of coordinates than {name} has"
-    if reads.in_one_order and not reads.in_one_order(found):
-        return f"{reads.kernels} read planes of one order of coordinates, and {name} has planes of several"
-    if reads.matrix_dtype and found.transform.dtype != reads.matrix_dtype:
-        return f"{reads.kernels} rotate by a matrix of {reads.matrix_dtype}, and that of {name} is {found.transform.dtype}"
-    if reads.quantizer and found.quantizer != reads.quantizer:
-        return f"{reads.kernels} quantize by {reads.quantizer}, and {name} by {found.quantizer}"
     return None
+
+
+def _is_of_kind(reads: Reads, found: Description, head_dim: int) -> bool:
+    """Whether the kernels could read it at all, whatever its tables."""
+    if found.transform.coordinates:
+        return reads.learned is not None
+    return found.bits in reads.bits and (reads.only is None or found == reads.only.description(head_dim))
 
 
 def readable(reads: Reads) -> list[str]:
@@ -147,9 +113,10 @@ def readable(reads: Reads) -> list[str]:
 
 def _readable_at(reads: Reads, name: str, head_dim: int) -> bool:
     kv_format = formats.get(name)
+    if kv_format in reads.also or kv_format.plain in reads.plain:
+        return True
     try:
-        if kv_format in reads.also or _is_of_numbers(reads, kv_format, head_dim):
-            return True
-        return _is_of_kind(reads, kv_format.description(head_dim), head_dim)
+        found = kv_format.description(head_dim)
     except InputError:  # it has no layout for this head_dim
         return False
+    return found is not None and _is_of_kind(reads, found, head_dim)

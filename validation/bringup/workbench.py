@@ -91,7 +91,7 @@ class Workbench:
     # -- What is run ---------------------------------------------------------------------------------------------------------
     @cached_property
     def readable(self) -> list[str]:
-        """Formats that the executor reads and that are quantized token by token, bf16 first."""
+        """Formats that the executor reads, bf16 first; not those that are here to compare with."""
         found = []
         for name in sorted(formats.names(), key=lambda name: name != "bf16"):
             try:
@@ -99,7 +99,7 @@ class Workbench:
                 catalog.check(self.request.executor, self.config, plan, self.device)
             except InputError:
                 continue
-            if all(kv_format.group_tokens == 1 for kv_format in plan.formats):
+            if not any(kv_format.to_compare for kv_format in plan.formats):
                 found.append(name)
         return found
 

@@ -1,11 +1,11 @@
 """Fidelity of KV caches on a text: every cache against the same model with its cache in bf16, position by position.
 
 >>> from haarkv.validation.fidelity.setup import load_setup
->>> setup = load_setup("tiny", ["tq4", "k=q8_0,v=tq4"])
+>>> setup = load_setup("tiny", ["tq4", "k=tq8,v=tq4"])
 >>> ids = setup.base.tokenizer.encode("def main(argv):\\n    return len(argv)")
 >>> plan = make_workload(ids, setup.base.config.max_position_embeddings, prompts=0)
 >>> [(row.kv, row.bytes_per_token) for row in evaluate(setup, plan)]
-[('tq4', 1584.0), ('k=q8_0,v=tq4', 2424.0)]
+[('tq4', 1584.0), ('k=tq8,v=tq4', 2352.0)]
 
 A row is of a *named cache*, which is a `Session`: whatever a session's cache comes to hold, it is measured here.
 """

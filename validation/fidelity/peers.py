@@ -32,10 +32,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import Field, KVFormat, LevelChoice
-from haarkv.tq_ops.formats.base import lengths_of
-from haarkv.tq_ops.formats.numbers import Numbers
-from haarkv.tq_ops.formats.rotated import Description
+from haarkv.tq_ops.formats import Field, KVFormat
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import calibration_of
@@ -50,25 +47,17 @@ from haarkv.validation.planning.moments import learn_oscar
 
 
 # -- Groups that are full when they come -------------------------------------------------------------------------------
-class AsItComes:
+class AsItComes(KVFormat):
     """A format of groups whose groups are all full when they come: what comes out of it is kept, its bytes are counted.
 
     So no query sees a token in BF16, and even a group's first token is read as its last one lets it be stored.
     """
-
-    group_tokens, lossy = 1, True
 
     def __init__(self, of: KVFormat) -> None:
         self.of, self.name, self.purpose = of, of.name, of.purpose
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"restored": Field(torch.float32, (head_dim,))}
-
-    def description(self, head_dim: int) -> Description | None:
-        return None
-
-    def numbers(self, head_dim: int) -> Numbers | None:
-        return None
 
     def bytes_per_vector(self, head_dim: int) -> float:
         return self.of.bytes_per_vector(head_dim)
@@ -83,15 +72,6 @@ class AsItComes:
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError("only what comes out of it is kept")
-
-    def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
-        return None
-
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        return lengths_of(self.dequantize(fields, layer))
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
-        return None
 
 
 def without_waiting(plan: KVPlan) -> KVPlan:

@@ -39,8 +39,8 @@ def parse_list(specs: Sequence[str], learned: Calibration | None = None) -> list
 
     A part with `=` in it takes the next part with it:
 
-    >>> parse_list(["bf16,k=q8_0,v=tq4", "tq2"])
-    ['bf16', 'k=q8_0,v=tq4', 'tq2']
+    >>> parse_list(["bf16,k=tq8,v=tq4", "tq2"])
+    ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
         learned: what `lrN` takes its coordinates from.

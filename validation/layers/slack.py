@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.numbers import Kind, Numbers
-from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
+from haarkv.tq_ops.formats.base import Restored
+from haarkv.tq_ops.formats.rotated import centroids_at
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
@@ -71,7 +70,7 @@ def of_ties(attend: Attend, cache: PagedKVCache, layer: int) -> Tensor | None:
         attend: makes [..., N] of a cache, without rounding to BF16 on the way.
         cache: what is attended to.
     """
-    if not any(_restored(cache, layer, kv_format) for kv_format in (cache.k_format(layer), cache.v_format(layer))):
+    if not any(kv_format.restored(cache.shape(layer).head_dim) for kv_format in cache.plan.layers[layer]):
         return None
     generator = torch.Generator().manual_seed(layer)
     plain = attend(_numbers(cache, layer, None, 0)).double()
@@ -129,21 +128,16 @@ def nearer(ours: Tensor, theirs: Tensor, allowed: Tensor | None) -> Tensor:
     return ours.double() + off * torch.where(distance == 0, 0.0, left / distance)
 
 
-def _restored(cache: PagedKVCache, layer: int, kv_format: KVFormat) -> Numbers | None:
-    numbers = kv_format.numbers(cache.shape(layer).head_dim)
-    return numbers if numbers and numbers.kind is Kind.RESTORED else None
-
-
 def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> PagedKVCache:
     """A layer's K and V as the numbers that they stand for, every tie decided by a draw, or by its opposite (`way` -1)."""
     generator = torch.Generator().manual_seed(seed or 0)
     sides = []
     for kv_format, fields in ((cache.k_format(layer), cache.k_fields(layer)), (cache.v_format(layer), cache.v_fields(layer))):
-        numbers = _restored(cache, layer, kv_format)
-        if numbers is None or seed is None:
+        restored = kv_format.restored(cache.shape(layer).head_dim)
+        if restored is None or seed is None:
             sides.append(kv_format.dequantize(fields, layer))
         else:
-            sides.append(_decided(numbers, fields, layer, generator, way))
+            sides.append(_decided(restored, fields, layer, generator, way))
     return as_numbers(cache, layer, sides[0], sides[1])
 
 
@@ -154,21 +148,20 @@ def as_numbers(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> PagedKV
     return PagedKVCache.over((plain, plain), layer, fields, cache.kept(layer), shape.head_dim, shape.window, cache.ring(layer))
 
 
-def _decided(numbers: Numbers, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:
+def _decided(by: Restored, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:
     """Vectors [..., D] fp32 whose numbers were moved by FP32 noise before they were rounded, up or down as drawn.
 
     The scale is a vector's own: its noise moves all of them together. Sums with the matrix are each one's own.
     """
-    assert numbers.back is not None
-    codes = fields[numbers.codes]
+    codes = fields["codes"]
 
     def signs(*shape: int) -> Tensor:
         return way * (2.0 * torch.randint(2, shape, generator=generator) - 1)
 
-    centroids = centroids_at(codes, numbers_on(numbers.table, codes.device))
-    scale = (centroids.square().sum(-1) + numbers.least).rsqrt() * fields[numbers.scale]
+    centroids = centroids_at(codes, by.centroids)
+    scale = (centroids.square().sum(-1) + by.least).rsqrt() * fields["norm"]
     product = centroids * scale.unsqueeze(-1)
     product = product * (1 + bounds.BF16_TIE_NOISE * signs(*scale.shape, 1))
-    rotated = product.to(torch.bfloat16).float() @ numbers.back(layer)
+    rotated = product.to(torch.bfloat16).float() @ by.back(layer)
     noise = bounds.BF16_TIE_NOISE * rotated.abs().amax(-1, keepdim=True)
     return (rotated + noise * signs(*rotated.shape)).to(torch.bfloat16).float()

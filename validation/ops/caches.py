@@ -114,12 +114,11 @@ def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> Paged
     )  # fmt: skip
     for vectors in windows_of(made):
         vectors.fill_(float("nan"))
-    for layer, side, name, tensor in cache_tensors(made):
+    for *_, name, tensor in cache_tensors(made):
         if name != "data" and tensor.is_floating_point():
             tensor.fill_(float("nan"))
         else:
-            one_a_byte = getattr(made, f"{side}_format")(layer) == formats.PUBLISHED
-            tensor.fill_(15 if one_a_byte else 127 if tensor.dtype == torch.int8 else 255)
+            tensor.fill_(255)
     return made
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -220,7 +219,7 @@ class Store(_OnCache):
             mine, other = (getattr(made, f"{side}_fields")(LAYER) for made in (arguments[2], theirs[2]))
             mine = {name: tensor.cpu() for name, tensor in mine.items()}
             kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
-            x, block, place = _stored(kv_format, x, batch, self.cache.block_size)
+            block, place = _places(batch, self.cache.block_size)
             wanted, got = ({name: t[block, :, place] for name, t in fields.items()} for fields in (other, mine))
             compared, length = compare_tokens(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
             if compared.unexplained:
@@ -244,25 +243,18 @@ def _tensors(made: PagedKVCache) -> list[Tensor]:
     return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
-def _stored(kv_format: KVFormat, x: Tensor, batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a batch packs: vectors [n, Hkv, D], or of a format of groups those that it fills by itself [n, Hkv, G, D] in BF16;
-    the block of each, and its place there."""
-    group = kv_format.group_tokens
-    last = ((batch.positions + 1) % group == 0).nonzero().flatten()
-    if group > 1:
-        x = x.bfloat16().float()[last.unsqueeze(1) + torch.arange(1 - group, 1)].transpose(1, 2)
-    slots = batch.slot_mapping[last]
-    return x, slots // block_size, slots % block_size // group
+def _places(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
+    """The block of each new token, and its place there."""
+    return batch.slot_mapping // block_size, batch.slot_mapping % block_size
 
 
 def _untouched(made: PagedKVCache, batch: Batch) -> list[Tensor]:
     """Whatever a cache holds outside the slots of a batch."""
     parts = []
-    for layer, side, _, tensor in cache_tensors(made):
+    for layer, _, _, tensor in cache_tensors(made):
         outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
         if layer == LAYER:
-            kv_format = getattr(made, f"{side}_format")(LAYER)
-            _, block, place = _stored(kv_format, torch.zeros(len(batch.positions), 1, 1), batch, made.block_size)
+            block, place = _places(batch, made.block_size)
             outside[block, :, place] = False
         parts.append(tensor.cpu()[outside])
     return parts

@@ -42,15 +42,7 @@ ATTENTION = (
     CacheCase("tq4", 128, 2, 2, 16, (0, 120), (9, 7), window=40),
     CacheCase("tq4", 256, 4, 1, 128, (1300, 2), (1, 1), window=512),
     CacheCase("tq4", 64, 5, 2, 8, (60, 30), (3, 1), tail=5, sink=2, window=20),
-    CacheCase("tbq4_0", 128, 5, 2, 128, (0, 126, 512), (3, 3, 1)),
-    CacheCase("tbq4_0", 128, 8, 1, 128, (2047,), (1,)),
-    CacheCase("tbq4_0", 128, 1, 2, 8, (0, 2, 120), (1, 1, 1)),
-    CacheCase("tbq4_0", 256, 2, 1, 128, (126, 127, 128), (1, 2, 1)),
-    CacheCase("tbq4_0", 256, 5, 2, 8, (0, 60), (17, 1)),
-    CacheCase("k=tbq4_0,v=tq4", 128, 2, 1, 128, (128, 30), (2, 20)),
-    CacheCase("k=tq4,v=tbq4_0", 256, 1, 2, 128, (200,), (1,)),
     CacheCase("tq4", 128, 5, 2, 16, (0, 126, 300), (3, 1, 1), pages=True),
-    CacheCase("tbq4_0", 256, 2, 2, 128, (130,), (2,), pages=True),
     CacheCase("tq3", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)),
     CacheCase("tq2", 128, 5, 2, 128, (1000, 0), (70, 40)),
     CacheCase("k=tq4,v=tq2", 128, 8, 2, 128, (2047, 3), (1, 1)),
@@ -63,29 +55,18 @@ ATTENTION = (
     CacheCase("k=lr32,v=lr176", 64, 5, 2, 16, (0, 60), (17, 1), pages=True),
     CacheCase("k=lr272,v=lr768", 256, 1, 2, 128, (130,), (2,)),
     CacheCase("k=tq4,v=lr80", 128, 5, 2, 128, (130, 7), (1, 2)),
-    CacheCase("k=lr144,v=tbq4_0", 128, 2, 2, 16, (40,), (9,)),
+    CacheCase("k=lr144,v=tq4", 128, 2, 2, 16, (40,), (9,)),
     # Levels wider than 4 bits, and numbers as they are.
     CacheCase("k=bf16,v=tq4", 128, 5, 2, 128, (1500, 0), (1, 9)),
     CacheCase("k=tq6,v=bf16", 128, 8, 1, 16, (130,), (3,), pages=True),
     CacheCase("k=tq5,v=tq8", 256, 2, 2, 24, (40, 0), (1, 7)),
-    # What becomes numbers otherwise: bytes, halves, streams, channels of groups, and vectors that are rotated back.
-    CacheCase("q8_0", 128, 5, 2, 128, (0, 2, 127, 1500), (1, 1, 9, 1)),
-    CacheCase("k=q4_0,v=fp8_e4m3", 64, 8, 2, 24, (200, 7), (1, 20), pages=True),
-    CacheCase("kivi2", 128, 5, 2, 128, (0, 30, 31, 126, 1100), (1, 1, 1, 40, 1)),
-    CacheCase("k=kivi4_g64,v=tq4", 64, 2, 2, 128, (300, 0), (1, 140), tail=100, sink=5),
-    CacheCase("k=tq4,v=kivi4", 256, 1, 2, 16, (130, 5), (1, 9), pages=True),
-    CacheCase("k=kivi2_g128,v=kivi2_g64", 64, 5, 1, 128, (700, 100), (1, 60), pages=True),
-    CacheCase("k=tq3_0,v=manthan3", 128, 5, 2, 16, (140, 0), (1, 9), tail=17, sink=4),
-    CacheCase("k=manthan3,v=q4_0_rot", 256, 2, 2, 128, (300,), (9,)),
-    CacheCase("k=q4_0_rot,v=tq3_0", 64, 8, 1, 128, (200, 3), (1, 1)),
-    CacheCase("k=tq4_seed,v=q8_0", 128, 2, 1, 128, (130, 3), (1, 9)),
-    CacheCase("k=fp32,v=tq4_seed", 128, 5, 2, 16, (40,), (3,), sink=7),
+    CacheCase("k=fp32,v=tq4", 128, 5, 2, 16, (40,), (3,), sink=7),
     # Tails and sinks: of every kind of side, over blocks and items; a tail longer than an item, sinks of a whole block.
     CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 300, 1500, 1100), (1,) * 6, tail=128, sink=4),
     CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 300, 1500, 7), (1, 1, 9, 20), tail=128, sink=4),
     CacheCase("k=lr112,v=tq3", 128, 8, 1, 16, (0, 30, 1030), (1, 1, 9), tail=17, sink=20),
     CacheCase("k=bf16,v=lr48", 128, 5, 2, 128, (0, 300), (1, 20), tail=32, sink=4),
-    CacheCase("k=tbq4_0,v=bf16", 256, 2, 2, 128, (0, 300), (1, 9), tail=32),
+    CacheCase("k=fp32,v=bf16", 256, 2, 2, 128, (0, 300), (1, 9), tail=32),
     CacheCase("k=tq8,v=tq2", 64, 1, 2, 24, (1500, 7), (1, 9), tail=1200, sink=30),
 )
 # For interpreters, too: of each pair what is quick.
@@ -98,8 +79,6 @@ SMALL_ATTENTION = (
     ),
     Attention(CacheCase("tq4", 64, 5, 1, 24, (0, 30), (13, 5)), BF16, small=True),
     *(Attention(CacheCase("tq4", 256, 2, 1, 128, (128, 0), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    *(Attention(CacheCase("tbq4_0", 128, 2, 1, 128, (128, 0), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    Attention(CacheCase("k=tbq4_0,v=tq4", 128, 8, 1, 8, (20,), (1,)), FP32, small=True),
     Attention(CacheCase("tq4", 64, 5, 2, 128, (0, 130), (1, 1), pages=True), BF16, small=True),
     Attention(CacheCase("tq4", 128, 8, 1, 16, (30, 0), (9, 12)), BF16, small=True),
     Attention(CacheCase("k=tq2,v=tq3", 128, 8, 1, 128, (20,), (12,)), BF16, small=True),
@@ -128,32 +107,21 @@ STORES = (
     CacheCase("tq4", 128, 1, 8, 128, (0, 0, 0), (1, 1, 1)),
     CacheCase("tq4", 128, 1, 9, 16, (0,), (40,)),
     CacheCase("tq4", 256, 1, 2, 128, (0,), (5,)),
-    CacheCase("tbq4_0", 128, 1, 2, 128, (0,), (5,)),
-    CacheCase("k=tq4,v=tbq4_0", 256, 1, 2, 8, (0,), (12,)),
     CacheCase("tq4", 128, 1, 2, 16, (0, 0), (40, 3), pages=True),
-    CacheCase("tbq4_0", 128, 1, 2, 8, (0,), (12,), pages=True),
     CacheCase("k=lr128,v=lr64", 128, 1, 8, 128, (0, 0), (1, 30)),
     CacheCase("k=lr48,v=lr240", 128, 1, 2, 8, (0,), (12,), pages=True),
     CacheCase("k=lr176,v=lr32", 64, 1, 9, 16, (0,), (11,)),
     CacheCase("k=lr32,v=lr768", 256, 1, 1, 16, (0,), (5,)),
     CacheCase("k=tq4,v=lr96", 128, 1, 3, 16, (0,), (20,)),
-    CacheCase("k=lr96,v=tbq4_0", 128, 1, 3, 16, (0,), (4,)),
+    CacheCase("k=lr96,v=tq3", 128, 1, 3, 16, (0,), (4,)),
     CacheCase("k=tq3,v=tq2", 128, 1, 3, 16, (0,), (20,)),
     CacheCase("k=tq5,v=tq6", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
     CacheCase("k=bf16,v=tq8", 256, 1, 2, 16, (0,), (12,)),
-    CacheCase("k=q8_0,v=q4_0", 128, 1, 3, 16, (0,), (20,)),
-    CacheCase("k=q4_0,v=fp8_e4m3", 64, 1, 9, 8, (0, 0), (11, 4), pages=True),
-    CacheCase("k=tq3_0,v=manthan3", 128, 1, 3, 16, (0, 0), (20, 1), pages=True),
-    CacheCase("k=manthan3,v=tq3_0", 256, 1, 9, 8, (0,), (11,), tail=5, sink=2),
-    CacheCase("q4_0_rot", 64, 1, 2, 16, (0,), (20,)),
-    CacheCase("k=tq4,v=q4_0_rot", 256, 1, 2, 16, (0,), (20,), pages=True),
-    CacheCase("kivi2", 128, 1, 2, 128, (0, 0), (300, 31)),
-    CacheCase("k=kivi4_g64,v=fp32", 256, 1, 3, 64, (0, 0), (64, 130), pages=True, tail=100, sink=5),
+    CacheCase("k=tq6,v=fp32", 256, 1, 3, 64, (0, 0), (64, 130), pages=True, tail=100, sink=5),
 )
 SMALL_STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
     CacheCase("tq4", 256, 1, 1, 24, (0,), (5,)),
-    CacheCase("k=tq4,v=tbq4_0", 128, 1, 1, 8, (0,), (3,)),
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
     CacheCase("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3),
     CacheCase("k=tq4,v=tq3", 64, 1, 2, 8, (0, 40), (3, 2), sink=2),
@@ -162,7 +130,7 @@ SMALL_STORES = (
     CacheCase("k=tq4,v=lr176", 64, 1, 2, 8, (0,), (19,), tail=4, sink=3),
     CacheCase("k=lr64,v=lr32", 64, 1, 2, 16, (0, 30, 12), (11, 9, 1), tail=9, sink=3),
 )
-_PACKED = ("tq4", "tbq4_0", "tq3_0", "k=lr128,v=lr64")
+_PACKED = ("tq4", "k=lr128,v=lr64")
 
 
 def timed_cases() -> Iterator[OpCase]:
@@ -199,11 +167,8 @@ def format_cases(table: Table) -> Iterator[OpCase]:
         for head_dim in HEAD_DIMS:
             plan = KVSpec(name).plan(1)
             if table is not REFERENCE and table.unsupported(plan, head_dim) is None:
-                # Tokens that are stored together: two of such groups, and some that fill none.
-                group = formats.get(name).group_tokens
-                block, more = max(8, group), 2 * group if group > 1 else 0
-                yield Store(CacheCase(name, head_dim, 1, 2, block, (0,), (3 + more,)), small=True)
-                yield Attention(CacheCase(name, head_dim, 2, 1, block, (11 + more,), (2,)), FP32, small=True)
+                yield Store(CacheCase(name, head_dim, 1, 2, 8, (0,), (3,)), small=True)
+                yield Attention(CacheCase(name, head_dim, 2, 1, 8, (11,), (2,)), FP32, small=True)
 
 
 def cases(table: Table) -> list[OpCase]:

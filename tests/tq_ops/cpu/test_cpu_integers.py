@@ -132,8 +132,6 @@ def has_integers(name: str) -> bool:
 @pytest.mark.parametrize("name", list(filter(has_integers, readable(READS))))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_integer_levels_lie_near_every_centroid(name, head_dim):
-    if name == "tbq4_0" and head_dim == 64:
-        pytest.skip("tbq4_0 has no head_dim of 64")
     of = layout(formats.get(name), LAYER, head_dim)
     error = (of.integers.double() * of.unit - of.centroids.double()).abs().max() / of.centroids.abs().max()
     assert of.integers.dtype == torch.int16

@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
 
 @every_table
 @DTYPES
-@pytest.mark.parametrize("kv", ["k=tq4,v=tq3", "k=tq2,v=q8_0"])
+@pytest.mark.parametrize("kv", ["k=tq4,v=tq3", "k=tq2,v=tq8"])
 def test_a_tail_is_read_where_its_ring_begins_anew(table, kv, dtype):
     """Token by token, so that the end of the ring, which is none of a block, comes to lie at each place of the tail."""
     case = Case(kv, 128, 5, 2, 16, (), (), tail=40, sink=3)

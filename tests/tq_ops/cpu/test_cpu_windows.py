@@ -22,10 +22,9 @@ BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAY
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
 LEARNED = made_up.calibration(LAYER + 1, 2, 128)
 KINDS = [
-    KVSpec("tq4"), KVSpec("k=tq3,v=bf16"), KVSpec("k=q4_0,v=q8_0"), KVSpec("tq4", tail=33, sink=3),
+    KVSpec("tq4"), KVSpec("k=tq3,v=bf16"), KVSpec("k=fp32,v=tq8"), KVSpec("tq4", tail=33, sink=3),
     KVSpec("k=bf16,v=tq5", sink=9),
-    KVSpec("tbq4_0"), KVSpec("q8_0", tail=20, sink=5), KVSpec("k=lr128,v=lr64", tail=7, calibration=LEARNED),
-    KVSpec("kivi2", tail=40), KVSpec("tq4_seed"),
+    KVSpec("tq8", tail=20, sink=5), KVSpec("k=lr128,v=lr64", tail=7, calibration=LEARNED),
 ]  # fmt: skip
 SIZES = (30, 1, 1, 64, 9, 1, 64, 64, 1, 1)
 CHUNK = 64

@@ -15,17 +15,8 @@ from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
-from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats.rotated import (
-    Description,
-    Plane,
-    Quantizer,
-    RotatedFormat,
-    Transform,
-    in_parts,
-    pack_levels,
-    unpack_levels,
-)
+from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
+from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -47,7 +38,9 @@ def vectors(*shape, seed=0):
 
 # -- What the formats say is true ----------------------------------------------------------------------------------------
 def test_every_rotated_format_describes_itself():
-    assert {"tq4", "tq2", "tq3", "tq5", "tq6", "tq8", "tbq4_0"} <= set(DESCRIBED)
+    assert DESCRIBED == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8"]
+    assert [name for name in formats.names() if formats.get(name).plain] == ["bf16", "fp32"]
+    assert [name for name in formats.names() if formats.get(name).restored(128)] == ["tq4_seed"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -55,33 +48,25 @@ def test_every_rotated_format_describes_itself():
 def test_stored_bytes_are_those_described(name, head_dim):
     """Levels, packing, scales and the way back, by the description alone."""
     kv_format = formats.get(name)
-    if (name, head_dim) == ("tbq4_0", 64):
-        pytest.skip("tbq4_0 has no head_dim of 64")
     described, x = kv_format.description(head_dim), vectors(40, head_dim)
     fields = kv_format.quantize(x, LAYER)
-    level = unpack_levels(fields["codes"], described.planes)
+    level, scale = unpack_planes(fields["codes"], described.bits), fields["scale"]
     assert torch.equal(level, kv_format.levels(fields))
-    assert torch.equal(pack_levels(level, described.planes), fields["codes"])
-    scale = fields["scale"].view(40, described.scales)
-    assert scale.dtype == described.scale_dtype
-    centroids = torch.tensor(described.centroids, dtype=torch.float64)[level.int()].view(40, described.scales, -1)
-    matrix = described.transform.matrix(LAYER, head_dim)
-    assert matrix.dtype == described.transform.dtype
-    restored = (centroids * scale.unsqueeze(-1)).flatten(1) @ matrix.double().T
+    assert torch.equal(pack_planes(level, described.bits), fields["codes"])
+    assert level.shape == (40, described.levels)
+    assert (scale.dtype, scale.shape) == (torch.float16, (40,))
+    centroids = torch.tensor(described.centroids, dtype=torch.float64)[level.int()]
+    matrix, other = (described.transform.matrix(layer, head_dim) for layer in (LAYER, LAYER + 1))
+    assert matrix.dtype == torch.bfloat16
+    assert torch.equal(matrix, other) != described.transform.per_layer
+    restored = (centroids * scale.unsqueeze(-1)) @ matrix.double().T
     torch.testing.assert_close(kv_format.dequantize(fields, LAYER).double(), restored, rtol=0, atol=1e-5)
-    lengths = x.double().view(40, described.scales, -1).norm(dim=-1)
+    lengths = x.double().norm(dim=-1)
     torch.testing.assert_close(scale.double(), lengths / centroids.norm(dim=-1), rtol=2**-10, atol=0)
-    unit = (x.double().view(40, described.scales, -1) / lengths.unsqueeze(-1)).flatten(1).float()
-    unit = unit.bfloat16() if described.quantizer.rounds_unit else unit
+    unit = (x.double() / lengths.unsqueeze(-1)).float().bfloat16()
     y, boundaries = unit.double() @ matrix.double(), torch.tensor(described.boundaries, dtype=torch.float64)
     compared = compare_levels(level, (y[..., None] >= boundaries).sum(-1), y, boundaries, bounds.ROTATED_FP32)
     assert compared.unexplained == 0
-
-
-@pytest.mark.parametrize("name", ["tq4", "tbq4_0"])
-def test_layers_differ_where_the_description_says_so(name):
-    transform = formats.get(name).description(128).transform
-    assert torch.equal(transform.matrix(0, 128), transform.matrix(1, 128)) != transform.per_layer
 
 
 # -- A new format runs on every backend that reads its kind ----------------------------------------------------------------
@@ -91,57 +76,23 @@ HALF = (0.01, 0.03, 0.052, 0.078, 0.1, 0.14, 0.185, 0.25)
 
 def own_rotation(layer, head_dim):
     gaussian = draw_gaussian(7 + layer, head_dim * head_dim).reshape(head_dim, head_dim).astype(np.float64)
-    return torch.from_numpy(orthogonal_factor(gaussian)).float()
+    return torch.from_numpy(orthogonal_factor(gaussian)).bfloat16()
 
 
-OWN_ORDER = tuple(np.random.RandomState(3).permutation(HEAD_DIM).tolist())
 CENTROIDS = (*(-c for c in reversed(HALF)), *HALF)
-MADE_UP = Description(
-    head_dim=HEAD_DIM,
-    planes=(Plane(4, OWN_ORDER),),
-    transform=Transform(own_rotation, per_layer=True, dtype=torch.float32),
-    centroids=CENTROIDS,
+MADE_UP = replace(
+    formats.get("tq4").description(HEAD_DIM), transform=Transform(own_rotation, per_layer=True), centroids=CENTROIDS,
     boundaries=tuple((a + b) / 2 + 1e-4 for a, b in pairwise(CENTROIDS)),
-    quantizer=Quantizer(rounds_unit=False, smallest=1e-3, saturates=False),
-)
-AS_TQ4 = replace(formats.get("tq4").description(HEAD_DIM), centroids=CENTROIDS)
+)  # fmt: skip
 LOPSIDED = replace(MADE_UP, centroids=tuple(c + 0.004 for c in CENTROIDS))
 IN_TWO_PLANES = replace(
-    MADE_UP,
-    planes=tuple(Plane(bits, tuple(OWN_ORDER[place] for place in in_parts(HEAD_DIM, bits))) for bits in (2, 1)),
-    centroids=LOPSIDED.centroids[::2],
+    MADE_UP, bits=3, centroids=LOPSIDED.centroids[::2],
     boundaries=tuple((a + b) / 2 for a, b in pairwise(LOPSIDED.centroids[::2])),
-)
+)  # fmt: skip
 
 
 def made_up(description=MADE_UP):
     return RotatedFormat("made_up", "of this test alone", description.bits, lambda _: description)
-
-
-def slow_bytes(x, layer):
-    """One vector [D] by loops in float64: 64 bytes of codes as written down by hand, and the scale."""
-    norm = float(np.sqrt((x.astype(np.float64) ** 2).sum()))
-    unit = x / norm if norm > 1e-3 else np.zeros_like(x, dtype=np.float64)
-    y = unit @ own_rotation(layer, HEAD_DIM).double().numpy()
-    level = [sum(value >= b for b in MADE_UP.boundaries) for value in y]
-    length = np.sqrt(sum(CENTROIDS[n] ** 2 for n in level))
-    codes = [level[OWN_ORDER[2 * j]] | level[OWN_ORDER[2 * j + 1]] << 4 for j in range(HEAD_DIM // 2)]
-    return codes, (norm if norm > 1e-3 else 0.0) / length
-
-
-def test_a_made_up_format_is_its_description():
-    kv_format, x = made_up(), vectors(30, HEAD_DIM, seed=4)
-    x[3], x[4, :], x[5] = 0.0, 1e-3 * HEAD_DIM**-0.5 / 2, 1e-9
-    fields = kv_format.quantize(x, LAYER)
-    assert kv_format.bytes_per_vector(HEAD_DIM) == 66
-    different = 0
-    for row, vector in enumerate(x.numpy()):
-        codes, scale = slow_bytes(vector, LAYER)
-        different += sum(a != b for a, b in zip(fields["codes"][row].tolist(), codes, strict=True))
-        assert float(fields["scale"][row]) == pytest.approx(scale, rel=2**-10)
-    assert different <= 1  # a tie that FP32 breaks the other way
-    with pytest.raises(NonFiniteError):
-        kv_format.quantize(x * 1e6, LAYER)
 
 
 def filled(description, heads=2):
@@ -212,7 +163,7 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
     """In one call of the append kernel."""
     tq4 = formats.get("tq4")
     other = RotatedFormat("tq4_other", "", 4, lambda d: replace(
-        tq4.description(d), transform=Transform(lambda layer, dim: own_rotation(layer, dim).bfloat16(), True, torch.bfloat16)
+        tq4.description(d), transform=Transform(own_rotation, per_layer=True)
     ))  # fmt: skip
     by = [cpu_layout.tables(kv_format, LAYER, 128) for kv_format in (tq4, other)]
     assert not torch.equal(by[0].matrix, by[1].matrix)
@@ -229,46 +180,43 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
 
 
 # -- What backends read ----------------------------------------------------------------------------------------------------
-ONLY = "only --executor reference reads every format"
-CPU_READS = (
-    "the CPU kernels read tq4, tq4_seed, tq2, tq3, tq5, tq6, tq8, manthan3, tq3_0, tbq4_0, kivi2, kivi2_g64, kivi2_g128, "
-    "kivi4, kivi4_g64, kivi4_g128, q4_0, q4_0_rot, q8_0, fp8_e4m3, bf16 and fp32"
-)
+OTHERS = "--executor cpu and reference run every format"
+CPU_READS = "the CPU kernels read tq4, tq2, tq3, tq5, tq6, tq8, bf16 and fp32"
+GPU_READS = "the GPU kernels read tq4, tq2, tq3, tq5, tq6 and tq8"
 ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "onnx": ONNX_READS}
 
 
 @pytest.mark.parametrize(
     ("backend", "kv", "head_dim", "reason"),
     [
-        ("cpu", "k=tq4,v=tbq4_0", 256, None),
         ("cpu", "k=tq8,v=tq3", 64, None),
         ("cpu", "k=bf16,v=tq5", 128, None),
-        ("cpu", "k=kivi2,v=q8_0", 64, None),
-        ("cpu", "kvarn4", 128, f"{CPU_READS}, not kvarn4; {ONLY}"),
-        ("cpu", "kivi2_g128", 64, "kivi2_g128 groups 128 channels of V and cannot hold head_dim 64"),
+        *(("cpu", name, 128, f"{CPU_READS}, not {name}; {OTHERS}") for name in ("q8_0", "kivi2", "tq4_seed")),
         ("cpu", "bf16", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
         ("cpu", "tq4", 96, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
-        ("cpu", "tbq4_0", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
-        ("cuda", "k=tq4,v=tbq4_0", 128, None),
+        ("cpu", "q8_0", 80, "q8_0 stores blocks of 32 values and cannot hold head_dim 80"),
         ("cuda", "k=tq8,v=tq3", 64, None),
-        (
-            "cuda",
-            "q8_0",
-            128,
-            f"the GPU kernels read tq4, tq2, tq3, tq5, tq6, tq8 and tbq4_0, not q8_0; {ONLY}",
-        ),
-        ("cuda", "tbq4_0", 256, "the GPU kernels take one scale a vector, and tbq4_0 at head_dim 256 has 2"),
+        ("cuda", "bf16", 128, f"{GPU_READS}, not bf16; {OTHERS}"),
         ("npu", "tq4", 128, None),
         ("npu", "k=bf16,v=tq4_seed", 128, None),
-        ("npu", "tbq4_0", 128, f"its programs read tq4, tq4_seed and bf16, not tbq4_0; {ONLY}"),
+        ("npu", "tbq4_0", 128, f"its programs read tq4, tq4_seed and bf16, not tbq4_0; {OTHERS}"),
         ("npu", "bf16", 256, "its programs are made for head_dim 128, not 256"),
         ("npu", "tq4", 64, "its programs are made for head_dim 128, not 64"),
         ("onnx", "tq4", 256, None),
-        ("onnx", "tq4_seed", 128, "its graphs read tq4, not tq4_seed; only --executor reference reads every format"),
+        ("onnx", "tq4_seed", 128, f"its graphs read tq4, not tq4_seed; {OTHERS}"),
     ],
 )
 def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_dim, reason):
     assert unsupported(ALL[backend], KVSpec(kv).plan(2), KVShape(2, head_dim)) == reason
+
+
+def test_what_the_kernels_do_not_read_may_be_left_to_the_reference():
+    """Their head_dim, tails and windows count all the same."""
+    reads = replace(cpu_layout.READS, kept=False, windows=False)
+    assert unsupported(reads, KVSpec("q8_0").plan(2), KVShape(2, 128), others=True) is None
+    assert "head_dim" in unsupported(reads, KVSpec("q8_0").plan(2), KVShape(2, 96), others=True)
+    assert "leave out the tail" in unsupported(reads, KVSpec("q8_0", tail=8).plan(2), KVShape(2, 128), others=True)
+    assert "sliding window" in unsupported(reads, KVSpec("q8_0").plan(2), KVShape(2, 128, 64), others=True)
 
 
 @pytest.mark.parametrize("backend", ALL)
@@ -284,10 +232,8 @@ def test_learned_formats_are_read_where_kernels_take_them():
     learned = calibration(heads=2, dim=64)
     for nibbles in (32, 48, 192):
         assert misfit(cpu_layout.READS, learned.format("k", nibbles), 64) is None
-        assert cpu_layout.tables(learned.format("v", nibbles), LAYER, 64) is not None
     reason = "the CPU kernels take 32 to 192 learned nibbles in steps of 16, not 16"
     assert misfit(cpu_layout.READS, learned.format("k", 16), 64) == reason
-    assert cpu_layout.tables(learned.format("k", 16), LAYER, 64) is None
     assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format("k", 32), 128)
     wide = calibration(heads=2, dim=128)
     assert (
@@ -303,49 +249,10 @@ def test_learned_formats_are_read_where_kernels_take_them():
     assert misfit(ONNX_READS, learned.format("k", 16), 64) is None
 
 
-@pytest.mark.parametrize(
-    ("description", "reads", "reason"),
-    [
-        (IN_TWO_PLANES, cuda_layout.READS, None),
-        (IN_TWO_PLANES, cpu_layout.READS, None),
-        *(
-            (
-                replace(IN_TWO_PLANES, planes=(IN_TWO_PLANES.planes[0], Plane(1, OWN_ORDER))),
-                reads,
-                f"{reads.kernels} read planes of one order of coordinates, and made_up has planes of several",
-            )
-            for reads in (cpu_layout.READS, cuda_layout.READS)
-        ),
-        (MADE_UP, ONNX_READS, "its graphs read tq4, not made_up; only --executor reference reads every format"),
-        (MADE_UP, cpu_layout.APPENDS, "the CPU kernels read another order of coordinates than made_up has"),
-        (AS_TQ4, cpu_layout.APPENDS, None),
-        (
-            replace(AS_TQ4, transform=MADE_UP.transform),
-            cpu_layout.APPENDS,
-            "the CPU kernels rotate by a matrix of torch.bfloat16, and that of made_up is torch.float32",
-        ),
-        *(
-            (
-                replace(AS_TQ4, quantizer=other),
-                cpu_layout.APPENDS,
-                f"the CPU kernels quantize by {AS_TQ4.quantizer}, and made_up by {other}",
-            )
-            for other in (Quantizer(False, 0.0, True), Quantizer(True, 1e-3, True), Quantizer(True, 0.0, False))
-        ),
-        (
-            replace(AS_TQ4, scales=2),
-            cpu_layout.APPENDS,
-            "the CPU kernels take one scale a vector, and made_up at head_dim 128 has 2",
-        ),
-        (
-            replace(MADE_UP, scale_dtype=torch.float32),
-            cpu_layout.READS,
-            f"{CPU_READS}, not made_up; {ONLY}",
-        ),
-    ],
-)
-def test_a_made_up_format_is_refused_for_what_it_is(description, reads, reason):
-    assert misfit(reads, made_up(description), HEAD_DIM) == reason
+def test_tables_that_are_built_in_are_those_of_one_format():
+    for reads in (cpu_layout.READS, cuda_layout.READS):
+        assert all(misfit(reads, made_up(of), HEAD_DIM) is None for of in (MADE_UP, LOPSIDED, IN_TWO_PLANES))
+    assert misfit(ONNX_READS, made_up(), HEAD_DIM) == f"its graphs read tq4, not made_up; {OTHERS}"
 
 
 def test_a_copy_of_a_format_under_another_name_is_read_by_all():
@@ -356,14 +263,14 @@ def test_a_copy_of_a_format_under_another_name_is_read_by_all():
 
 
 def test_a_backend_may_read_levels_in_several_planes():
-    three = Reads("they", head_dims=(128,), planes=((4,), (2, 1)))
+    three = Reads("they", head_dims=(128,), bits=(4, 3))
     assert misfit(three, formats.get("tq3"), 128) is None
-    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4, tq3 and tbq4_0, not tq2")
+    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3, not tq2")
 
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
     """Descriptions and declarations are all that the rooms know of each other."""
-    modules = "turboquant|hadamard|blocks|ggml|manthan|fp8|plain"
+    modules = "turboquant|blocks|manthan|plain"
     class_of = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
     asked = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
     rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")
@@ -374,4 +281,4 @@ def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name(
         assert not class_of.search(text), path
         assert not asked.search(text), path
     assert asked.search('if kv_format.name != "tq4":')
-    assert class_of.search("from haarkv.tq_ops.formats.hadamard import HadamardTBQ4")
+    assert class_of.search("from haarkv.tq_ops.formats.blocks import HadamardTBQ4")

@@ -7,8 +7,8 @@ import torch
 from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import NonFiniteVectorError
-from haarkv.tq_ops.formats.hadamard import HadamardTBQ4
-from haarkv.tq_ops.formats.kivi import KiviKeys, KiviValues, groups_to_flush
+from haarkv.tq_ops.formats.blocks import HadamardTBQ4
+from haarkv.tq_ops.formats.kivi import Kivi, groups_to_flush
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
 
@@ -68,19 +68,42 @@ def test_manthan3_packing(golden):
     assert pack_stream(torch.arange(8, dtype=torch.uint8), 3).numpy().tobytes() == bytes.fromhex("88C6FA")
 
 
-# -- tq3_0 -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("file", "head_dim"), [(32, 32), (32, 64), (32, 256), (128, 128), (128, 256)])
-def test_tq3_0(golden, file, head_dim):
+# -- Blocks ----------------------------------------------------------------------------------------------------------------
+BLOCKS = [("tq3_0", 14, 12), ("tbq4_0", 66, 0), ("q4_0", 18, 0), ("q8_0", 34, 0)]
+"""A format, bytes of a block, and where its scale lies in it."""
+
+
+def golden_blocks(golden, name, file):
+    """Its bytes of the rows of a head_dim, and what they restore; None where no origin said that."""
+    if name.startswith("t"):
+        data = golden(f"{name}/{name}_d{file}")
+        return data["packed"], data["dequant"]
+    data = golden("gguf/q4_0_q8_0")
+    return data[f"{name}_d{file}"], data.get(f"{name}_d{file}_dequant")
+
+
+@pytest.mark.parametrize(
+    ("file", "head_dim", "name", "block", "at"),
+    [
+        (file, head_dim, *of_format)
+        for file, head_dim in ((32, 32), (32, 64), (32, 256), (64, 64), (128, 128), (128, 256))
+        for of_format in BLOCKS
+        if file in {"tq3_0": (32, 128), "tbq4_0": (128,)}.get(of_format[0], (32, 64, 128))
+    ],
+)
+def test_blocks(golden, name, block, at, file, head_dim):
     together = head_dim // file
-    x = in_vectors(rows(golden, file)[0].numpy(), together)
-    theirs = {name: in_vectors(a, together) for name, a in golden(f"tq3_0/tq3_0_d{file}").items()}
-    overflows = fp16_overflows(theirs["packed"], 14, 12)
+    x = torch.from_numpy(in_vectors(rows(golden, file)[0].numpy(), together))
+    packed, restored = golden_blocks(golden, name, file)
+    theirs = in_vectors(packed, together)
+    overflows = fp16_overflows(theirs, block, at)
     assert overflows.sum() > 0
-    refuses("tq3_0", torch.from_numpy(x[overflows]))
-    packed, restored = stored("tq3_0", torch.from_numpy(x[~overflows]))
-    assert len(packed) >= 355 // together
-    np.testing.assert_array_equal(packed, theirs["packed"][~overflows])
-    same_bits(restored, theirs["dequant"][~overflows])
+    refuses(name, x[overflows])
+    ours, back = stored(name, x[~overflows])
+    assert len(ours) >= 355 // together
+    np.testing.assert_array_equal(ours, theirs[~overflows])
+    if restored is not None:
+        same_bits(back, in_vectors(restored, together)[~overflows])
 
 
 def test_tq3_0_with_fused_multiply_add_differs_in_signs_at_a_block_maximum_only(golden):
@@ -102,21 +125,6 @@ def test_tq3_0_with_fused_multiply_add_differs_in_signs_at_a_block_maximum_only(
     assert not (flipped & ~at_maximum).any()
 
 
-# -- tbq4_0 ----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_tbq4_0(golden, head_dim):
-    together = head_dim // 128
-    x = in_vectors(rows(golden, 128)[0].numpy(), together)
-    theirs = {name: in_vectors(a, together) for name, a in golden("tbq4_0/tbq4_0_d128").items()}
-    overflows = fp16_overflows(theirs["packed"], 66, 0)
-    assert overflows.sum() > 0
-    refuses("tbq4_0", torch.from_numpy(x[overflows]))
-    packed, restored = stored("tbq4_0", torch.from_numpy(x[~overflows]))
-    assert len(packed) >= 355 // together
-    np.testing.assert_array_equal(packed, theirs["packed"][~overflows])
-    same_bits(restored, theirs["dequant"][~overflows])
-
-
 def test_tbq4_0_tables(golden):
     tables = golden("tbq4_0/tables")
     np.testing.assert_array_equal(hadamard_signs("tbq4_0/before").numpy(), tables["s1"])
@@ -125,47 +133,26 @@ def test_tbq4_0_tables(golden):
     np.testing.assert_array_equal(np.array(HadamardTBQ4.boundaries, np.float32), tables["midpoints"])
 
 
-def test_tbq4_0_attention_in_the_rotated_domain(golden):
-    """q rotated once, tiles as centroid times scale, the output rotated back once: the published fused attention."""
+def test_tbq4_0_in_the_rotated_domain(golden):
+    """What attention with q rotated once would meet: q itself, and K as centroid times scale."""
     data = golden("tbq4_0/rotated_domain_attention")
     tbq4 = HadamardTBQ4()
-    q, k, v = (torch.from_numpy(data[name]) for name in "qkv")
-    fields = {side: tbq4.quantize(x, 0) for side, x in (("k", k), ("v", v))}
-    for side in "kv":
-        np.testing.assert_array_equal(tbq4.to_bytes(fields[side]).numpy(), data[f"{side}_packed"])
-    rotated_q = tbq4.rotate(q)
-    same_bits(rotated_q.numpy(), data["q_rotated"])
-    same_bits(tbq4.rotated(fields["k"]).numpy(), data["k_rotated_domain"])
+    q, *sides = (torch.from_numpy(data[name]) for name in "qkv")
+    k_fields, v_fields = (tbq4.quantize(x, 0) for x in sides)
+    for side, fields in (("k", k_fields), ("v", v_fields)):
+        np.testing.assert_array_equal(tbq4.to_bytes(fields).numpy(), data[f"{side}_packed"])
+    same_bits(tbq4._rotated(q.unsqueeze(-2), "tbq4_0/before", "tbq4_0/after").flatten(-2).numpy(), data["q_rotated"])
+    stored_k = torch.tensor(tbq4.centroids)[tbq4.levels(k_fields).int()] * k_fields["scale"].float()
+    same_bits(stored_k.numpy(), data["k_rotated_domain"])
+    # As the reference attends: in the model's own domain. FP32 sums over 200 tokens in another order; results are of size 0.1.
     heads = torch.arange(10) // 5
-    for keys, values, queries, back in (
-        (tbq4.rotated(fields["k"]), tbq4.rotated(fields["v"]), rotated_q, tbq4.rotate_back),
-        (tbq4.dequantize(fields["k"], 0), tbq4.dequantize(fields["v"], 0), q, lambda out: out),
-    ):
-        scores = torch.einsum("hd,hsd->hs", queries, keys[heads]) / 128**0.5
-        out = back(torch.einsum("hs,hsd->hd", scores.softmax(-1), values[heads]))
-        # FP32 sums over 200 tokens in another order; results are of size 0.1.
-        np.testing.assert_allclose(out.numpy(), data["out_fused_f32"], atol=2e-6)
-        np.testing.assert_allclose(out.numpy(), data["out_dequant_f64"], atol=2e-6)
+    keys, values = (tbq4.dequantize(fields, 0)[heads] for fields in (k_fields, v_fields))
+    out = torch.einsum("hs,hsd->hd", (torch.einsum("hd,hsd->hs", q, keys) / 128**0.5).softmax(-1), values)
+    for theirs in ("out_fused_f32", "out_dequant_f64"):
+        np.testing.assert_allclose(out.numpy(), data[theirs], atol=2e-6)
 
 
-# -- ggml, fp8 -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "block"), [("q4_0", 18), ("q8_0", 34)])
-@pytest.mark.parametrize(("file", "head_dim"), [(32, 32), (64, 64), (128, 128), (128, 256)])
-def test_ggml(golden, name, block, file, head_dim):
-    together = head_dim // file
-    x = in_vectors(rows(golden, file)[0].numpy(), together)
-    data = golden("gguf/q4_0_q8_0")
-    theirs = in_vectors(data[f"{name}_d{file}"], together)
-    overflows = fp16_overflows(theirs, block, 0)
-    assert overflows.sum() > 0
-    refuses(name, torch.from_numpy(x[overflows]))
-    packed, restored = stored(name, torch.from_numpy(x[~overflows]))
-    assert len(packed) >= 355 // together
-    np.testing.assert_array_equal(packed, theirs[~overflows])
-    if file == 128:
-        same_bits(restored, in_vectors(data[f"{name}_d128_dequant"], together)[~overflows])
-
-
+# -- fp8 -------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_fp8_e4m3(golden, head_dim):
     x, _ = rows(golden, head_dim)
@@ -182,33 +169,25 @@ def test_fp8_e4m3_at_every_number_every_tie_and_beside_it(golden):
 
 
 # -- KIVI ------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("file", ["keys_B1H2D128S64", "keys_B2H4D64S32"])
-def test_kivi_keys(golden, file):
-    data = golden(f"kivi_sycl/{file}")
-    keys = KiviKeys(2, int(data["group_size"]), "kivi2", "")
-    fields = keys.quantize(torch.from_numpy(data["x"]).transpose(-1, -2), 0)
+@pytest.mark.parametrize(
+    "file",
+    ["keys_B1H2D128S64", "keys_B2H4D64S32", "values_B1H2S32D128g128", "values_B1H2S32D128g64", "values_B1H2S48D64g32"],
+)
+def test_kivi(golden, file):
+    data, keys = golden(f"kivi_sycl/{file}"), file.startswith("keys")
+    kv_format, x = Kivi(2, int(data["group_size"]), keys=keys), torch.from_numpy(data["x"])
+    fields = kv_format.quantize(x.transpose(-1, -2) if keys else x, 0)
     np.testing.assert_array_equal(fields["codes"].numpy(), data["packed"])
     same_bits(fields["scale"].numpy(), data["scales"])
     same_bits(fields["zero"].numpy(), data["zeros"])
-    same_bits(keys.dequantize(fields, 0).transpose(-1, -2).contiguous().numpy(), data["dequant"])
-
-
-@pytest.mark.parametrize("file", ["values_B1H2S32D128g128", "values_B1H2S32D128g64", "values_B1H2S48D64g32"])
-def test_kivi_values(golden, file):
-    data = golden(f"kivi_sycl/{file}")
-    group = int(data["group_size"])
-    values = formats.get("kivi2" if group == 32 else f"kivi2_g{group}", side="v")
-    fields = values.quantize(torch.from_numpy(data["x"]), 0)
-    np.testing.assert_array_equal(fields["codes"].numpy(), data["packed"])
-    same_bits(fields["scale"].numpy(), data["scales"])
-    same_bits(fields["zero"].numpy(), data["zeros"])
-    same_bits(values.dequantize(fields, 0).numpy(), data["dequant"])
+    restored = kv_format.dequantize(fields, 0)
+    same_bits((restored.transpose(-1, -2).contiguous() if keys else restored).numpy(), data["dequant"])
 
 
 def test_kivi_flush_rule_after_every_token(golden):
     """100 tokens at once, then 60 one by one: what is quantized when, and what the cache then holds."""
     data = golden("kivi_sycl/flush_trace_G16_R32_D64_pre100_tot160")
-    keys, values = KiviKeys(2, 16, "kivi2", ""), KiviValues(2, 16, "kivi2", "")
+    keys, values = Kivi(2, 16, keys=True), Kivi(2, 16, keys=False)
     k, v = (torch.from_numpy(data[name])[0, 0] for name in ("k_in", "v_in"))
     quantized, kept = 0, 0
     stored_keys, stored_values = [], []

@@ -137,18 +137,6 @@ def test_the_largest_numbers_of_a_vector_are_clipped():
         assert kv_format.dequantize(fields, 0).abs().max().item() == pytest.approx(limit, rel=2**-9)
 
 
-def test_a_choice_leads_to_the_levels_and_explains_noise():
-    kv_format, x, noise = oscar_format(learned(), "k"), vectors(HEADS, 400, 128, seed=5), 1e-4
-    choice, levels = kv_format.choice(x, 0, 5 * noise), kv_format.levels(kv_format.quantize(x, 0))
-    assert torch.equal(torch.bucketize(choice.value, choice.boundaries, right=True).to(torch.uint8), levels)
-    off = x + noise * x.norm(dim=-1, keepdim=True) * (2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(6)) - 1)
-    moved = kv_format.levels(kv_format.quantize(off, 0)) != levels
-    near = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1) <= choice.reach
-    assert moved.sum() > 10
-    assert near[moved].all()
-    assert near.float().mean() < 0.1
-
-
 # -- In a cache ------------------------------------------------------------------------------------------------------------
 def test_the_cache_stores_each_head_in_its_own_rotation():
     of = learned()

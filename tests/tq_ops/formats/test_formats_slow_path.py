@@ -8,7 +8,7 @@ import torch
 from haarkv.codebooks import haar_rotation, lloyd_max
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.arithmetic import fwht, round_half_away, square_root, sum_in_order, sum_pairwise
-from haarkv.tq_ops.formats.kivi import KiviKeys, KiviValues
+from haarkv.tq_ops.formats.kivi import Kivi
 from haarkv.tq_ops.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
 from haarkv.tq_ops.formats.rotated import choose_levels, exact_norm
 from haarkv.validation import bounds
@@ -88,7 +88,7 @@ def test_bf16_vectors_and_views_are_stored_as_the_same_numbers_in_fp32(name):
 @pytest.mark.parametrize(("group", "head_dim"), [(32, 64), (32, 128), (64, 64), (64, 256), (128, 128), (128, 256)])
 def test_kivi_values_equal_the_slow_path(bits, group, head_dim):
     x = fresh_rows(head_dim, bits)[::2]
-    values = KiviValues(bits, group, "v", "")
+    values = Kivi(bits, group, keys=False)
     fields = values.quantize(x, 0)
     packed, restored = values.to_bytes(fields).numpy(), values.dequantize(fields, 0).numpy()
     assert packed.shape[1] == values.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
@@ -103,7 +103,7 @@ def test_kivi_keys_equal_the_slow_path(bits, group, head_dim):
     generator = torch.Generator().manual_seed(bits)
     x = torch.randn(2, group, head_dim, generator=generator) * torch.rand(head_dim, generator=generator) * 9
     x[0, :, 0], x[0, :, 1], x[0, :, 2] = 0, 7.5, (x[0, :, 2] * 2).round() / 2
-    keys = KiviKeys(bits, group, "k", "")
+    keys = Kivi(bits, group, keys=True)
     fields = keys.quantize(x, 0)
     packed, restored = keys.to_bytes(fields).numpy(), keys.dequantize(fields, 0).numpy()
     assert packed.shape[1] / group == keys.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
@@ -132,7 +132,7 @@ def test_k_and_v_are_rotated_by_matrices_of_their_own():
     x[0, 70] = 1.0
     for side, first, last in (("k", 0, 256), ("v", 64, 128)):
         kv_format = formats.get("q4_0_rot", side)
-        level = kv_format.levels(kv_format.quantize(x, 0))[0]
+        level = kv_format._codes(kv_format.quantize(x, 0)).flatten()
         assert (level != 8).nonzero().flatten().tolist() == list(range(first, last))
 
 

@@ -28,7 +28,7 @@ namespace {
 #include "tile_projection.h"
 
 bool in_tiles(const Cache& cache) {
-    auto fits = [](const Side& side) { return side.cell == kNibble ? side.scales_per_vector == 1 : are_bf16(side); };
+    auto fits = [](const Side& side) { return side.cell == kNibble || side.cell == kBf16; };
     return fits(cache.k) && fits(cache.v);
 }
 

@@ -13,23 +13,20 @@ void exponentials(int rows, const float* before, const float* block, const float
     }
 }
 
-// Scales that weights are multiplied by, a vector: numbers hold theirs already.
-inline int segments_of(const Side& side) { return side.cell == kNibble ? side.scales_per_vector : 1; }
-
 // Where the pieces of scratch begin, in floats. The products' own come last.
 struct Pieces {
     int64_t logits, k_scale, v_scale, weights, words, codes, numbers, queries, found, end = 0;
 
     Pieces(const Cache& cache, int rows) {
-        const int64_t stride = padded(cache.block_size), segments = segments_of(cache.v);
+        const int64_t stride = padded(cache.block_size);
         const bool numbers_too = cache.k.cell != kNibble || cache.v.cell != kNibble;
         const bool kept = cache.k.kept.vectors || cache.v.kept.vectors;
         const int64_t tile = kTileKeys * larger(cache.head_dim, larger(cache.k.levels, cache.v.levels));
         const int64_t nibbles = cache.block_size * larger(unpacked_bytes(cache.k), unpacked_bytes(cache.v));
         logits = take(rows * stride);
-        k_scale = take(stride * segments_of(cache.k));
-        v_scale = take(stride * segments);
-        weights = take(rows * stride * segments);
+        k_scale = take(stride);
+        v_scale = take(stride);
+        weights = take(rows * stride);
         words = take(cache.k.cell == kNibble ? stride * (cache.k.levels / 8) : 0);
         codes = take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1);  // and a word past the last
         numbers = take(numbers_too ? tile : 0);
@@ -56,7 +53,7 @@ template <class Simd, class P, int R> struct Attend {
     const Cache& cache;
     const Tile& tile;
     const Pieces pieces;
-    const int stride, segments, dim;
+    const int stride, dim;
     P products;
     const KeptRows<R> k_kept, v_kept;
     float *const logits, *const v_scale, *const weights, *const numbers, *const found;
@@ -72,7 +69,6 @@ template <class Simd, class P, int R> struct Attend {
           tile(tile),
           pieces(cache, R),
           stride(padded(cache.block_size)),
-          segments(segments_of(cache.v)),
           dim(cache.head_dim),
           products(cache, tile, stride, scratch + pieces.end),
           k_kept(cache.k, cache, tile),
@@ -138,14 +134,14 @@ template <class Simd, class P, int R> struct Attend {
     // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns what `packed_keys` says,
     // of V.
     int weigh(Place v, int base, int n, const Seen* seen) {
-        if (cache.v.cell == kNibble) widen_scales<Simd>(v.scales, segments, n, stride, v_scale);
+        if (cache.v.cell == kNibble) Simd::widen_halves(v.scales, n, stride, v_scale);
         if (v_kept.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
         const KeptKeys<R> keys(v_kept, base, n, seen);
         soften_block(keys.any, n, seen);
         if (!keys.any) return keys.packed;
         for (int i = 0; !met_kept && i < R * dim; ++i) tile.kept_sums[i] = 0.0f;
         met_kept = true;
-        split_weights<Simd, R>(keys, n, segments, stride, weights, logits, shrink, tile.kept_totals);
+        split_weights<Simd, R>(keys, n, stride, weights, logits, shrink, tile.kept_totals);
         mix_kept<Simd, R>(v_kept, keys, n, logits, stride, shrink, tile.kept_sums);
         return keys.packed;
     }
@@ -158,15 +154,14 @@ template <class Simd, class P, int R> struct Attend {
     }
 
     // One step of the online softmax. Turns logits [R, stride] of a block of n keys, of which row r sees seen[r], into the
-    // weights of V's vectors: weights [segments, R, stride] = p * scale. Each row's probabilities are taken against its
+    // weights of V's vectors: weights [R, stride] = p * scale. Each row's probabilities are taken against its
     // maximum in this block, then rescaled to the running maximum; shrink[r] is the factor for earlier sums. With `keep` the
-    // logits become p. `SEEN` says that every row sees all n keys, and that one scale and BF16 activations are all there is to
-    // do.
+    // logits become p. `SEEN` says that every row sees all n keys, and that activations are in BF16.
     template <bool SEEN> __attribute__((always_inline)) void soften(bool keep, int n, const Seen* seen) {
         using F = typename Simd::F;
         float *const x = logits, *const to = weights;
         const float* const scale = v_scale;
-        const int apart = stride, count = SEEN ? 1 : segments;
+        const int apart = stride;
         const bool round = SEEN || tile.bf16;
         auto seen_of = [&](int r, int i, F value, F other)
                            __attribute__((always_inline)) { return SEEN ? value : shown<Simd>(seen[r], i, value, other); };
@@ -192,8 +187,7 @@ template <class Simd, class P, int R> struct Attend {
                 sum[r] = Simd::add(sum[r], value);
                 value = Simd::mul(value, Simd::set1(factor[r]));
                 if (!SEEN && keep) Simd::store(x + r * apart + i, value);
-                for (int s = 0; s < count; ++s)
-                    Simd::store(to + (s * R + r) * apart + i, Simd::mul(value, Simd::load(scale + s * apart + i)));
+                Simd::store(to + r * apart + i, Simd::mul(value, Simd::load(scale + i)));
             }
         for (int r = 0; r < R; ++r) {
             // One of the products is rounded; a compiler might choose another one for another R.
@@ -204,7 +198,7 @@ template <class Simd, class P, int R> struct Attend {
 
     // With `keep`, where there are values in BF16, the sums of those are left to `weigh`.
     void soften_block(bool keep, int n, const Seen* seen) {
-        bool all = n % Simd::width == 0 && tile.bf16 && segments == 1 && !keep;
+        bool all = n % Simd::width == 0 && tile.bf16 && !keep;
         for (int r = 0; r < R; ++r) all = all && seen[r].all(n);
         if (all)
             soften<true>(false, n, seen);
@@ -242,10 +236,10 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
         Seen seen[R];
         for (int r = 0; r < R; ++r) seen[r] = seen_by(tile, r, base, n);
-        fetch_scales(cache.v, v, n);
+        fetch_scales(v, n);
         keys_ahead.turn();
         rows.score(k, base, n, seen, v.codes, next_k.codes);
-        fetch_scales(cache.k, next_k, n);
+        fetch_scales(next_k, n);
         values_ahead.turn();
         rows.mix(v, base, n, seen, next_k.codes);
     }

@@ -30,13 +30,10 @@ struct HaarkvStoreSide {
     const void* x;   // [T, Hkv, D] BF16 or FP32
     uint8_t* codes;  // as in Side, and so are the strides
     uint16_t* scales;
-    float* zeros;
     int64_t codes_stride, scales_stride;
     Quantizer quantizer;
     Kept kept;
     int32_t bf16;
-    uint8_t* signs;  // [num_blocks, Hkv, block_size, D / 8] of what levels leave, or null
-    int64_t signs_stride;
 };
 
 struct HaarkvStore {

@@ -6,12 +6,11 @@
 // (floats), I (as many 32-bit words), Table (16 floats); load, store, zero, set1, add, mul, fma, max, round,
 // times_power_of_two, expf, round_bf16, exp_bf16 (exp(x - most), rounded to BF16), first(n, a, b), reduce_add, reduce_each
 // (four of them at once, to the same bits), reduce_four (four sums in an order of its own, times a factor), reduce_max; table,
-// load_words, shift<N>, lookup (by the low 4 bits of each word), wide_table, lookup_bytes, load_bytes (one a word), spread
-// (levels of a stream likewise, with what follows above them), signed_bytes, fp8, no_words, store_words, add_reached (1 more
-// where y reaches a boundary), interleave, low_bf16, high_bf16, widen_halves and transpose. Where `moves_each` says so also
-// Half (a register of 32 bytes), repeated (bytes at p again and again), down (each eight bytes moved down by bits of their
-// own), two_bits (the lower ones of each nibble) and three_bits (those, and above them bit 0 of another's that were moved
-// down).
+// load_words, shift<N>, lookup (by the low 4 bits of each word), wide_table, lookup_bytes, no_words, store_words, add_reached
+// (1 more where y reaches a boundary), interleave, low_bf16, high_bf16, widen_halves and transpose. Where `moves_each` says so
+// also Half (a register of 32 bytes), repeated (bytes at p again and again), down (each eight bytes moved down by bits of
+// their own), two_bits (the lower ones of each nibble) and three_bits (those, and above them bit 0 of another's that were
+// moved down).
 
 // A compile-time number as a value, for generic lambdas.
 template <int N> struct Int {
@@ -53,9 +52,8 @@ inline int padded(int n) { return (n + kMaxKeysTile - 1) / kMaxKeysTile * kMaxKe
 
 inline Place place(const Side& side, const Cache& cache, int block, int head) {
     const int64_t vector = static_cast<int64_t>(head) * cache.block_size;
-    const int64_t scale = block * side.scales_stride + vector / side.group * side.scales_per_vector;
-    return {side.codes + block * side.codes_stride + vector * side.bytes, side.scales + scale * (side.scale_bytes / 2),
-            side.zeros + (side.zeros ? scale : 0)};
+    return {side.codes + block * side.codes_stride + vector * side.bytes,
+            side.scales ? side.scales + block * side.scales_stride + vector : nullptr};
 }
 
 // Bytes from a vector of nibbles to the next, unpacked.
@@ -90,26 +88,8 @@ inline void fetch_bytes(const void* begin, int64_t bytes) {
 }
 
 // The same of the scales of a block's first n vectors.
-inline void fetch_scales(const Side& side, Place at, int n) {
-    const int64_t scales = (n + side.group - 1) / side.group * static_cast<int64_t>(side.scales_per_vector);
-    fetch_bytes(at.scales, scales * side.scale_bytes);
-    if (at.zeros) fetch_bytes(at.zeros, scales * 4);
-}
-
-// Widens the scales of n vectors to [scales_per_vector, padded] FP32; the padding is zero.
-template <class Simd> void widen_scales(const uint16_t* scales, int per_vector, int n, int stride, float* out) {
-    if (per_vector == 1) return Simd::widen_halves(scales, n, stride, out);
-    for (int s = 0; s < per_vector; ++s)
-        for (int i = 0; i < stride; ++i) out[s * stride + i] = i < n ? half_to_float(scales[i * per_vector + s]) : 0.0f;
-}
-
-// Eight levels of a stream in the low bits.
-template <int BITS> inline uint32_t eight_levels(const uint8_t* p) {
-    // Three bytes are not copied to a word, for which the processor would have to wait.
-    if constexpr (BITS == 3) return p[0] | p[1] << 8 | static_cast<uint32_t>(p[2]) << 16;
-    uint32_t bits = 0;
-    std::memcpy(&bits, p, BITS);
-    return bits;
+inline void fetch_scales(Place at, int n) {
+    if (at.scales) fetch_bytes(at.scales, n * 2);
 }
 
 // Centroids of level LEVEL of each word. The lookup ignores the upper bits, so an unaligned load replaces most shifts, which

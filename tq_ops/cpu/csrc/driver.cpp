@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "blocks.h"
 #include "calls.h"
 #include "pool.h"
 
@@ -90,63 +89,44 @@ __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
     return first;
 }
 
-// Where the vectors from `vector` on of a block go, of all that a block holds one head after the other.
+// Where a vector's codes and its scale go.
+struct Stored {
+    uint8_t* codes;
+    uint16_t* scale;
+};
+
+// The place of a vector of a block, of all that it holds one head after the other.
 static Stored place_of(const HaarkvStoreSide& side, int64_t block, int64_t vector) {
-    const Quantizer& by = side.quantizer;
-    const int64_t scale = block * side.scales_stride + vector / by.group * by.scales_per_vector;
-    return {side.codes + block * side.codes_stride + vector * by.bytes, side.scales + scale * (by.scale_bytes / 2),
-            side.zeros + (side.zeros ? scale : 0),
-            side.signs ? side.signs + block * side.signs_stride + vector * by.matrix.inputs / 8 : nullptr};
+    return {side.codes + block * side.codes_stride + vector * side.quantizer.bytes,
+            side.scales ? side.scales + block * side.scales_stride + vector : nullptr};
 }
 
-// Whether a side takes n vectors.
-static bool all_stored(const Kernels& kernels, const HaarkvStoreSide& side, int64_t n) {
-    const Quantizer& by = side.quantizer;
-    const int64_t dim = by.matrix.inputs;
-    if (std::isinf(by.most)) return true;
-    const uint32_t most = bits_of(by.most);
-    auto all_within = [&](int64_t first, int64_t count) {
-        const void* x = at(side.x, side.bf16, first);
-        if (!side.bf16) return within(static_cast<const uint32_t*>(x), count, uint32_t{0x7fffffff}, most);
-        return within(static_cast<const uint16_t*>(x), count, uint16_t{0x7fff}, static_cast<uint16_t>(most >> 16));
-    };
-    if (all_within(0, n * dim)) return true;
-    const float tried = most_tried(by);
-    for (int64_t i = 0; i < n; ++i) {
-        if (all_within(i * dim, dim)) continue;
-        float x[kMaxDim];
-        uint8_t codes[kMaxDim], signs[kMaxDim / 8];
-        alignas(4) uint16_t scales[kMaxDim / 32];  // or a radius
-        widen(kernels, at(side.x, side.bf16, i * dim), side.bf16, dim, x);
-        if (!std::all_of(x, x + dim, [tried](float number) { return std::fabs(number) <= tried; })) return false;
-        if (!put_numbers(by, x, {codes, scales, nullptr, signs})) return false;
-    }
-    return true;
+// Whether a side takes n vectors: plain numbers are whatever they are, all else is finite.
+static bool all_stored(const HaarkvStoreSide& side, int64_t n) {
+    if (!side.quantizer.matrix.numbers) return true;
+    n *= side.quantizer.matrix.inputs;
+    if (!side.bf16) return within(static_cast<const uint32_t*>(side.x), n, uint32_t{0x7fffffff}, uint32_t{0x7f7fffff});
+    return within(static_cast<const uint16_t*>(side.x), n, uint16_t{0x7fff}, uint16_t{0x7f7f});
 }
 
-// Stores the group that a new token fills, of one head: all of it lies in the ring by now.
-static void store_group(const HaarkvStore& s, const HaarkvStoreSide& side, int64_t token, int64_t row, int64_t head) {
-    const Kept& kept = side.kept;
-    const int64_t dim = side.quantizer.matrix.inputs, group = side.quantizer.group;
-    const uint16_t* of_head = kept.vectors + (row * s.num_kv_heads + head) * (kept.sink + kept.ring) * dim;
-    std::vector<const uint16_t*> x(group);
-    for (int64_t i = 0; i < group; ++i) {
-        const int64_t position = s.positions[token] + 1 - group + i;
-        x[i] = of_head + (kept.sink + position % kept.ring) * dim;
+// A vector x [dim] as the numbers that it is.
+static void put_numbers(Cell cell, const float* x, int64_t dim, uint8_t* codes) {
+    if (cell == kFp32) {
+        std::memcpy(codes, x, dim * sizeof(float));
+        return;
     }
-    const int64_t first = head * s.block_size + s.slots[token] % s.block_size + 1 - group;
-    put_channels(side.quantizer, x.data(), place_of(side, s.slots[token] / s.block_size, first));
+    uint16_t* to = reinterpret_cast<uint16_t*>(codes);
+    for (int64_t i = 0; i < dim; ++i) to[i] = float_to_bf16(x[i]);
 }
 
 // Returns 0, or 1 without storing anything if a slot lies outside the cache or a side refuses a vector.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const int64_t heads = s->num_kv_heads;
-    const HaarkvStoreSide* const sides[] = {&s->k, &s->v};
     for (int64_t t = 0; t < s->tokens; ++t)
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
+    for (const HaarkvStoreSide* side : {&s->k, &s->v})
+        if (!all_stored(*side, s->tokens * heads)) return 1;
     const Kernels& kernels = kernels_of(s->isa);
-    for (const HaarkvStoreSide* side : sides)
-        if (!all_stored(kernels, *side, s->tokens * heads)) return 1;
     std::vector<int64_t> kept_rows(s->k.kept.vectors || s->v.kept.vectors ? s->tokens : 0);
     for (int64_t b = 0; !kept_rows.empty() && b < s->sequences; ++b)
         std::fill(kept_rows.begin() + s->query_start[b], kept_rows.begin() + s->query_start[b + 1], s->rows[b]);
@@ -169,11 +149,11 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
             widen(kernels, at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
             if (side.kept.vectors)
                 keep(kernels, side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
-            if (side.quantizer.cell == kChannels) continue;
             const int64_t vector = head * s->block_size + s->slots[token] % s->block_size;
             const Stored to = place_of(side, s->slots[token] / s->block_size, vector);
-            codes[r] = to.codes, scales[r] = to.scales;
-            if (!side.quantizer.matrix.numbers) put_numbers(side.quantizer, x + r * dim, to);
+            codes[r] = to.codes, scales[r] = to.scale;
+            if (!side.quantizer.matrix.numbers)
+                put_numbers(static_cast<Cell>(side.quantizer.cell), x + r * dim, dim, to.codes);
         }
         if (!side.quantizer.matrix.numbers) return;
         kernels.quantize(side.quantizer, static_cast<int>(by_head ? fixed : 0), x, rows, x + rows * dim, codes, scales);
@@ -185,17 +165,6 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         quantize_tile(k_tiles > v_tiles ? s->k : s->v, item - both / 2);
     };
     parallel_for(s->threads, k_tiles + v_tiles, quantize);
-    for (const HaarkvStoreSide* side : sides) {
-        if (side->quantizer.cell != kChannels) continue;
-        std::vector<int64_t> last;  // tokens that fill a group
-        for (int64_t t = 0; t < s->tokens; ++t)
-            if ((s->positions[t] + 1) % side->quantizer.group == 0) last.push_back(t);
-        auto store = [&](int64_t item, int) {
-            const int64_t token = last[item / heads];
-            store_group(*s, *side, token, kept_rows[token], item % heads);
-        };
-        parallel_for(s->threads, static_cast<int64_t>(last.size()) * heads, store);
-    }
     return 0;
 }
 

@@ -32,15 +32,15 @@ template <class Simd> inline void look_up_words(const WordsOfKeys<Simd>& of, int
     }
 }
 
-// Logits of TILES tiles of keys by words begin ... end - 1. Each lane holds another key, so nothing is summed across a
+// Logits of TILES tiles of keys by so many words. Each lane holds another key, so nothing is summed across a
 // register; each centroid serves R query rows. Prefetches meanwhile.
 template <class Simd, int R, int TILES, class Keys>
-inline void score(const Keys& keys, int stride, int begin, int end, const float* q, const float* scale, float softmax_scale,
-                  float* logits, bool add, Ahead ahead) {
+inline void score(const Keys& keys, int stride, int count, const float* q, const float* scale, float softmax_scale,
+                  float* logits, Ahead ahead) {
     typename Simd::F acc[TILES][R];
     for (int t = 0; t < TILES; ++t)
         for (int r = 0; r < R; ++r) acc[t][r] = Simd::zero();
-    for (int j = begin; j < end; ++j) {
+    for (int j = 0; j < count; ++j) {
         ahead.turn();
         const float* column = q + j * 8 * R;
         auto level = [&](auto k) __attribute__((always_inline)) {
@@ -59,11 +59,7 @@ inline void score(const Keys& keys, int stride, int begin, int end, const float*
     }
     for (int t = 0; t < TILES; ++t) {
         typename Simd::F factor = Simd::mul(Simd::load(scale + t * Simd::width), Simd::set1(softmax_scale));
-        for (int r = 0; r < R; ++r) {
-            float* to = logits + r * stride + t * Simd::width;
-            // A product and a sum apart would be contracted for some R and not for others.
-            Simd::store(to, Simd::fma(acc[t][r], factor, add ? Simd::load(to) : Simd::zero()));
-        }
+        for (int r = 0; r < R; ++r) Simd::store(logits + r * stride + t * Simd::width, Simd::mul(acc[t][r], factor));
     }
 }
 
@@ -72,7 +68,7 @@ template <class Simd, int R>
 void score_block(const Cache& cache, Place at, int n, const float* q, float softmax_scale, int stride, uint32_t* words,
                  float* scale, float* logits, const uint8_t* ahead, const uint8_t* later) {
     constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
-    const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
+    const int count = cache.k.levels / 8;
     const int64_t bytes = cache.v.bytes, early = early_bytes(cache);
     const typename Simd::Table table = Simd::table(cache.k.centroids);
     auto from = [&](int key) { return WordsOfKeys<Simd>{words + key, stride, table}; };
@@ -82,15 +78,11 @@ void score_block(const Cache& cache, Place at, int n, const float* q, float soft
     for (int key = 0; key < n; key += Simd::width)
         Simd::transpose(at.codes + static_cast<int64_t>(key) * count * 4, count, smaller(n - key, Simd::width), words + key,
                         stride);
-    widen_scales<Simd>(at.scales, segments, n, stride, scale);
-    for (int s = 0; s < segments; ++s) {
-        const int begin = s * count / segments, end = (s + 1) * count / segments;
-        int key = 0;
-        for (; key + (kTiles - 1) * Simd::width < n; key += kTiles * Simd::width)
-            score<Simd, R, kTiles>(from(key), stride, begin, end, q, scale + s * stride + key, softmax_scale, logits + key, s,
-                                   fetching(key, kTiles * Simd::width));
-        for (; key < n; key += Simd::width)
-            score<Simd, R, 1>(from(key), stride, begin, end, q, scale + s * stride + key, softmax_scale, logits + key, s,
-                              fetching(key, Simd::width));
-    }
+    Simd::widen_halves(at.scales, n, stride, scale);
+    int key = 0;
+    for (; key + (kTiles - 1) * Simd::width < n; key += kTiles * Simd::width)
+        score<Simd, R, kTiles>(from(key), stride, count, q, scale + key, softmax_scale, logits + key,
+                               fetching(key, kTiles * Simd::width));
+    for (; key < n; key += Simd::width)
+        score<Simd, R, 1>(from(key), stride, count, q, scale + key, softmax_scale, logits + key, fetching(key, Simd::width));
 }

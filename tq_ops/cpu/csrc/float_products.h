@@ -25,7 +25,7 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
 
     // Adds n vectors to the sums, and prefetches K's codes of as many at `ahead`. Each register prefetches its share.
     void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
-        const int words = cache.v.levels / 8, segment = words / cache.v.scales_per_vector;
+        const int words = cache.v.levels / 8;
         const int64_t total = n * (cache.k.bytes - early_bytes(cache));
         int64_t bytes = nibble_bytes(cache.v);
         if (is_short(cache)) bytes = put_apart(at.codes, n), at.codes = spaced;
@@ -34,8 +34,7 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
             typedef decltype(unit) U;
             const CodesOfValues<U> values{at.codes + word * 4, bytes, U::Simd::table(cache.v.centroids)};
             const int64_t begin = total * (word + unit.first) / words, end = total * (word + unit.last) / words;
-            haarkv::mix<R>(unit, values, n, weights + word / segment * R * stride, stride, shrink, sums + word, words,
-                           Ahead(ahead + begin, end - begin, n));
+            haarkv::mix<R>(unit, values, n, weights, stride, shrink, sums + word, words, Ahead(ahead + begin, end - begin, n));
         });
     }
 
@@ -55,15 +54,13 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
         look_up_words<Simd>({words, kSlabKeys, Simd::table(cache.k.centroids)}, count, found);
     }
 
-    // Logits of those keys, whose scales are [segments, stride].
+    // Logits of those keys.
     void score_found(const float* found, int n, float softmax_scale, const float* scale, float* logits) const {
         constexpr int kTiles = R * 2 <= kAccumulators<Simd> ? 2 : 1;
-        const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
+        const int count = cache.k.levels / 8;
         auto tiles = [&](auto number, int key) __attribute__((always_inline)) {
-            for (int s = 0; s < segments; ++s)
-                haarkv::score<Simd, R, decltype(number)::value>(FoundKeys<Simd>{found + key}, stride, s * count / segments,
-                                                                (s + 1) * count / segments, q, scale + s * stride + key,
-                                                                softmax_scale, logits + key, s, Ahead(nullptr, 0, 1));
+            haarkv::score<Simd, R, decltype(number)::value>(FoundKeys<Simd>{found + key}, stride, count, q, scale + key,
+                                                            softmax_scale, logits + key, Ahead(nullptr, 0, 1));
         };
         int key = 0;
         for (; key + (kTiles - 1) * Simd::width < n; key += kTiles * Simd::width) tiles(Int<kTiles>{}, key);

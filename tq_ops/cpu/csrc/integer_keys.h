@@ -46,18 +46,17 @@ inline void look_up_words(const uint32_t* words, int count, const int16_t* integ
         }
 }
 
-// Logits of TILES tiles of 16 keys by words begin ... end - 1; factor[r] scales row r's integers. Adds to those that are there
-// if `add`.
+// Logits of TILES tiles of 16 keys by so many words; factor[r] scales row r's integers.
 template <int R, int TILES, class Keys>
-inline void score_whole(Keys keys, int begin, int end, const int16_t* q, const float* scale, const float* factor,
-                        float* logits, int stride, bool add, Ahead ahead) {
+inline void score_whole(Keys keys, int count, const int16_t* q, const float* scale, const float* factor, float* logits,
+                        int stride, Ahead ahead) {
     using V = Vnni512;
     constexpr int kWidth = Avx512::width;
     __m512i acc[TILES][R];
     for (int t = 0; t < TILES; ++t)
         for (int r = 0; r < R; ++r) acc[t][r] = V::zero();
 #pragma GCC unroll 1
-    for (int j = begin; j < end; ++j) {
+    for (int j = 0; j < count; ++j) {
         ahead.turn();
         const int16_t* column = q + j * 8;
         auto level = [&](auto k) __attribute__((always_inline)) {
@@ -77,10 +76,8 @@ inline void score_whole(Keys keys, int begin, int end, const int16_t* q, const f
     for (int t = 0; t < TILES; ++t) {
         const __m512 own = Avx512::load(scale + t * kWidth);
         for (int r = 0; r < R; ++r) {
-            float* to = logits + r * stride + t * kWidth;
             const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
-            // A product and a sum apart would be contracted for some R and not for others.
-            Avx512::store(to, Avx512::fma(V::to_floats(acc[t][r]), by, add ? Avx512::load(to) : Avx512::zero()));
+            Avx512::store(logits + r * stride + t * kWidth, Avx512::mul(V::to_floats(acc[t][r]), by));
         }
     }
 }

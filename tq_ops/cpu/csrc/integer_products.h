@@ -24,25 +24,20 @@ template <int R> struct IntegerProducts {
     void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
                const uint8_t* later) const {
         constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
-        const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
+        const int count = cache.k.levels / 8;
         const int64_t bytes = cache.v.bytes, early = early_bytes(cache);
         const __m512i table = Vnni512::table(cache.k.integers);
         float factor[R];
         for (int r = 0; r < R; ++r) factor[r] = step[r] * softmax_scale;
-        widen_scales<Simd>(at.scales, segments, n, stride, scale);
+        Simd::widen_halves(at.scales, n, stride, scale);
         auto tiles = [&](auto number, int key) __attribute__((always_inline)) {
             constexpr int kNumber = decltype(number)::value, kLanes = kNumber * Simd::width;
             const uint8_t* codes = at.codes + static_cast<int64_t>(key) * count * 4;
             for (int i = 0; i < kLanes && key + i < n; i += Simd::width)
                 Simd::transpose(codes + i * count * 4, count, smaller(n - key - i, Simd::width), words + i, kLanes);
-            for (int s = 0; s < segments; ++s) {
-                const int begin = s * count / segments, end = (s + 1) * count / segments;
-                const int64_t share = kLanes * bytes / segments, later_share = kLanes * early / segments;
-                score_whole<R, kNumber>(WordsOfKeys<kNumber>{words, table}, begin, end, q, scale + s * stride + key, factor,
-                                        logits + key, stride, s,
-                                        Ahead(ahead + key * bytes + s * share, share, end - begin,
-                                              later + key * early + s * later_share, later_share));
-            }
+            const int64_t share = kLanes * bytes, later_share = kLanes * early;
+            score_whole<R, kNumber>(WordsOfKeys<kNumber>{words, table}, count, q, scale + key, factor, logits + key, stride,
+                                    Ahead(ahead + key * bytes, share, count, later + key * early, later_share));
         };
         int key = 0;
         for (; key + (kTiles - 1) * Simd::width < n; key += kTiles * Simd::width) tiles(Int<kTiles>{}, key);
@@ -50,18 +45,15 @@ template <int R> struct IntegerProducts {
     }
 
     void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) {
-        const int segments = cache.v.scales_per_vector, words = cache.v.levels / 8 / segments;
-        const int64_t bytes = nibble_bytes(cache.v);
-        for (int s = 0; s < segments; ++s)
-            for (int key = 0; key < n; key += kStretch) {
-                const int keys = smaller(n - key, kStretch);
-                weigh(weights + s * R * stride + key, keys);
-                float own[R];
-                for (int r = 0; r < R; ++r) own[r] = key ? 1.0f : shrink[r];
-                const int64_t early = early_bytes(cache), late = cache.k.bytes - early, share = keys * late / segments;
-                mix_stretch(at.codes + key * bytes + s * words * 4, words, keys, own, sums + s * words,
-                            ahead + n * early + key * late + s * share, share);
-            }
+        const int words = cache.v.levels / 8;
+        const int64_t bytes = nibble_bytes(cache.v), early = early_bytes(cache), late = cache.k.bytes - early;
+        for (int key = 0; key < n; key += kStretch) {
+            const int keys = smaller(n - key, kStretch);
+            weigh(weights + key, keys);
+            float own[R];
+            for (int r = 0; r < R; ++r) own[r] = key ? 1.0f : shrink[r];
+            mix_stretch(at.codes + key * bytes, words, keys, own, sums, ahead + n * early + key * late, keys * late);
+        }
     }
 
     // -- In a pass: what its tiles share is looked up to `found`.
@@ -80,16 +72,14 @@ template <int R> struct IntegerProducts {
         look_up_words(words, count, cache.k.integers, reinterpret_cast<__m512i*>(found));
     }
 
-    // Logits of those keys, whose scales are [segments, stride].
+    // Logits of those keys.
     void score_found(const float* found, int n, float softmax_scale, const float* scale, float* logits) const {
-        const int count = cache.k.levels / 8, segments = cache.k.scales_per_vector;
+        const int count = cache.k.levels / 8;
         float factor[R];
         for (int r = 0; r < R; ++r) factor[r] = step[r] * softmax_scale;
         auto tiles = [&](auto number) __attribute__((always_inline)) {
-            for (int s = 0; s < segments; ++s)
-                score_whole<R, decltype(number)::value>(FoundKeys{reinterpret_cast<const __m512i*>(found)},
-                                                        s * count / segments, (s + 1) * count / segments, q,
-                                                        scale + s * stride, factor, logits, stride, s, Ahead(nullptr, 0, 1));
+            score_whole<R, decltype(number)::value>(FoundKeys{reinterpret_cast<const __m512i*>(found)}, count, q, scale,
+                                                    factor, logits, stride, Ahead(nullptr, 0, 1));
         };
         if (n > Simd::width) return tiles(Int<kSlabTiles>{});
         tiles(Int<1>{});
@@ -123,7 +113,7 @@ template <int R> struct IntegerProducts {
     }
 
   private:
-    // One segment, `words` words, of each vector; prefetches `share` bytes at `at`.
+    // `words` words of each vector; prefetches `share` bytes at `at`.
     void mix_stretch(const uint8_t* codes, int words, int n, const float* shrink, float* sums, const uint8_t* at,
                      int64_t share) const {
         const __m512i table = Vnni512::table(cache.v.integers);

@@ -14,7 +14,7 @@ template <int R> struct KeptRows {
         vectors = kept.vectors + (tile.kept_row * cache.num_kv_heads + tile.kv_head) * (kept.sink + kept.ring) * dim;
         for (int r = 0; r < R; ++r) {
             const int behind = tile.limits[r] - 1 - kept.tail;  // the newest token that is no longer in the tail
-            from[r] = behind < 0 ? 0 : kept.group * (behind / kept.group + 1);
+            from[r] = behind < 0 ? 0 : behind + 1;
             if (tile.limits[r] > 0) first = smaller(first, from[r]);  // the others see nothing
         }
     }
@@ -118,11 +118,10 @@ void score_kept(const KeptRows<R>& rows, const KeptKeys<R>& keys, int n, const f
     }
 }
 
-// Cuts the weights of a block's keys in two: those of packed vectors [segments, R, stride] lose what a row sees in BF16, and
+// Cuts the weights of a block's keys in two: those of packed vectors [R, stride] lose what a row sees in BF16, and
 // of p [R, stride] only that is left, where there is any. Adds up the latter to totals, which shrink first.
 template <class Simd, int R>
-void split_weights(const KeptKeys<R>& keys, int n, int segments, int stride, float* weights, float* p, const float* shrink,
-                   float* totals) {
+void split_weights(const KeptKeys<R>& keys, int n, int stride, float* weights, float* p, const float* shrink, float* totals) {
     for (int r = 0; r < R; ++r) {
         typename Simd::F sum = Simd::zero();
         for (int i = 0; i < n; i += Simd::width) {
@@ -130,10 +129,8 @@ void split_weights(const KeptKeys<R>& keys, int n, int segments, int stride, flo
             const auto kept = keys.template choose<Simd>(r, i, Simd::load(p + r * stride + i), Simd::zero());
             Simd::store(p + r * stride + i, kept);
             sum = Simd::add(sum, kept);
-            for (int s = 0; s < segments; ++s) {
-                float* packed = weights + (s * R + r) * stride + i;
-                Simd::store(packed, keys.template choose<Simd>(r, i, Simd::zero(), Simd::load(packed)));
-            }
+            float* packed = weights + r * stride + i;
+            Simd::store(packed, keys.template choose<Simd>(r, i, Simd::zero(), Simd::load(packed)));
         }
         // One of the products is rounded; a compiler might choose another one for another R.
         totals[r] = __builtin_fmaf(totals[r], shrink[r], Simd::reduce_add(sum));

@@ -19,19 +19,12 @@ constexpr int kMaxStages = 3;  // levels of one learned coordinate
 constexpr int kMaxLevels = kMaxStages * kMaxDim;
 constexpr int kMaxKeysTile = 32;  // keys are padded to this in scratch
 
-// What the vectors of a side are unpacked to, one of its cells for each of the N levels. All but nibbles become FP32 numbers,
-// a few vectors at a time; those from kBf16 on in the order of the coordinates.
+// What a side stores: one of its cells for each of the N levels. All but nibbles become FP32 numbers, a few vectors at a time.
 enum Cell : int32_t {
-    kNibble = 4,     // levels of up to 4 bits, eight a word; as they lie where they have one plane of 4 bits
-    kByte = 8,       // levels of up to 8 bits
-    kBf16 = 16,      // BF16 numbers, which are what is stored; no scales and no centroids
-    kFp32 = 32,      // FP32 numbers, likewise
-    kFp8 = 33,       // E4M3 numbers, likewise
-    kInt8 = 34,      // signed bytes, which are numbers; no centroids
-    kHalves = 35,    // levels of 4 bits: byte j of the part of a scale holds levels j of its first half and of its second
-    kStream = 36,    // levels of planes[0] bits, 2 to 4, as a stream: least significant bit first
-    kChannels = 37,  // the same of each coordinate by itself, over `group` vectors; a scale and a zero each
-    kRestored = 38,  // a byte a level; see `restore`
+    kNibble = 4,  // levels of up to 4 bits, eight a word; as they lie where they have one plane of 4 bits
+    kByte = 8,    // levels of up to 8 bits
+    kBf16 = 16,   // BF16 numbers, which are what is stored; no scales and no centroids
+    kFp32 = 32,   // FP32 numbers, likewise
 };
 
 // Vectors that stay in BF16 beside what is packed: token j at `sink + j % ring`, and at j as well if it is one of the sinks.
@@ -39,20 +32,14 @@ struct Kept {
     uint16_t* vectors;  // [rows, Hkv, sink + ring, head_dim], or null
     int32_t tail;       // tokens that a query sees in BF16, itself among them, beside the first `sink`
     int32_t sink, ring;
-    int32_t group;  // tokens that are packed together
 };
 
 // K or V of one layer, for every block and KV head. A block is contiguous; blocks may lie apart.
 struct Side {
-    const uint8_t* codes;  // [num_blocks, Hkv, block_size, bytes]; of kChannels [num_blocks, Hkv, groups, N, group * bits / 8]
-    const uint16_t* scales;  // [num_blocks, Hkv, block_size / group, scales_per_vector] FP16, or FP32
-    const float* zeros;      // as scales; what numbers are counted from, or null
-    // [2**bits], at least 16; of kStream and kChannels as often as 16 have room, since what a level has above it is ignored.
-    const float* centroids;
+    const uint8_t* codes;                 // [num_blocks, Hkv, block_size, bytes]
+    const uint16_t* scales;               // [num_blocks, Hkv, block_size] FP16; null where numbers are plain
+    const float* centroids;               // [2**bits], at least 16
     int64_t codes_stride, scales_stride;  // from a block to the next, in bytes of codes and in scales
-    int32_t scales_per_vector;            // of a group, of which each serves as many levels
-    int32_t scale_bytes;                  // 2 or 4
-    int32_t group;                        // vectors that share scales; 1 but for kChannels
     int32_t levels;                       // N, a multiple of 16, at least 32
     int32_t bytes;                        // of a vector's codes
     int32_t cell;
@@ -62,17 +49,13 @@ struct Side {
     float unit;               // centroids[i] is about integers[i] * unit
     const int16_t* integers;  // [16], of nibbles
     const float* mean;        // [Hkv, head_dim], what vectors come back with beside their levels, or null
-    // Of kRestored, [N, N] BF16: numbers are bf16(bf16(c[level] / sqrt(sum c[level]**2 + least) * scale) @ restore).
-    const void* restore;
-    float least;
     Kept kept;
 };
 
 // Codes and scales of one block and KV head, where they lie in the cache.
 struct Place {
     const uint8_t* codes;
-    const uint16_t* scales;  // or FP32
-    const float* zeros;
+    const uint16_t* scales;
 };
 
 struct Cache {
@@ -108,16 +91,7 @@ struct Matrix {
     int32_t inputs, outputs, bf16;
 };
 
-// How a vector without a matrix is stored, as `tq_ops.formats.exact` has it.
-enum Rule : int32_t {
-    kOfCell = 0,     // as its cell says
-    kByLargest = 1,  // levels of y over its largest number, and a sign of what they leave
-    kByLength = 2,   // levels of y, which has length 1
-    kByRadius = 3,   // levels of x over its root mean square
-};
-
-// How vectors become levels, where there is a matrix; else `cell` and `rule` say what they become (`blocks.h`). By a rotation
-// (`mean` is null):
+// How vectors become levels; without a matrix they are plain numbers, which `cell` says. By a rotation (`mean` is null):
 //   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
 // By learned coordinates of each KV head, where the first counts[s] coordinates own a level of stage s:
 //   y = bf16((x - mean) / gamma) @ matrix;  y = y / sqrt(sum shares * y**2);  for each gain, of gain * y:
@@ -135,13 +109,7 @@ struct Quantizer {
     const int32_t* counts;    // [Hkv, stages], descending
     const float* steps;       // [stages]
     int32_t stages, tries, levels;
-    int32_t planes[2], bytes, cell, scales_per_vector, scale_bytes, group;  // as in Side
-    float most;  // vectors without a larger number than this are stored; infinity where any are
-    // y of x without a matrix: after * WHT(before * x) * factor of every `walsh` numbers; x where that is 0.
-    const float* before;  // [walsh] or null, and so is `after`
-    const float* after;
-    float factor, constant;  // the latter of the rule
-    int32_t walsh, rule;
+    int32_t planes[2], bytes, cell;  // as in Side
 };
 
 constexpr int64_t kMostTokens = 512;  // that one projection takes
@@ -188,8 +156,7 @@ struct Kernels {
     int64_t (*scratch_floats)(const Cache&);
     // Of up to kMaxTiles tiles that share their KV head, sequence and blocks.
     void (*attend)(const Cache&, const Tile*, int count, float* scratch);
-    // Vectors key ... key + n - 1 of a block as numbers [n, N], scales included; of kChannels [N, 16]. n <= 16, and scratch
-    // `bytes` [16, N].
+    // Vectors key ... key + n - 1 of a block as numbers [n, N], scales included. n <= 16, and scratch `bytes` [16, N].
     void (*numbers)(const Side&, Place, int key, int n, uint8_t* bytes, float* out);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);

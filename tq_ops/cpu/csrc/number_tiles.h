@@ -1,15 +1,13 @@
-// Q.K and P.V of BF16 numbers by tiles, for BF16 activations: of sides whose numbers are BF16 ones as they are, with no scale.
+// Q.K and P.V of BF16 numbers by tiles, for BF16 activations.
 // Queries that were rotated, and weights, are the sum of two such numbers, upper and lower, which hold 16 bits of a mantissa
 // together. Products are exact. Sums are FP32, in an order of their own, the same for one row as for many.
 //
-// Numbers are made once for all rows of a pass. Keys are rows of a tile, as they lie in memory; of eight queries a tile has
+// Keys are rows of a tile, as they lie in memory; of eight queries a tile has
 // the upper numbers as columns and then the lower ones, of their weights as rows.
 
 constexpr int kPairs = 32;  // BF16 numbers in a row of a tile
 
 template <int T> inline void store_sums(float* p) { store_tile<T>(reinterpret_cast<int32_t*>(p)); }
-
-inline bool are_bf16(const Side& side) { return side.cell == kBf16 || side.cell == kFp8 || side.cell == kRestored; }
 
 inline __m512i two_in_bf16(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
 inline __m512 widened(__m256i bf16) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16)); }
@@ -39,19 +37,12 @@ inline void put_queries(const float* const* q, int levels, int8_t* out) {
     Avx512::transpose(reinterpret_cast<const uint8_t*>(rows), levels / 2, 16, reinterpret_cast<uint32_t*>(out), 16);
 }
 
-// The rows of 16 keys, of which n are there; in `room` unless they are in the cache as they should be.
-inline const uint16_t* key_rows(const Side& side, Place at, int key, int n, float* numbers, uint16_t* room) {
+// The rows of 16 keys, of which n are there; in `room` where these are not all.
+inline const uint16_t* key_rows(const Side& side, Place at, int key, int n, uint16_t* room) {
     if (n <= 0) return room;
-    const int here = smaller(n, 16);
-    if (side.cell == kBf16) {
-        const uint8_t* codes = at.codes + static_cast<int64_t>(key) * side.bytes;
-        if (here == 16) return reinterpret_cast<const uint16_t*>(codes);
-        std::memcpy(room, codes, static_cast<size_t>(here) * side.bytes);  // the cache may end behind the last
-        return room;
-    }
-    avx512_kernels().numbers(side, at, key, here, nullptr, numbers);
-    for (int i = 0; i < here * side.levels; i += kPairs)
-        _mm512_storeu_si512(room + i, two_in_bf16(Avx512::load(numbers + i), Avx512::load(numbers + i + 16)));
+    const uint8_t* codes = at.codes + static_cast<int64_t>(key) * side.bytes;
+    if (n >= 16) return reinterpret_cast<const uint16_t*>(codes);
+    std::memcpy(room, codes, static_cast<size_t>(n) * side.bytes);  // the cache may end behind the last
     return room;
 }
 
@@ -84,13 +75,8 @@ inline __m512i in_pairs(const uint16_t* first, const uint16_t* second) {
     return _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16));
 }
 
-inline __m512i in_pairs(const float* first, const float* second) {  // whose lower halves are zero
-    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(Avx512::load(first)), 16);
-    return _mm512_or_si512(low, _mm512_castps_si512(Avx512::load(second)));
-}
-
 // 16 vectors from place `first` of a stretch on, [16, levels], as halves of its tiles.
-template <class Number> inline void put_pairs(const Number* x, int levels, int first, uint16_t* out) {
+inline void put_pairs(const uint16_t* x, int levels, int first, uint16_t* out) {
     for (int pair = 0; pair < 8; ++pair, x += 2 * levels)
         for (int d = 0; d < levels; d += 16) {
             const int64_t tile = first / kPairs * (levels / 16) + d / 16;
@@ -100,20 +86,19 @@ template <class Number> inline void put_pairs(const Number* x, int levels, int f
 
 // Values key ... key + n - 1 of a block as tiles, up to kStretch of them: zeros after the last, up to a multiple of 32.
 // Prefetches at `ahead`, as many vectors of so many bytes.
-inline void put_values(const Side& side, Place at, int key, int n, float* numbers, uint16_t* out, const uint8_t* ahead,
-                       int64_t ahead_bytes) {
-    const int levels = side.levels;
+inline void put_values(const Side& side, Place at, int key, int n, uint16_t* out, const uint8_t* ahead, int64_t ahead_bytes) {
+    alignas(64) uint16_t room[16 * kMaxDim];
     for (int first = 0; first < padded(n); first += 16) {
-        const int here = smaller(n - first, 16);
-        if (here > 0) fetch_bytes(ahead + first * ahead_bytes, here * ahead_bytes);
-        if (side.cell == kBf16 && here == 16) {
-            const uint8_t* codes = at.codes + static_cast<int64_t>(key + first) * side.bytes;
-            put_pairs(reinterpret_cast<const uint16_t*>(codes), levels, first, out);
+        const int here = larger(0, smaller(n - first, 16));
+        const uint8_t* codes = at.codes + static_cast<int64_t>(key + first) * side.bytes;
+        fetch_bytes(ahead + first * ahead_bytes, here * ahead_bytes);
+        if (here == 16) {
+            put_pairs(reinterpret_cast<const uint16_t*>(codes), side.levels, first, out);
             continue;
         }
-        if (here > 0) avx512_kernels().numbers(side, at, key + first, here, nullptr, numbers);
-        for (int i = here > 0 ? here * levels : 0; i < 16 * levels; i += 16) Avx512::store(numbers + i, Avx512::zero());
-        put_pairs(numbers, levels, first, out);
+        if (here) std::memcpy(room, codes, static_cast<size_t>(here) * side.bytes);
+        std::memset(room + here * side.levels, 0, static_cast<size_t>(16 - here) * side.bytes);
+        put_pairs(room, side.levels, first, out);
     }
 }
 

@@ -27,9 +27,9 @@ template <class Pass> void walk_blocks(const Cache& cache, const Tile* tiles, in
         const Place v = place(cache.v, cache, tiles->block_table[block], tiles->kv_head);
         const Place next_k = place(cache.k, cache, tiles->block_table[next], tiles->kv_head);
         pass.see(base, n);
-        fetch_scales(cache.v, v, n);
+        fetch_scales(v, n);
         pass.score(k, base, n, v.codes);
-        fetch_scales(cache.k, next_k, n);
+        fetch_scales(next_k, n);
         pass.mix(v, base, n, next_k.codes);
     }
 }

@@ -91,7 +91,7 @@ template <class Simd, template <int> class Products> class Pass {
         const Side& side = cache_.k;
         each_number(side, k, [&](int t, int key, int keys, const float* numbers) {
             const Rows& of = rows(t);
-            score_vectors<Simd, R>(side, numbers, keys, of.tile.q, of.tile.softmax_scale, of.stride, of.logits + key);
+            score_numbers<Simd, R>(numbers, keys, side.levels, of.tile.q, of.tile.softmax_scale, of.stride, of.logits + key);
         });
     }
 
@@ -114,10 +114,10 @@ template <class Simd, template <int> class Products> class Pass {
 
     void score_nibbles(Place k) {
         const Rows& first = rows(0);
-        const int most = most_packed(), segments = cache_.k.scales_per_vector;
+        const int most = most_packed();
         if (!most) return;
         const uint8_t* codes = nibbles(cache_.k, k, most);
-        widen_scales<Simd>(k.scales, segments, most, first.stride, first.k_scale);
+        Simd::widen_halves(k.scales, most, first.stride, first.k_scale);
         for (int key = 0; key < most; key += P::kKeysTogether) {
             P::look_up_keys(cache_, codes + key * nibble_bytes(cache_.k), smaller(most - key, P::kKeysTogether),
                             reinterpret_cast<uint32_t*>(first.words), found_);
@@ -131,29 +131,27 @@ template <class Simd, template <int> class Products> class Pass {
     }
 
     void mix_nibbles(Place v) {
-        const int most = most_packed(), segments = cache_.v.scales_per_vector, words = cache_.v.levels / 8 / segments;
+        const int most = most_packed(), words = cache_.v.levels / 8;
         if (!most) return;
         const uint8_t* codes = nibbles(cache_.v, v, most);
         float one[R];
         for (int r = 0; r < R; ++r) one[r] = 1.0f;
-        for (int s = 0; s < segments; ++s)
-            for (int key = 0; key < most; key += P::kValuesTogether) {
-                auto each_left = [&](auto body) {
-                    each([&](int t) {
-                        const int keys = smaller(packed_[t] - key, P::kValuesTogether);
-                        if (keys > 0) body(rows(t), keys);
-                    });
-                };
-                each_left([&](Rows& of, int keys) { of.products.weigh(of.weights + s * R * of.stride + key, keys); });
-                P::units(words, [&](auto unit, int word) {
-                    word += s * words;
-                    P::look_up_values(unit, cache_, codes + key * nibble_bytes(cache_.v) + word * 4,
-                                      smaller(most - key, P::kValuesTogether), found_);
-                    each_left([&](Rows& of, int keys) {
-                        of.products.mix_shared(unit, found_, keys, key ? one : of.shrink, of.tile.sums + word);
-                    });
+        for (int key = 0; key < most; key += P::kValuesTogether) {
+            auto each_left = [&](auto body) {
+                each([&](int t) {
+                    const int keys = smaller(packed_[t] - key, P::kValuesTogether);
+                    if (keys > 0) body(rows(t), keys);
                 });
-            }
+            };
+            each_left([&](Rows& of, int keys) { of.products.weigh(of.weights + key, keys); });
+            P::units(words, [&](auto unit, int word) {
+                P::look_up_values(unit, cache_, codes + key * nibble_bytes(cache_.v) + word * 4,
+                                  smaller(most - key, P::kValuesTogether), found_);
+                each_left([&](Rows& of, int keys) {
+                    of.products.mix_shared(unit, found_, keys, key ? one : of.shrink, of.tile.sums + word);
+                });
+            });
+        }
     }
 };
 

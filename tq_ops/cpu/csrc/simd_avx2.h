@@ -82,22 +82,6 @@ struct Avx2 {
     template <int BITS> static F lookup_bytes(const float* table, const uint8_t* level) {
         return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(level))), 4);
     }
-    static I load_bytes(const uint8_t* p) {
-        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    }
-    template <int BITS> static I spread(const uint8_t* p) {
-        const I places = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(BITS));
-        return _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(eight_levels<BITS>(p))), places);
-    }
-    static F signed_bytes(const uint8_t* p) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-    }
-    // As FP16, whose exponents begin 8 lower: the sign goes to the uppermost bit, and so does its copy, which is dropped.
-    static F fp8(const uint8_t* p) {
-        const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-        const __m128i halves = _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
-        return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256.0f));
-    }
     template <int BYTES> static I repeated(const uint8_t* p) {
         if constexpr (BYTES == 8) return _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
         if constexpr (BYTES == 16) return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

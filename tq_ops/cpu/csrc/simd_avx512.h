@@ -88,25 +88,6 @@ struct Avx512 {
         [[maybe_unused]] const __mmask16 upper = _mm512_test_epi32_mask(x, _mm512_set1_epi32(32));
         if constexpr (BITS == 6) return _mm512_mask_blend_ps(upper, low, _mm512_permutex2var_ps(t.part[2], x, t.part[3]));
     }
-    static I load_bytes(const uint8_t* p) {
-        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
-    template <int BITS> static I spread(const uint8_t* p) {
-        const auto words = [](uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); };
-        const __m256i places = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(BITS));
-        const I both =
-            _mm512_inserti64x4(_mm512_castsi256_si512(words(eight_levels<BITS>(p))), words(eight_levels<BITS>(p + BITS)), 1);
-        return _mm512_srlv_epi32(both, _mm512_broadcast_i64x4(places));
-    }
-    static F signed_bytes(const uint8_t* p) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-    }
-    // As FP16, whose exponents begin 8 lower: the sign goes to the uppermost bit, and so does its copy, which is dropped.
-    static F fp8(const uint8_t* p) {
-        const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-        const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
-        return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
-    }
     template <int BYTES> static I repeated(const uint8_t* p) {
         if constexpr (BYTES == 16) return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         if constexpr (BYTES == 32) return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -94,29 +94,6 @@ struct Portable {
         for (int i = 0; i < 8; ++i) y[i] = table[level[i]];
         return y;
     }
-    static I load_bytes(const uint8_t* p) {
-        I x;
-        for (int i = 0; i < 8; ++i) x[i] = p[i];
-        return x;
-    }
-    template <int BITS> static I spread(const uint8_t* p) {
-        const uint32_t bits = eight_levels<BITS>(p);
-        I x;
-        for (int i = 0; i < 8; ++i) x[i] = bits >> (BITS * i);
-        return x;
-    }
-    static F signed_bytes(const uint8_t* p) {
-        F y;
-        for (int i = 0; i < 8; ++i) y[i] = static_cast<float>(static_cast<int8_t>(p[i]));
-        return y;
-    }
-    // As FP16, whose exponents begin 8 lower.
-    static F fp8(const uint8_t* p) {
-        F y;
-        for (int i = 0; i < 8; ++i)
-            y[i] = 256.0f * half_to_float(static_cast<uint16_t>((p[i] & 0x80u) << 8 | (p[i] & 0x7fu) << 7));
-        return y;
-    }
     static void store_words(int32_t* p, I x) { std::memcpy(p, &x, sizeof x); }
     static I no_words() { return I{}; }
     static I add_reached(I n, F y, F boundary) {

@@ -52,7 +52,7 @@ struct Together {
             score_numbers(k, n, values);
         } else if (packed) {
             if (unpacks_nibbles(cache.k)) unpack_nibbles<Avx512>(cache.k, k.codes, n, rows(0).codes), k.codes = rows(0).codes;
-            widen_scales<Avx512>(k.scales, 1, n, padded(cache.block_size), found.k_scale);
+            Avx512::widen_halves(k.scales, n, padded(cache.block_size), found.k_scale);
             const int chunks = chunks_of(cache.k.levels);
             for (int key = 0; key < n; key += kSlabKeys) {
                 const int keys = smaller(n - key, kSlabKeys), tiles = (keys + 15) / 16;
@@ -75,7 +75,7 @@ struct Together {
         int some = 0, mixing[kMaxTiles];  // tiles that see a packed value
         bool mixes[kMaxTiles + 1] = {};
         const bool at_once = weighs_at_once();
-        if (at_once) widen_scales<Avx512>(v.scales, 1, n, kStretch, rows(0).v_scale);
+        if (at_once) Avx512::widen_halves(v.scales, n, kStretch, rows(0).v_scale);
         for (int t = 0; t < count; ++t) {
             mixes[t] = at_once ? weigh(rows(t), n, seen[t]) : rows(t).weigh(v, base, n, seen[t]);
             if (mixes[t])
@@ -141,8 +141,7 @@ struct Together {
             fetch_bytes(values + key * cache.v.bytes, smaller(n - key, kPairs) * cache.v.bytes);
             const uint16_t* keys[2];
             for (int half = 0; half < 2; ++half)
-                keys[half] =
-                    key_rows(cache.k, k, key + half * 16, n - key - half * 16, rows(0).numbers, numbers + half * 16 * levels);
+                keys[half] = key_rows(cache.k, k, key + half * 16, n - key - half * 16, numbers + half * 16 * levels);
             for (int t = 0; t < count; ++t)
                 score_tile(keys, rows(t).products.q, levels, rows(t).tile.softmax_scale, rows(t).stride, rows(t).logits + key);
         }
@@ -153,7 +152,7 @@ struct Together {
         for (int r = 0; r < R; ++r) one[r] = 1.0f;
         for (int key = 0; key < n; key += kStretch) {
             const int keys = smaller(n - key, kStretch);
-            put_values(cache.v, v, key, keys, rows(0).numbers, numbers, next_keys + key * cache.k.bytes, cache.k.bytes);
+            put_values(cache.v, v, key, keys, numbers, next_keys + key * cache.k.bytes, cache.k.bytes);
             for (int i = 0; i < some; ++i) {
                 TileRows<R>& of = rows(mixing[i]);
                 put_weights(of.weights + key, of.stride, keys, of.products.p);

@@ -146,37 +146,6 @@ void score_numbers(const Number* x, int n, int dim, const float* const* q, float
     }
 }
 
-// The same of vectors that lie by channel, x [dim, kTileKeys]: each lane holds another key. Wide sums are taken in two parts,
-// for an addition takes as long as several products.
-template <class Simd, int R>
-void score_channels(const float* x, int dim, const float* const* q, float factor, int stride, float* logits) {
-    constexpr int kParts = Simd::registers < 32 ? 1 : 2;
-    for (int i = 0; i < kTileKeys; i += Simd::width) {
-        typename Simd::F acc[kParts][R];
-        for (int p = 0; p < kParts; ++p)
-            for (int r = 0; r < R; ++r) acc[p][r] = Simd::zero();
-        for (int d = 0; d < dim; d += kParts)
-#pragma GCC unroll 2
-            for (int p = 0; p < kParts; ++p) {
-                const typename Simd::F value = Simd::load(x + (d + p) * kTileKeys + i);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) acc[p][r] = Simd::fma(value, Simd::set1(q[r][d + p]), acc[p][r]);
-            }
-        for (int r = 0; r < R; ++r) {
-            typename Simd::F sum = acc[0][r];
-            if constexpr (kParts == 2) sum = Simd::add(sum, acc[1][r]);
-            Simd::store(logits + r * stride + i, Simd::mul(sum, Simd::set1(factor)));
-        }
-    }
-}
-
-// The same of up to kTileKeys vectors of a side, as `numbers_of` leaves them.
-template <class Simd, int R>
-void score_vectors(const Side& side, const float* x, int n, const float* const* q, float factor, int stride, float* logits) {
-    if (side.cell == kChannels) return score_channels<Simd, R>(x, side.levels, q, factor, stride, logits);
-    score_numbers<Simd, R>(x, n, side.levels, q, factor, stride, logits);
-}
-
 // COLUMNS registers of sums[r] = sums[r] * shrink[r] + weights[r] @ x, of n vectors `dim` apart.
 template <class Simd, int R, int COLUMNS, class Number>
 inline void mix_columns(const Number* x, int n, int dim, const float* weights, int stride, const float* shrink, float* sums) {
@@ -224,7 +193,7 @@ void score_unpacked(const Side& side, Place at, int n, const float* const* q, fl
         const int keys = smaller(n - key, kTileKeys);
         fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
         numbers_of<Simd>(side, at, key, keys, bytes, numbers);
-        score_vectors<Simd, R>(side, numbers, keys, q, factor, stride, logits + key);
+        score_numbers<Simd, R>(numbers, keys, side.levels, q, factor, stride, logits + key);
     }
 }
 

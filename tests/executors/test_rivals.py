@@ -1,0 +1,90 @@
+"""Formats that are here to compare with: `cpu` runs them by the reference's own ops, and others refuse them by name."""
+
+import pytest
+import torch
+from small_models import SMALL, new_cache, new_paging, random_tokens, resized, small_model
+
+from haarkv.engine.generation import generate
+from haarkv.executors import catalog
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import read_config
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.cpu.layout import READS
+from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.reads import readable
+from haarkv.validation import validate
+
+RIVALS = [name for name in formats.names() if formats.get(name).to_compare]
+CONFIG = resized(SMALL, head_dim=128)
+MODEL = small_model(CONFIG)
+TINY = read_config("tiny")
+PLANS = [
+    *map(KVSpec, RIVALS), KVSpec("tq4_seed"), KVSpec("k=kivi2,v=tq4", tail=40, sink=3),
+    KVSpec("tq4", layers={1: "k=q8_0,v=fp8_e4m3"}),
+]  # fmt: skip
+
+
+def test_each_format_is_one_of_those_or_the_kernels_of_the_cpu_read_it():
+    """But for the published one, which the NPU's programs read."""
+    assert RIVALS == [
+        "manthan3", "tq3_0", "tbq4_0", "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128", "kvarn2",
+        "kvarn3", "kvarn4", "q4_0", "q4_0_rot", "q8_0", "fp8_e4m3",
+    ]  # fmt: skip
+    assert set(formats.names()) == {*RIVALS, *readable(READS), "tq4_seed"}
+    assert not {*RIVALS, "tq4_seed"} & {*readable(READS)}
+
+
+def step(ops, spec):
+    """What is stored of a prompt and a step by an op table, and attention to it."""
+    cache = new_cache(CONFIG, spec, num_blocks=6, block_size=128)
+    paging, generator, found = new_paging(cache), torch.Generator().manual_seed(0), []
+    ids = [paging.add(), paging.add()]
+    for sizes in ([60, 40], [10, 64], [1, 1]):
+        batch, heads = paging.batch(ids, sizes), CONFIG.heads
+        k, v = torch.randn(2, sum(sizes), heads.num_kv_heads, 128, generator=generator)
+        ops.store_kv(k, v, cache, 1, batch)
+        q = torch.randn(sum(sizes), heads.num_heads, 128, generator=generator)
+        found.append(ops.paged_attention(q, cache, 1, batch, 128**-0.5))
+    return [*found, *cache.k_fields(1).values(), *cache.v_fields(1).values()]
+
+
+@pytest.mark.parametrize("spec", PLANS, ids=str)
+def test_on_a_cpu_they_run_by_the_references_ops(spec):
+    """To its bits; the layers around them by the kernels."""
+    assert catalog.refusal("cpu", CONFIG, [spec.plan(CONFIG.num_layers)]) is None
+    ours, theirs = (step(ops, spec) for ops in (CpuOps(), reference))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("spec", [KVSpec("kivi2"), KVSpec("kvarn4"), PLANS[-1]], ids=str)
+def test_text_is_the_references(spec):
+    def text(executor):
+        cache = new_cache(CONFIG, spec, num_blocks=6, block_size=128)
+        prompts = [random_tokens(CONFIG, n, seed=n) for n in (1, 21)]
+        done, _ = generate(executor, cache, new_paging(cache), prompts, max_new_tokens=8, max_context=64, chunk=13)
+        return [completion.token_ids for completion in done]
+
+    executor = CpuExecutor(MODEL)
+    cache = new_cache(CONFIG, spec, num_blocks=6, block_size=128)
+    slow = {index for index in range(CONFIG.num_layers) if executor.ops.prepared(cache, index) is None}
+    assert slow == (set(range(CONFIG.num_layers)) if not spec.layers else {1})
+    assert text(executor) == text(ReferenceExecutor(MODEL))
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("executor", ["cuda", "npu", "onnx"])
+def test_elsewhere_they_are_refused_by_name(executor, name):
+    pytest.importorskip({"cuda": "triton", "onnx": "onnx"}.get(executor, "torch"))
+    refused = catalog.refusal(executor, TINY, [KVSpec(name).plan(TINY.num_layers)])
+    assert f"not {name}; --executor cpu and reference run every format" in refused
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_there_is_nothing_to_validate(name):
+    executor = ReferenceExecutor(MODEL)
+    with pytest.raises(InputError, match=f"^{name} is here to compare with: .* nothing to validate"):
+        validate(executor, executor, MODEL, [[1, 2, 3]], 0, KVSpec(name).plan(CONFIG.num_layers))
