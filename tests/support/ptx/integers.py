@@ -21,8 +21,11 @@ _TWO: dict[str, Callable[[Any, Any], Any]] = {
 
 def _high(a: np.ndarray, b: np.ndarray, kind: str) -> np.ndarray:
     """The upper half of a product."""
-    wide = DTYPES[_WIDER[kind]]
-    return ((a.astype(wide) * b.astype(wide)) >> bits_of(kind)).astype(DTYPES[kind])
+    if kind in _WIDER:
+        wide = DTYPES[_WIDER[kind]]
+        return ((a.astype(wide) * b.astype(wide)) >> bits_of(kind)).astype(DTYPES[kind])
+    product = a.astype(object) * b.astype(object)
+    return np.array([int(x) >> 64 for x in np.atleast_1d(product)], DTYPES[kind])
 
 
 def _shift(opcode: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
@@ -48,7 +51,7 @@ def _divide(a: np.ndarray, b: np.ndarray, opcode: str) -> np.ndarray:
 def _multiply(ins: Instruction, kind: str) -> tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
     """The result's type, and the product of a `mul` or `mad`."""
     form = ins.modifiers[0]
-    if form != "lo" and kind not in _WIDER:
+    if form == "wide" and kind not in _WIDER:
         raise Unknown(ins.name)
     if form == "wide":
         wide = _WIDER[kind]
