@@ -10,6 +10,12 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
+LIBRARY := tq_ops/cpu/_kernels.so
+PIP := -m pip install --quiet --disable-pip-version-check
+
+# Few of the modules that come are ever imported: pip compiles none of them to bytecode, and each is once it is imported.
+export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test fuzz test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lint tables bench clean
 
@@ -36,7 +42,10 @@ help:
 run: $(VENV)/run.stamp
 	@$(BIN)/tq generate --model tiny --kv tq4 --prompt '$(PROMPT)' --max-new-tokens 96 --temperature 0.6 --top-p 0.9
 
-test: lint
+test:
+	@# Both environments side by side: pip takes one core.
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(VENV)/dev.stamp $(VLLM)/stamp || true
+	@$(MAKE) --no-print-directory lint
 	$(BIN)/pytest -n 2 --dist worksteal
 	@# Wheels of vLLM exist for few platforms, too.
 	@if $(MAKE) --no-print-directory $(VLLM)/stamp; then $(MAKE) --no-print-directory test-vllm-short; \
@@ -76,7 +85,7 @@ test-ptx: $(VENV)/dev.stamp
 # REAL: a folder of GGUF files.
 test-real: $(VENV)/dev.stamp
 	@test -n "$(REAL)" || { echo "name a folder of GGUF files: make test-real REAL=FOLDER" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[peers]'
 	$(BIN)/pytest --no-header -rs -s -m real --real "$(REAL)" tests/models/test_real_checkpoints.py
 
 test-vllm-short: $(VLLM)/stamp
@@ -86,7 +95,7 @@ test-vllm: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest --no-header -rs tests/serving
 
 test-peers: $(VENV)/dev.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[peers]'
 	$(BIN)/pytest --no-header -rs -m peers tests/benchmarks
 
 lint: $(VENV)/dev.stamp
@@ -110,21 +119,23 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # What is installed depends on these files alone; the project itself is installed editable.
-$(VENV)/run.stamp: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+$(VENV)/run.stamp: pyproject.toml constraints.txt $(KERNELS) | $(LIBRARY)
+	$(BIN)/python $(PIP) -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/dev.stamp: pyproject.toml constraints.txt $(KERNELS) | $(LIBRARY)
 	@# Wheels of the npu extra exist for few platforms; without it its tests say so and are counted as skipped.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[npu]' || \
-		echo "the npu extra cannot be installed here: its tests will be skipped" >&2
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev,npu]' || { $(BIN)/python $(PIP) -c constraints.txt -e '.[dev]' && \
+		echo "the npu extra cannot be installed here: its tests will be skipped" >&2; }
+	@touch $(VENV)/run.stamp $@
+
+$(VLLM)/stamp: pyproject.toml serving/vllm_plugin/install.py $(KERNELS) | $(LIBRARY)
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/python $(PIP) 'torch==2.13.0' 'pytest>=8.4,<10'
+	$(VLLM)/bin/python $(PIP) -e .
+	$(VLLM)/bin/python -m haarkv.serving.vllm_plugin.install
 	@touch $@
 
-$(VLLM)/stamp: pyproject.toml serving/vllm_plugin/install.py $(KERNELS) | $(BIN)/python
-	@# Few of the modules that come are ever imported: these are compiled then.
-	$(BIN)/python -m venv $(VLLM)
-	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' 'pytest>=8.4,<10'
-	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e .
-	PIP_NO_COMPILE=1 $(VLLM)/bin/python -m haarkv.serving.vllm_plugin.install
-	@touch $@
+# Compiled once, before two installations would each do it; without a compiler the package is installed without them.
+$(LIBRARY): $(KERNELS) | $(BIN)/python
+	@$(BIN)/python tq_ops/cpu/build.py || true

@@ -301,19 +301,20 @@ ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "steps"),
+    ("family", "dtype", "steps", "layers"),
     [
-        ("qwen3", BF16, 1),
-        ("gemma", BF16, 1),
-        pytest.param("qwen2", BF16, 0, marks=pytest.mark.cuda_long),
-        pytest.param("llama", FP32, 0, marks=pytest.mark.cuda_long),
+        ("qwen3", BF16, 1, 1),
+        ("gemma", BF16, 1, 2),
+        pytest.param("qwen3", BF16, 1, 2, marks=pytest.mark.cuda_long),
+        pytest.param("qwen2", BF16, 0, 2, marks=pytest.mark.cuda_long),
+        pytest.param("llama", FP32, 0, 2, marks=pytest.mark.cuda_long),
     ],
 )
-def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps):
-    model = small_model(config_of(family, **ONE_HEAD), dtype=dtype)
+def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, layers):
+    model = small_model(config_of(family, num_layers=layers, **ONE_HEAD), dtype=dtype)
     prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
     candidate = CudaExecutor(model, interpreted=not GPU)
-    report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(2))
+    report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(layers))
     assert report.passed, report.first_divergence
     assert sum(row.unexplained for row in report.rows) == 0
 

@@ -1,4 +1,4 @@
-"""Every other family against transformers on a checkpoint that transformers wrote: fp32, prefill and 32 decode steps."""
+"""Every family against transformers on a checkpoint that transformers wrote: fp32, prefill and 32 decode steps."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from transformers_judge import draw_weights, worst_error
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.catalog import load_model, read_config
+from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.hf_folder import read_header
 from haarkv.models.weights import checkpoint_shapes, num_parameters
@@ -25,7 +25,18 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "attn_implementation": "eager",
 }  # fmt: skip
 PROMPT = torch.randint(0, 300, (1, 150), generator=torch.Generator().manual_seed(1))
-MODELS = {
+QWEN3 = {
+    "qwen3_as_14b": ("Qwen3", {"num_attention_heads": 10, "head_dim": 128, "rope_theta": 1e6}),
+    "qwen3_one_kv_head": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 256, "rope_theta": 5e5}),
+    "qwen3_tied": ("Qwen3", {
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "rope_theta": 1e4, "tie_word_embeddings": True}),
+    "qwen3_as_0.6b": ("Qwen3", {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True}),
+    "qwen3_as_32b": ("Qwen3", {"num_attention_heads": 16, "head_dim": 64, "rope_theta": 1e7}),
+    "qwen3_wider_than_hidden": ("Qwen3", {
+        "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 256, "rope_theta": 1e6, "tie_word_embeddings": True}),
+}  # fmt: skip
+MODELS = QWEN3 | {
     "llama3": ("Llama", {"rope_theta": 5e5, "head_dim": 64, "rms_norm_eps": 1e-5}),
     "llama_head_dim_of_hidden": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 128, "rope_theta": 1e6}),
@@ -85,6 +96,29 @@ def test_logits_equal_transformers(saved, name):
     folder, theirs = saved(name)
     worst, _ = worst_error(theirs, load_model(folder), "fp32", PROMPT)
     assert worst <= bounds.TRANSFORMERS_LOGITS
+
+
+@pytest.mark.parametrize("name", QWEN3)
+def test_logits_over_a_bf16_cache_equal_transformers(saved, name):
+    folder, theirs = saved(name)
+    worst, cache = worst_error(theirs, load_model(folder), "bf16", PROMPT)
+    assert worst <= bounds.TRANSFORMERS_LOGITS
+    assert cache.ties <= bounds.BF16_TIES * cache.values
+
+
+@pytest.mark.parametrize("kv", ["fp32", "bf16"])
+def test_logits_of_the_checkpoint_that_ships_equal_transformers(kv):
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32, attn_implementation="eager").eval()
+    prompt = torch.randint(0, 4096, (1, 200), generator=torch.Generator().manual_seed(0))
+    worst, _ = worst_error(theirs, load_model("tiny"), kv, prompt)
+    assert worst <= bounds.TRANSFORMERS_LOGITS
+
+
+def test_the_comparison_sees_a_wrong_cache(saved):
+    """With 4-bit storage the same comparison is far outside its bound: it does depend on K and V."""
+    folder, theirs = saved("qwen3_as_14b")
+    worst, _ = worst_error(theirs, load_model(folder), "tq4", PROMPT)
+    assert worst > 100 * bounds.TRANSFORMERS_LOGITS
 
 
 @pytest.mark.parametrize("name", MODELS)

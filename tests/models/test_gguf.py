@@ -335,7 +335,8 @@ def test_every_command_takes_a_file(saved, tmp_path, capsys):
     assert "temperature 0.5, top-k 7 from m.gguf" in " ".join(capsys.readouterr().err.split())
     assert main(["validate", *model, *few, "--steps", "1"]) == 0, capsys.readouterr().err
     (tmp_path / "text.txt").write_text("spam and eggs " * 20)
-    assert main(["eval", *model, "--text", str(tmp_path / "text.txt"), "--window", "64"]) == 0, capsys.readouterr().err
+    scored = ["--text", str(tmp_path / "text.txt"), "--window", "64", "--kv", "tq4"]
+    assert main(["eval", *model, *scored]) == 0, capsys.readouterr().err
 
 
 def test_no_such_file_and_no_file(tmp_path):

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from aicore.leaf import Leaf, distinct
-from aicore.toolchain import CACHE, CSRC, KINDS, CompileError, Toolchain, digest, run_compiler
+from aicore.toolchain import CACHE, CSRC, KINDS, PRELUDE, CompileError, Toolchain, digest, run_compiler
 
 # Leaves of one source share the code of their tile operations, which takes most of the time; more of them than this in one
 # would leave a core idle.
@@ -71,7 +71,7 @@ def _source(leaves: Sequence[Leaf]) -> str:
 
 
 def _object(toolchain: Toolchain, kind: str, leaves: list[Leaf]) -> Path:
-    source = _source(leaves) if leaves else (CSRC / toolchain.SUPPORT).read_text(encoding="utf-8")
+    source = _source(leaves) if leaves else (CSRC / "machine.cpp").read_text(encoding="utf-8")
     target = CACHE / "objects" / f"{digest(toolchain.key(kind), source)}.o"
     if target.exists():
         return target
@@ -94,7 +94,7 @@ def _object(toolchain: Toolchain, kind: str, leaves: list[Leaf]) -> Path:
 def _prelude(toolchain: Toolchain, kind: str) -> Path:
     target = CACHE / "preludes" / f"{toolchain.key(kind)}.pch"
     if not target.exists():
-        _make(target, lambda half: [*toolchain.command(kind), "-x", "c++-header", str(CSRC / toolchain.PRELUDE), "-o", half])
+        _make(target, lambda half: [*toolchain.command(kind), "-x", "c++-header", str(CSRC / PRELUDE), "-o", half])
     return target
 
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
 
 from haarkv.tq_ops.errors import InputError
 
 CSRC = Path(__file__).parent / "csrc"
 CACHE = Path.home() / ".cache/haarkv/aicore"
+PRELUDE = "prelude.h"
+"""What every source is compiled with."""
 
 _COMPILERS = ("clang++-19", "clang++")
 _OLDEST = 19
@@ -72,10 +73,6 @@ class Toolchain:
         pto_isa: the folder in which `pto/` lies.
     """
 
-    # What every source is compiled with, and the source of the core they run on; another pair makes another core.
-    PRELUDE: ClassVar[str] = "prelude.h"
-    SUPPORT: ClassVar[str] = "machine.cpp"
-
     compiler: tuple[str, ...]
     pto_isa: Path
 
@@ -100,7 +97,7 @@ class Toolchain:
 
     def key(self, kind: str) -> str:
         """Of everything but the kernel functions that an object file of a kind of core depends on."""
-        ours = [(CSRC / name).read_text("utf-8") for name in (self.PRELUDE, *_INCLUDED[kind])]
+        ours = [(CSRC / name).read_text("utf-8") for name in (PRELUDE, *_INCLUDED[kind])]
         return digest(self.version, str(self.headers), self._theirs, shlex.join(self.command(kind)), *ours)
 
     @cached_property

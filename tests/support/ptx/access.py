@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED, SHARED_AT, Fault, Window, gather, scatter
+from ptx.memory import SHARED_AT, Fault, Window, gather, scatter
 from ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
 from ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 
-SPACES = ("global", "shared", "local", "const", "param")
-_HINTS = {
-    "relaxed", "weak", "volatile", "acquire", "release", "gpu", "sys", "cta", "cluster", "nc", "ca", "cg", "cs", "cv", "lu",
-    "wb", "wt",
-    "L1__evict_last", "L1__evict_first", "L1__evict_normal", "L1__evict_unchanged", "L1__no_allocate", "L2__cache_hint",
-    "L2__64B", "L2__128B", "L2__256B", "L2__evict_last", "L2__evict_first", "L2__evict_normal", "mmio",
-}  # fmt: skip
+SPACES = ("global", "shared", "local", "param")
+_HINTS = {"nc", "ca", "cg", "L1__no_allocate"}
 
 
 def address_reader(operand: Operand) -> Read:
@@ -32,18 +27,16 @@ def address_reader(operand: Operand) -> Read:
     return lambda s: s.regs[index].astype(np.uint64) + offset
 
 
-def space_of(ins: Instruction, address: Operand) -> str | None:
-    """The space that an instruction names; None for a generic address."""
+def space_of(ins: Instruction) -> str:
+    """The space that an instruction names."""
     for modifier in ins.modifiers:
-        if modifier.split("__")[0] in SPACES:
-            if modifier not in SPACES and modifier not in ("shared__cta", "param__entry", "shared__cluster"):
-                raise Unknown(modifier)
-            return modifier.split("__")[0]
-    return None
+        if modifier in SPACES:
+            return modifier
+    raise Unknown(f"{ins.name} of a generic address")
 
 
 def require_hints(ins: Instruction, known: set[str]) -> None:
-    if unknown := set(ins.modifiers) - known - _HINTS - set(SPACES) - {"shared__cta", "param__entry"}:
+    if unknown := set(ins.modifiers) - known - _HINTS - set(SPACES):
         raise Unknown(f"{ins.name}: {', '.join(sorted(unknown))}")
 
 
@@ -111,17 +104,8 @@ def _local_offset(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) 
     return address.astype(np.int64) + lanes * s.local_stride
 
 
-def read(s: Lanes, space: str | None, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
-    """[n, width] uint8 of a space; None: of the space of each generic address."""
-    if space is None:
-        kinds = address >> np.uint64(60)
-        values = np.empty((len(lanes), width), np.uint8)
-        for number, name, base in ((0, "global", 0), (1, "shared", GENERIC_SHARED), (2, "local", GENERIC_LOCAL)):
-            if (chosen := kinds == number).any():
-                values[chosen] = read(s, name, lanes[chosen], address[chosen] - np.uint64(base), width)
-        if (kinds > 2).any():
-            raise Fault("an address in no space", int(lanes[np.argmax(kinds > 2)]))
-        return values
+def read(s: Lanes, space: str, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
+    """[n, width] uint8 of a space."""
     if space == "shared":
         return read_shared(s, lanes, address, width)
     if space == "local":
@@ -133,16 +117,9 @@ def read(s: Lanes, space: str | None, lanes: np.ndarray, address: np.ndarray, wi
     return read_global(s, lanes, address, width)
 
 
-def write(s: Lanes, space: str | None, lanes: np.ndarray, address: np.ndarray, values: np.ndarray) -> None:
+def write(s: Lanes, space: str, lanes: np.ndarray, address: np.ndarray, values: np.ndarray) -> None:
     """As `read`."""
-    if space is None:
-        kinds = address >> np.uint64(60)
-        for number, name, base in ((0, "global", 0), (1, "shared", GENERIC_SHARED), (2, "local", GENERIC_LOCAL)):
-            if (chosen := kinds == number).any():
-                write(s, name, lanes[chosen], address[chosen] - np.uint64(base), values[chosen])
-        if (kinds > 2).any():
-            raise Fault("an address in no space", int(lanes[np.argmax(kinds > 2)]))
-    elif space == "shared":
+    if space == "shared":
         write_shared(s, lanes, address, values)
     elif space == "local":
         scatter(s.local, _local_offset(s, lanes, address, values.shape[1]), values)
@@ -162,8 +139,8 @@ def active(s: Lanes, values: np.ndarray) -> np.ndarray:
 def _shape(ins: Instruction) -> tuple[str, int]:
     """The type and how many of it."""
     kind = ins.modifiers[-1]
-    count = next((int(name[1:]) for name in ins.modifiers if name in ("v2", "v4", "v8")), 1)
-    require_hints(ins, {kind, "v2", "v4", "v8"})
+    count = next((int(name[1:]) for name in ins.modifiers if name in ("v2", "v4")), 1)
+    require_hints(ins, {kind, "v2", "v4"})
     if kind not in DTYPES or bits_of(kind) < 8:
         raise Unknown(ins.name)
     return kind, count
@@ -179,7 +156,7 @@ def _items(operand: Operand, count: int) -> tuple[Operand, ...]:
 def load(ins: Instruction) -> Run:
     """`ld`: a register wider than the type is filled as the type's sign says."""
     kind, count = _shape(ins)
-    width, space, address = bits_of(kind) // 8, space_of(ins, ins.operands[1]), address_reader(ins.operands[1])
+    width, space, address = bits_of(kind) // 8, space_of(ins), address_reader(ins.operands[1])
     items = _items(ins.operands[0], count)
     targets = [(destination(item), item.bits if isinstance(item, Register) else 0) for item in items]
 
@@ -201,7 +178,7 @@ def load(ins: Instruction) -> Run:
 def store(ins: Instruction) -> Run:
     """`st`."""
     kind, count = _shape(ins)
-    space, address = space_of(ins, ins.operands[0]), address_reader(ins.operands[0])
+    space, address = space_of(ins), address_reader(ins.operands[0])
     unsigned = f"b{bits_of(kind)}"
     reads = [reader(item, kind if isinstance(item, Number) else unsigned) for item in _items(ins.operands[1], count)]
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ptx.access import active, address_reader, read_global, read_shared, require_hints, shared_offset, space_of
+from ptx.access import active, address_reader, read_global, require_hints, shared_offset
 from ptx.access import windows_of as windows
+from ptx.floats import FLOATS
 from ptx.memory import Fault, gather, scatter
 from ptx.state import DTYPES, Lanes, Run, bits_of, destination, reader
-from ptx.syntax import Instruction, Nowhere, Number, Unknown
+from ptx.syntax import Instruction, Number, Unknown
 
 
 @dataclass
@@ -63,7 +64,7 @@ def _finish(s: Lanes, copy: _Copy) -> None:
 
 def copy_async(ins: Instruction) -> Run:
     """`cp.async` and what waits for it."""
-    if ins.modifiers[1:] == ("commit_group",) or ins.modifiers == ("async", "commit_group"):
+    if ins.modifiers == ("async", "commit_group"):
 
         def commit(s: Lanes) -> None:
             s.copies.committed[s.lanes] += 1
@@ -73,13 +74,6 @@ def copy_async(ins: Instruction) -> Run:
         groups = ins.operands[0]
         assert isinstance(groups, Number)
         return lambda s: s.copies.land(s, groups.value)
-    if ins.modifiers == ("async", "wait_all"):
-
-        def wait(s: Lanes) -> None:
-            s.copies.committed[s.lanes] += 1
-            s.copies.land(s, 0)
-
-        return wait
     require_hints(ins, {"async"})
     if not {"global", "shared", "shared__cta"} & set(ins.modifiers) or len(ins.operands) not in (3, 4):
         raise Unknown(ins.name)
@@ -106,49 +100,31 @@ def copy_async(ins: Instruction) -> Run:
 
 
 # -- Atomic operations --------------------------------------------------------------------------------------------------
-_ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda old, x: old + x, "min": min, "max": max, "exch": lambda old, x: x,
-    "and": lambda old, x: old & x, "or": lambda old, x: old | x, "xor": lambda old, x: old ^ x,
-    "inc": lambda old, x: type(old)(0) if old >= x else old + type(old)(1),
-    "dec": lambda old, x: x if old == 0 or old > x else old - type(old)(1),
-}  # fmt: skip
-_ORDERS = {"relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
+_ATOMIC: dict[str, Callable[[Any, Any], Any]] = {"add": lambda old, x: old + x, "min": min}
+_ORDERS = {"acq_rel", "gpu"}
 
 
 def atomic(ins: Instruction) -> Run:
-    """`atom` and `red`: thread after thread."""
-    kind, space = ins.modifiers[-1], space_of(ins, ins.operands[-2])
-    names = [name for name in ins.modifiers[:-1] if name in _ATOMIC or name == "cas"]
+    """`atom` on global memory, thread after thread."""
+    kind, names = ins.modifiers[-1], [name for name in ins.modifiers if name in _ATOMIC]
     require_hints(ins, {kind, *names} | _ORDERS)
-    if len(names) != 1 or kind not in DTYPES or kind.endswith("x2") or kind == "bf16":
+    if len(names) != 1 or kind not in DTYPES or kind in FLOATS or "global" not in ins.modifiers:
         raise Unknown(ins.name)
-    returns = ins.opcode == "atom"
-    target = None if not returns or isinstance(ins.operands[0], Nowhere) else destination(ins.operands[0], bits_of(kind))
-    operands = ins.operands[1 if returns else 0 :]
-    address, values = address_reader(operands[0]), [reader(operand, kind) for operand in operands[1:]]
-    width, orders = bits_of(kind) // 8, set(ins.modifiers)
+    target = destination(ins.operands[0], bits_of(kind))
+    address, value = address_reader(ins.operands[1]), reader(ins.operands[2], kind)
+    function, width, orders = _ATOMIC[names[0]], bits_of(kind) // 8, set(ins.modifiers)
 
     def run(s: Lanes) -> None:
         lanes = s.lanes
         if not len(lanes):
             return
-        where, given = active(s, address(s)), [active(s, read(s)) for read in values]
+        where, given = active(s, address(s)), active(s, value(s))
         result = np.zeros(len(lanes), DTYPES[kind])
         for place, lane in enumerate(lanes.tolist()):
-            one, at = np.array([lane]), where[place : place + 1]
-            if space == "shared":
-                data, offset = s.shared, shared_offset(s, one, at, width)
-                read_shared(s, one, at, width)
-            else:
-                ((window, _, offset),) = windows(s, one, at, width)
-                data = window.data
-                s.races.atomic(s, lane, window, int(offset[0]), orders)
-            old = gather(data, offset, width).view(DTYPES[kind])[0, 0]
-            if names[0] == "cas":
-                new = given[1][place] if old == given[0][place] else old
-            else:
-                new = _ATOMIC[names[0]](old, given[0][place])
-            scatter(data, offset, np.array([[new]], DTYPES[kind]).view(np.uint8))
+            ((window, _, offset),) = windows(s, np.array([lane]), where[place : place + 1], width)
+            s.races.atomic(s, lane, window, int(offset[0]), orders)
+            old = gather(window.data, offset, width).view(DTYPES[kind])[0, 0]
+            scatter(window.data, offset, np.array([[function(old, given[place])]], DTYPES[kind]).view(np.uint8))
             result[place] = old
         if target is not None:
             s.write_some(target, result)

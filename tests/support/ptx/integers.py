@@ -51,6 +51,8 @@ def _divide(a: np.ndarray, b: np.ndarray, opcode: str) -> np.ndarray:
 def _multiply(ins: Instruction, kind: str) -> tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
     """The result's type, and the product of a `mul` or `mad`."""
     form = ins.modifiers[0]
+    if form == "wide" and kind not in _WIDER:
+        raise Unknown(ins.name)
     if form == "wide":
         wide = _WIDER[kind]
         return wide, lambda a, b: a.astype(DTYPES[wide]) * b.astype(DTYPES[wide])
@@ -111,27 +113,6 @@ def _permute(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
     return octets.view(U32)[:, 0]
 
 
-def _logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """`lop3`."""
-    number, result = int(table[0]), U32(0)
-    for row in range(8):
-        if number >> row & 1:
-            result = result | ((a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c))
-    return np.broadcast_to(result, np.broadcast_shapes(a.shape, b.shape, c.shape)).copy()
-
-
-def _funnel(ins: Instruction) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """`shf`."""
-    side, mode = ins.modifiers[0], ins.modifiers[1]
-
-    def run(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
-        pool = low.astype(U64) | (high.astype(U64) << U64(32))
-        by = (by & U32(31) if mode == "wrap" else np.minimum(by, U32(32))).astype(U64)
-        return ((pool >> by) if side == "r" else ((pool << by) >> U64(32))).astype(U32)
-
-    return run
-
-
 def _leading(a: np.ndarray) -> np.ndarray:
     bits = a.dtype.itemsize * 8
     found = np.full(a.shape, bits, U32)
@@ -165,15 +146,12 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
     if opcode in ("div", "rem"):
         return kind, [kind] * 2, lambda a, b: _divide(a, b, opcode)
     ones: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "not": np.logical_not if kind == "pred" else np.invert, "neg": np.negative, "abs": np.abs,
-        "brev": _reversed,
+        "not": np.logical_not if kind == "pred" else np.invert, "neg": np.negative, "brev": _reversed,
     }  # fmt: skip
     if opcode in ones:
         return kind, [kind], ones[opcode]
     if opcode == "popc":
         return "u32", [unsigned], lambda a: np.bitwise_count(a).astype(U32)
-    if opcode == "clz":
-        return "u32", [unsigned], _leading
     if opcode == "bfind" and ins.modifiers[0] == "shiftamt" and kind[0] == "u":
         return "u32", [kind], lambda a: np.where(a == 0, U32(0xFFFFFFFF), _leading(a)).astype(U32)
     if opcode == "bfe":
@@ -182,10 +160,6 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
         return kind, [kind, kind, "u32", "u32"], lambda a, b, c, d: _insert(a, b, c, d, kind)
     if opcode == "prmt" and len(ins.modifiers) == 1:
         return "b32", ["b32"] * 3, _permute
-    if opcode == "lop3" and len(ins.modifiers) == 1:
-        return "b32", ["b32"] * 4, _logic
-    if opcode == "shf":
-        return "b32", ["b32"] * 3, _funnel(ins)
     raise Unknown(ins.name)
 
 
@@ -214,9 +188,10 @@ _JOIN: dict[str, Callable[[Any, Any], Any]] = {"and": np.logical_and, "or": np.l
 def _comparison(name: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     if kind not in floats.FLOATS:
         return np.not_equal if name == "ne" else _COMPARE[name]
+    if kind != "f32":
+        raise Unknown(f"setp of {kind}")
 
     def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        a, b = floats.widened(a, kind), floats.widened(b, kind)
         either = np.isnan(a) | np.isnan(b)
         if name in ("num", "nan"):
             return either if name == "nan" else ~either
@@ -230,7 +205,7 @@ def _comparison(name: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.n
 def set_predicate(ins: Instruction) -> Run:
     """`setp`, with a second result and a second condition where there are."""
     kind, names = ins.modifiers[-1], [name for name in ins.modifiers[:-1] if name != "ftz"]
-    if kind.endswith("x2") or len(names) not in (1, 2):
+    if len(names) not in (1, 2):
         raise Unknown(ins.name)
     compare = _comparison(names[0], kind)
     kinds = [kind, kind] + ["pred"] * (len(names) - 1)

@@ -13,15 +13,13 @@ from ptx.syntax import Instruction, Operand, Unknown, Vector
 
 
 def numbers(bits: np.ndarray, kind: str) -> np.ndarray:
-    """The elements of registers [..., n] uint32, side by side: [..., n * elements] float32 or int32."""
+    """The elements of registers [..., n] uint32, side by side: [..., n * elements] float32."""
     if kind == "f16":
         return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
     if kind == "bf16":
         return from_bf16(np.ascontiguousarray(bits).view(np.uint16))
     if kind == "tf32":  # the tensor cores ignore the low bits
         return (bits & np.uint32(0xFFFFE000)).view(np.float32)
-    if kind in ("s8", "u8"):
-        return np.ascontiguousarray(bits).view(np.int8 if kind == "s8" else np.uint8).astype(np.int32)
     raise Unknown(f"products of {kind}")
 
 
@@ -79,34 +77,31 @@ def put(s: Lanes, places: list[int], values: np.ndarray) -> None:
 
 
 _SHAPE = re.compile(r"m16n8k(\d+)$")
-_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "s8": 8, "u8": 8}
+_BITS = {"f16": 16, "bf16": 16, "tf32": 32}
 
 
 def multiply(ins: Instruction) -> Run:
     """`mma.sync.aligned.m16n8kK.row.col`."""
     sync, aligned, shape, row, col, *kinds = ins.modifiers
     found = _SHAPE.match(shape)
-    if (sync, aligned, row, col) != ("sync", "aligned", "row", "col") or not found or len(kinds) not in (4, 5):
-        raise Unknown(ins.name)
-    if kinds[0] == "satfinite" or len(kinds) == 5 or kinds[1] not in _BITS or kinds[2] not in _BITS:
+    if (sync, aligned, row, col) != ("sync", "aligned", "row", "col") or not found or len(kinds) != 4:
         raise Unknown(ins.name)
     to, a_kind, b_kind, of = kinds
-    whole = a_kind in ("s8", "u8")
-    if (to, of) != (("s32",) * 2 if whole else ("f32",) * 2):
+    if a_kind not in _BITS or b_kind not in _BITS or (to, of) != ("f32", "f32"):
         raise Unknown(ins.name)
     k, bits = int(found[1]), _BITS[a_kind]
     d, a, b, c = ins.operands
     d_places = registers(d, 4)
     a_places, b_places = registers(a, 16 * k * bits // 1024), registers(b, 8 * k * bits // 1024)
     assert isinstance(c, Vector)
-    c_reads, dtype = [reader(item, of) for item in c.items], np.int32 if whole else np.float32
+    c_reads = [reader(item, of) for item in c.items]
 
     def run(s: Lanes) -> None:
         warps = s.whole_warps(ins.name)
         start = np.stack([np.broadcast_to(read(s), s.count) for read in c_reads]).reshape(4, -1, 32)
         start = start if warps is None else start[:, warps]
         product = left(collected(s, a_places, warps), a_kind) @ right(collected(s, b_places, warps), b_kind)
-        put(s, d_places, spread((sums(start) + product).astype(dtype)))
+        put(s, d_places, spread((sums(start) + product).astype(np.float32)))
 
     return run
 

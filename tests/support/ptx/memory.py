@@ -16,8 +16,6 @@ GUARD = 1 << 32
 _FIRST = 0x7F0_0000_0000
 SHARED_AT = 1024
 """Shared addresses begin here, so that 0 is none of them; swizzles go by the address within 1024 bytes."""
-GENERIC_SHARED = 1 << 60
-GENERIC_LOCAL = 1 << 61
 _GATHERED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 

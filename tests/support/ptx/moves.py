@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.memory import GENERIC_LOCAL, GENERIC_SHARED
 from ptx.state import UNSIGNED, Lanes, Run, bits_of, destination, reader
 from ptx.syntax import Instruction, Register, Unknown, Vector
 
@@ -45,11 +44,8 @@ def move(ins: Instruction) -> Run:
 
 
 def to_address(ins: Instruction) -> Run:
-    """`cvta`: the generic address of one in a space, or back; global and constant memory have but one."""
-    back, space = ins.modifiers[0] == "to", ins.modifiers[-2].split("__")[0]
-    shift = {"global": 0, "const": 0, "shared": GENERIC_SHARED, "local": GENERIC_LOCAL}.get(space)
-    kind = ins.modifiers[-1]
-    if shift is None or kind != "u64":
+    """`cvta.to.global`: an address in global memory is the generic one."""
+    if ins.modifiers != ("to", "global", "u64"):
         raise Unknown(ins.name)
-    place, read = destination(ins.operands[0], 64), reader(ins.operands[1], kind)
-    return lambda s: s.write(place, read(s) - np.uint64(shift) if back else read(s) + np.uint64(shift))
+    place, read = destination(ins.operands[0], 64), reader(ins.operands[1], "u64")
+    return lambda s: s.write(place, read(s))

@@ -11,27 +11,21 @@ from ptx.syntax import Instruction, Unknown
 
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 """What the run itself executes."""
-_FLOATS = ("ex2", "rcp", "sqrt", "rsqrt", "fma")
-_EITHER = ("add", "sub", "mul", "mad", "div", "min", "max", "neg", "abs")
-_INTEGERS = (
-    "rem", "and", "or", "xor", "not", "shl", "shr", "shf", "lop3", "prmt", "bfe", "bfi", "popc", "clz", "brev", "bfind",
-)  # fmt: skip
+_FLOATS = ("ex2", "sqrt", "rsqrt", "fma", "abs")
+_EITHER = ("add", "sub", "mul", "div", "min", "max", "neg")
+_INTEGERS = ("mad", "rem", "and", "or", "xor", "not", "shl", "shr", "prmt", "bfe", "bfi", "popc", "brev", "bfind")
 
 
 def _fence(ins: Instruction) -> Run:
-    """`fence` and `membar`: what an atomic operation afterwards makes visible."""
-    if ins.opcode == "fence" and ins.modifiers[0] == "proxy":
-        if ins.modifiers[1:] not in (("async",), ("async", "shared__cta"), ("async__shared", "cta")):
-            raise Unknown(ins.name)
+    """`fence` and `membar`: what an atomic operation afterwards, or an asynchronous product, makes visible."""
+    if ins.name == "fence.proxy.async.shared__cta":
 
         def proxy(s: Lanes) -> None:
             s.races.proxy_fenced[s.lanes] = s.clock
 
         return proxy
-    if unknown := set(ins.modifiers) - {"gl", "sys", "cta", "gpu", "acq_rel", "sc", "cluster"}:
-        raise Unknown(f"{ins.name}: {unknown}")
-    if {"cta", "cluster"} & set(ins.modifiers):
-        return lambda s: None
+    if ins.name not in ("membar.gl", "fence.acq_rel.gpu"):
+        raise Unknown(ins.name)
 
     def run(s: Lanes) -> None:
         s.races.fenced[s.lanes] = s.clock
@@ -39,8 +33,8 @@ def _fence(ins: Instruction) -> Run:
     return run
 
 
-def _nothing(ins: Instruction) -> Run:
-    """What changes no value: prefetching and sleeping."""
+def _prefetch(ins: Instruction) -> Run:
+    """It changes no value."""
     return lambda s: None
 
 
@@ -57,11 +51,11 @@ _BUILDERS: dict[str, Callable[[Instruction], Run]] = {
     **dict.fromkeys(_INTEGERS, integers.build),
     "setp": integers.set_predicate, "selp": integers.select, "mov": moves.move, "cvta": moves.to_address,
     "cvt": floats.convert, "ld": access.load, "st": access.store,
-    "cp": copies.copy_async, "atom": copies.atomic, "red": copies.atomic,
+    "cp": copies.copy_async, "atom": copies.atomic,
     "mma": matrix.multiply, "ldmatrix": matrix.load_matrix, "stmatrix": matrix.store_matrix, "movmatrix": matrix.move_matrix,
     "wgmma": warpgroup.warpgroup, "shfl": warps.shuffle, "redux": warps.reduce, "vote": warps.vote,
     "fence": _fence, "membar": _fence, "trap": _trap,
-    "prefetch": _nothing, "nanosleep": _nothing,
+    "prefetch": _prefetch,
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def feeding_addresses(code: list[Instruction]) -> set[int]:
     """The registers from which addresses of global memory are reckoned."""
     found: set[int] = set()
     for ins in code:
-        if ins.opcode in ("ld", "st", "cp", "atom", "red") and "global" in ins.modifiers:
+        if ins.opcode in ("ld", "st", "cp", "atom") and "global" in ins.modifiers:
             addresses = [operand for operand in ins.operands if isinstance(operand, Address)]
             found.update(_registers(addresses[-1]))
     sources: dict[int, set[int]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 
 from ptx.syntax import (
     Address,
@@ -152,11 +151,7 @@ class _Reader:
         if text == "WARP_SZ":
             return Number(32)
         if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
-            return Number(int(found[1], 16), 32)
-        if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
-            return Number(int(found[1], 16), 64)
-        if re.fullmatch(r"-?\d+\.\d*([eE][-+]?\d+)?", text):
-            return Number(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
+            return Number(int(found[1], 16), is_float=True)
         if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
             return Number(_integer(text))
         if text.startswith("%"):

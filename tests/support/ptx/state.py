@@ -13,8 +13,8 @@ from ptx.syntax import Entry, Nowhere, Number, Operand, Register, Special, Symbo
 
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 DTYPES: dict[str, Any] = {
-    "pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": np.uint16,
-    "f16x2": np.uint32, "bf16x2": np.uint32, "tf32": np.uint32,
+    "pred": np.bool_, "f16": np.float16, "f32": np.float32, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32,
+    "tf32": np.uint32,
     **{f"{kind}{bits}": UNSIGNED[bits] for kind in "bu" for bits in (8, 16, 32, 64)},
     "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
 }  # fmt: skip
@@ -134,36 +134,20 @@ def specials(block: tuple[int, int, int], grid: tuple[int, int, int], programs: 
     for axis, before in (("x", 1), ("y", grid[0]), ("z", grid[0] * grid[1])):
         found[f"%ctaid.{axis}"] = program // before % grid["xyz".index(axis)]
         found[f"%nctaid.{axis}"] = np.full(len(thread), grid["xyz".index(axis)])
-        found[f"%cluster_ctaid.{axis}"] = np.zeros(len(thread))
-        found[f"%cluster_nctaid.{axis}"] = np.ones(len(thread))
-    lane = thread % 32
-    found |= {"%laneid": lane, "%warpid": thread // 32, "%nwarpid": np.full(len(thread), -(-threads // 32))}
-    found |= {"%smid": program % 132, "%cluster_ctarank": np.zeros(len(thread)), "%cluster_nctarank": np.ones(len(thread))}
-    one = np.uint64(1) << lane.astype(np.uint64)
-    masks = {"eq": one, "lt": one - np.uint64(1), "le": (one << np.uint64(1)) - np.uint64(1)}
-    masks |= {"ge": ~masks["lt"], "gt": ~masks["le"]}
-    found |= {f"%lanemask_{name}": value & np.uint64(0xFFFFFFFF) for name, value in masks.items()}
     return {name: value.astype(np.uint32) for name, value in found.items()}
 
 
 def constant(number: Number, kind: str) -> np.ndarray:
     """[1] of an immediate as a type."""
     bits = bits_of(kind)
-    if number.float_bits == 32 and kind == "f32":
-        return np.array([number.value], np.uint32).view(np.float32)
-    if number.float_bits == 64 and kind == "f64":
-        return np.array([number.value], np.uint64).view(np.float64)
-    if number.float_bits:
-        value = np.array([number.value], np.uint32 if number.float_bits == 32 else np.uint64)
-        if bits == number.float_bits:
-            return value.view(DTYPES[kind])
-        if kind in ("f32", "f16", "f64"):
-            return value.view(np.float32 if number.float_bits == 32 else np.float64).astype(DTYPES[kind])
-        raise Unknown(f"a float of {number.float_bits} bits as {kind}")
+    if number.is_float:
+        if bits != 32:
+            raise Unknown(f"a float of 32 bits as {kind}")
+        return np.array([number.value], np.uint32).view(DTYPES[kind])
     if kind == "pred":
         return np.array([number.value != 0])
-    if kind in ("f32", "f64"):
-        return np.array([number.value], DTYPES[kind])
+    if kind == "f32":
+        return np.array([number.value], np.float32)
     return np.array([number.value % (1 << bits)], UNSIGNED[bits]).view(DTYPES[kind])
 
 
@@ -192,9 +176,6 @@ def reader(operand: Operand, kind: str) -> Read:
 
 
 def _special(name: str, dtype: Any, bits: int) -> Read:
-    if name in ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo"):
-        return lambda s: np.array([s.clock], UNSIGNED[bits]).view(dtype)
-
     def read(s: Lanes) -> np.ndarray:
         if name not in s.special:
             raise Unknown(f"the register {name}")

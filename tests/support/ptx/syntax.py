@@ -19,10 +19,10 @@ class Register:
 
 @dataclass(frozen=True)
 class Number:
-    """An immediate: an int, or the bits of a float as they are written."""
+    """An immediate: an int, or the bits of a float of 32 bits as they are written."""
 
     value: int
-    float_bits: int = 0  # 32 or 64 where it is written as a float
+    is_float: bool = False
 
 
 @dataclass(frozen=True)

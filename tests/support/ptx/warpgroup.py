@@ -120,7 +120,7 @@ def warpgroup(ins: Instruction) -> Run:
     return issue
 
 
-_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1}
+_BYTES = {"f16": 2, "bf16": 2, "tf32": 4}
 
 
 def _multiply(ins: Instruction) -> tuple[list[Read], Callable[[Lanes, np.ndarray, list[np.ndarray], int], None]]:
@@ -129,7 +129,7 @@ def _multiply(ins: Instruction) -> tuple[list[Read], Callable[[Lanes, np.ndarray
         raise Unknown(ins.name)
     columns, k = int(shape[1]), int(shape[2])
     to, a_kind, b_kind = ins.modifiers[4:]
-    if to != "f32" or a_kind not in ("f16", "bf16", "tf32") or b_kind != a_kind:
+    if to != "f32" or a_kind not in _BYTES or b_kind != a_kind:
         raise Unknown(ins.name)
     d, a, b, scale_d, scale_a, scale_b, *across = ins.operands
     places, size = registers(d, columns // 2), _BYTES[a_kind]

@@ -38,7 +38,7 @@ def _every(s: Lanes, values: np.ndarray) -> np.ndarray:
 
 def shuffle(ins: Instruction) -> Run:
     """`shfl.sync`."""
-    if ins.modifiers[0] != "sync" or ins.modifiers[-1] != "b32":
+    if ins.modifiers not in (("sync", mode, "b32") for mode in ("up", "bfly", "idx")):
         raise Unknown(ins.name)
     mode, to = ins.modifiers[1], ins.operands[0]
     target, valid = (to.first, destination(to.second, 1)) if isinstance(to, Pair) else (to, None)
@@ -52,8 +52,7 @@ def shuffle(ins: Instruction) -> Run:
         clamp, segment = limit & 31, limit >> 8 & 31
         last, first = (_LANE & segment) | (clamp & ~segment), _LANE & segment
         source = {
-            "up": lambda: _LANE - step, "down": lambda: _LANE + step, "bfly": lambda: _LANE ^ step,
-            "idx": lambda: first | (step & ~segment),
+            "up": lambda: _LANE - step, "bfly": lambda: _LANE ^ step, "idx": lambda: first | (step & ~segment),
         }[mode]()  # fmt: skip
         there = source >= last if mode == "up" else source <= last
         source = np.where(there, source, _LANE)
@@ -76,14 +75,16 @@ def _over_warps(s: Lanes, values: np.ndarray, neutral: object, function: np.ufun
     return np.repeat(function.reduce(whole.reshape(-1, 32), 1), 32)
 
 
+_REDUCED = {"add": np.add, "min": np.minimum, "max": np.maximum}
+
+
 def reduce(ins: Instruction) -> Run:
     """`redux.sync`."""
     operation, kind = ins.modifiers[1], ins.modifiers[-1]
-    if ins.modifiers[0] != "sync" or len(ins.modifiers) != 3 or kind not in ("u32", "s32", "b32"):
+    if ins.modifiers[0] != "sync" or operation not in _REDUCED or kind not in ("u32", "s32"):
         raise Unknown(ins.name)
-    functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
-    function, info = functions[operation], np.iinfo(DTYPES[kind])
-    neutral = {"add": 0, "min": info.max, "max": info.min, "and": info.max if kind[0] != "s" else -1, "or": 0}[operation]
+    function, info = _REDUCED[operation], np.iinfo(DTYPES[kind])
+    neutral = {"add": 0, "min": info.max, "max": info.min}[operation]
     place, value, members = destination(ins.operands[0], 32), reader(ins.operands[1], kind), reader(ins.operands[2], "u32")
 
     def run(s: Lanes) -> None:
@@ -102,15 +103,14 @@ def _ballot(s: Lanes, condition: np.ndarray) -> np.ndarray:
 def vote(ins: Instruction) -> Run:
     """`vote.sync`."""
     _, mode, kind = ins.modifiers
+    if (mode, kind) not in (("ballot", "b32"), ("any", "pred")):
+        raise Unknown(ins.name)
     place, value, members = destination(ins.operands[0]), reader(ins.operands[1], "pred"), reader(ins.operands[2], "u32")
 
     def run(s: Lanes) -> None:
         _require_members(s, active(s, members(s)), ins.name)
         condition = active(s, value(s))
-        yes, no = _ballot(s, condition), _ballot(s, ~condition)
-        found = {"ballot": yes, "any": yes != 0, "all": no == 0, "uni": (no == 0) | (yes == 0)}[mode]
-        s.write(place, found if mode == "ballot" else found.astype(np.bool_))
+        yes = _ballot(s, condition)
+        s.write(place, yes if mode == "ballot" else yes != 0)
 
-    if (mode == "ballot") != (kind == "b32"):
-        raise Unknown(ins.name)
     return run

@@ -69,9 +69,6 @@ INTEGERS = {
     "bfe.s32 %r3, %r2, 5, 9;": lambda x: signed(x >> 5, 9) if x >> 5 & 0x1FF else 0,
     "bfe.s32 %r3, %r2, 28, 9;": lambda x: signed(x) >> 28,
     "bfi.b32 %r3, %r2, 0x12345678, 4, 12;": lambda x: 0x12345678 & ~0xFFF0 | (x & 0xFFF) << 4,
-    "lop3.b32 %r3, %r2, 0x0F0F1234, 0x00FF00FF, 0xE2;": lambda x: x & 0x0F0F1234 | 0x00FF00FF & ~0x0F0F1234,
-    "shf.l.wrap.b32 %r3, %r2, %r2, 37;": lambda x: x << 5 | x >> 27,
-    "shf.r.clamp.b32 %r3, %r2, 7, 40;": lambda x: 7,
     "shl.b32 %r3, %r2, 32;": lambda x: 0,
     "shr.s32 %r3, %r2, 40;": lambda x: -1 if x >> 31 else 0,
     "mul.hi.s32 %r3, %r2, -77777;": lambda x: signed(x) * -77777 >> 32,
@@ -82,7 +79,6 @@ INTEGERS = {
     "rem.s32 %r3, %r2, 7;": lambda x: abs(signed(x)) % 7 * (1 if signed(x) > 0 else -1),
     "min.s32 %r3, %r2, -5;": lambda x: min(signed(x), -5),
     "popc.b32 %r3, %r2;": lambda x: x.bit_count(),
-    "clz.b32 %r3, %r2;": lambda x: 32 - x.bit_length(),
     "brev.b32 %r3, %r2;": lambda x: int(f"{x:032b}"[::-1], 2),
     "cvt.s64.s32 %rd2, %r2; shr.s64 %rd2, %rd2, 33; cvt.u32.u64 %r3, %rd2;": lambda x: signed(x) >> 33,
     "cvt.s32.s8 %r3, %r2;": lambda x: signed(x, 8),
@@ -113,10 +109,6 @@ def test_fma_rounds_once():
 
 
 def test_half_floats():
-    a = np.random.default_rng(2).standard_normal((32, 2)).astype(np.float16)
-    found = each("fma.rn.f16x2 %r3, %r2, %r2, %r2;", a.view(U32)[:, 0])
-    wide = a.astype(np.float64)
-    assert np.array_equal(found.view(np.float16).reshape(32, 2), (wide * wide + wide).astype(np.float16))
     x = np.random.default_rng(3).standard_normal(32).astype(np.float32)
     found = each("mov.b32 %f1, %r2; cvt.rn.bf16x2.f32 %r3, %f1, 0f3F800000;", x)
     upper = (found & U32(0xFFFF0000)).view(np.float32)
@@ -203,7 +195,7 @@ def test_what_another_thread_wrote_is_read_after_a_barrier(barrier, distance, sa
 def test_a_barrier_that_some_threads_never_reach_is_reported():
     with pytest.raises(LaunchFault, match="never reach"):
         run(
-            "setp.lt.u32 %p1, %r0, 32; @%p1 bra $there; nanosleep.u32 1; bar.sync 1; $there: bar.sync 0;",
+            "setp.lt.u32 %p1, %r0, 32; @%p1 bra $there; mov.u32 %r2, %r0; bar.sync 1; $there: bar.sync 0;",
             np.zeros(1),
             threads=64,
         )
@@ -304,7 +296,9 @@ def test_the_last_program_may_read_what_the_others_wrote_before_a_fence(how):
 @pytest.mark.parametrize("body", [
     "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 32;", "frobnicate.b32 %r2, %r3;",
     "add.rz.f16 %h0, %h1, %h2;",
-    "add.cc.u32 %r2, %r3, %r4;", "call (%r2), f, (%r3);", "ld.global.L3::magic.b32 %r2, [%rd0];",
+    "add.cc.u32 %r2, %r3, %r4;",
+    "lop3.b32 %r2, %r3, %r4, %r5, 0xE2;", "ld.b32 %r2, [%rd0];", "cvt.rzi.s32.f32 %r2, %f1;",
+    "call (%r2), f, (%r3);", "ld.global.L3::magic.b32 %r2, [%rd0];",
 ])  # fmt: skip
 def test_what_is_not_known_is_refused_and_never_skipped(body):
     with pytest.raises(Unknown):

@@ -1,5 +1,7 @@
 """Levels become centroids by arithmetic on the device: of every byte, and in few instructions."""
 
+import re
+
 import torch
 from npu_programs import Levels, LookUp, needs_pypto
 
@@ -37,4 +39,7 @@ def test_nothing_goes_row_by_row(simulator):
     run = simulator.run(LookUp(128), [torch.zeros(128, 64, dtype=torch.int8), torch.zeros(128, 128).half()], Mode.COMPILE)
     text = "".join(run.sources.values())
     assert "TMul<" in text
+    # A cast and 19 operations of arithmetic, a load and a store, each once for the whole tile.
+    calls = re.findall(r"^(T[A-Z]\w*).*\);$", text, re.MULTILINE)
+    assert len(calls) == 22, calls
     assert not [name for name in ("TWhere", "TCompare", "TGather") if name in text]
