@@ -134,7 +134,9 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
             try:
                 if executor is None and request.isa is None:
                     device = None if name == "reference" else request.device
-                    executor = catalog.create(name, model, plan, device, lambda of: on_turn(f"the compilation of {of}"))
+                    executor = catalog.create(
+                        name, model, plan, device, lambda program: on_turn(f"the compilation of {program}")
+                    )
                 elif executor is None and name != CpuExecutor.name:
                     raise InputError(f"executor {name} has no instruction sets to choose from; leave out --isa")
                 executor = executor or CpuExecutor(model, request.isa)

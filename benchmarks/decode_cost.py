@@ -116,9 +116,9 @@ def _pairs(mixer: Attention, tokens: int) -> float:
 
 def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) -> Cost:
     """Decode attention of the first layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
-    mixer, of = config.layers[0].attention, heads(config)
+    mixer, shape = config.layers[0].attention, heads(config)
     keys = case.batch * seen(mixer.window, case.context)
-    return Cost(0, keys * kv_bytes, 2 * case.batch * of.q * of.dim * item, _attention(mixer, keys))
+    return Cost(0, keys * kv_bytes, 2 * case.batch * shape.q * shape.dim * item, _attention(mixer, keys))
 
 
 def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, stored: int = 0) -> Cost:
@@ -134,8 +134,8 @@ def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, stor
 
 def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     """Storing one new token of each sequence in one layer, of `kv_bytes`; what the format computes is not counted."""
-    of = heads(config)
-    return Cost(0, case.batch * kv_bytes, 8 * case.batch * of.kv * of.dim, 0)
+    shape = heads(config)
+    return Cost(0, case.batch * kv_bytes, 8 * case.batch * shape.kv * shape.dim, 0)
 
 
 def _products(model: DecoderModel, layer: int, batch: int) -> tuple[int, int]:

@@ -227,10 +227,10 @@ def their_model(model: DecoderModel, implementation: str) -> Any:
     """transformers' own Qwen3 or Llama over the same weights, which it shares."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    c, of = model.config, heads(model.config)
+    c, shape = model.config, heads(model.config)
     config = AutoConfig.for_model(
         c.model_type, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.common.mlp.width,
-        num_hidden_layers=c.num_layers, num_attention_heads=of.q, num_key_value_heads=of.kv, head_dim=of.dim,
+        num_hidden_layers=c.num_layers, num_attention_heads=shape.q, num_key_value_heads=shape.kv, head_dim=shape.dim,
         rms_norm_eps=c.final_norm.eps, max_position_embeddings=c.max_position_embeddings, tie_word_embeddings=c.tied,
         rope_parameters={"rope_type": "default", "rope_theta": c.common.attention.rope.theta},
     )  # fmt: skip

@@ -67,17 +67,17 @@ def write(path: Path, model: DecoderModel) -> None:
 def _describe(writer: Any, model: DecoderModel) -> None:
     import gguf
 
-    config, of = model.config, heads(model.config)
+    config, shape = model.config, heads(model.config)
     whole = {torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16, torch.float32: gguf.LlamaFileType.ALL_F32}
     writer.add_file_type(whole[model.dtype])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.common.mlp.width)
-    writer.add_head_count(of.q)
-    writer.add_head_count_kv(of.kv)
-    writer.add_key_length(of.dim)
-    writer.add_value_length(of.dim)
+    writer.add_head_count(shape.q)
+    writer.add_head_count_kv(shape.kv)
+    writer.add_key_length(shape.dim)
+    writer.add_value_length(shape.dim)
     writer.add_layer_norm_rms_eps(config.final_norm.eps)
     writer.add_rope_freq_base(config.common.attention.rope.theta)
     writer.add_vocab_size(config.vocab_size)

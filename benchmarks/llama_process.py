@@ -182,8 +182,8 @@ class Contexts:
 
     def shut(self, kind: LlamaKV) -> None:
         """Give a context's memory back."""
-        if (made := self.contexts.pop(kind, None)) is not None:
-            self.lib.llama_free(made)
+        if (context := self.contexts.pop(kind, None)) is not None:
+            self.lib.llama_free(context)
 
     def prompt(self, kind: LlamaKV, ids: Sequence[int]) -> float:
         """Forget what a context holds, and compute a prompt up to the argmax of its last logits; seconds."""

@@ -144,8 +144,8 @@ class CudaExecutor:
         return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], Tensor]:
-        of = ref(cache)  # or a step without a graph would keep its cache alive, which keeps the step
-        return lambda token_ids, batch: self._run.forward(token_ids, batch, cast(PagedKVCache, of()))
+        weakly = ref(cache)  # or a step without a graph would keep its cache alive, which keeps the step
+        return lambda token_ids, batch: self._run.forward(token_ids, batch, cast(PagedKVCache, weakly()))
 
     def _blame(self, key: int) -> NonFiniteError:
         """Which weight it was: the last forward and its head again, op by op."""

@@ -48,8 +48,8 @@ def random_weights(
     if on_host:
         _require_room(dtype.itemsize * num_parameters(config), split)
     if split:
-        stored, of = checkpoint_tensors(config), split
-        tensors = ((name, tensor[of.of(stored[name].axes)].clone()) for name, tensor in tensors)
+        stored, part = checkpoint_tensors(config), split
+        tensors = ((name, tensor[part.of(stored[name].axes)].clone()) for name, tensor in tensors)
     return _gathered(config, tensors, progress)
 
 
@@ -174,7 +174,7 @@ def _compare(path: Path, shapes: Mapping[str, tuple[int, ...]], held: Mapping[st
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise InputError(f"{held[extra[0]].file} holds {extra[0]}{more}, which the config does not know")
     for name, shape in shapes.items():
-        if (of := held[name]).shape != shape:
-            raise InputError(f"{of.file}: {name} has shape {shown(list(of.shape))}, the config asks for {list(shape)}")
-        if of.fault:
-            raise InputError(f"{of.file}: {name} {of.fault}")
+        if (stored := held[name]).shape != shape:
+            raise InputError(f"{stored.file}: {name} has shape {shown(list(stored.shape))}, the config asks for {list(shape)}")
+        if stored.fault:
+            raise InputError(f"{stored.file}: {name} {stored.fault}")

@@ -73,7 +73,7 @@ def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
         turns = _AS_TRAINED * plain[between] / (2 * math.pi)
         slope = float((blend[-1] - blend[0]) / (turns[-1] - turns[0]))
         low = float(turns[0] - blend[0] / slope) if slope > 0 else 0.0
-        low, high = (float(f"{of:.6g}") for of in (low, low + 1 / slope if slope > 0 else 0.0))
+        low, high = (float(f"{bound:.6g}") for bound in (low, low + 1 / slope if slope > 0 else 0.0))
     found = {"factor": largest, "low_freq_factor": low, "high_freq_factor": high}
     if 0 < low < high:
         scaling = Llama3Scaling(largest, low, high, _AS_TRAINED)

@@ -192,12 +192,12 @@ class GGUFSource:
         every = self._said("attention.sliding_window_pattern", _GEMMA_PATTERN) if window else 1
         if isinstance(layers, int) and 0 < layers < 2**10:
             if isinstance(every, list):
-                local = [bool(of) for of in every]
+                local = [bool(is_local) for is_local in every]
             elif isinstance(every, int) and every > 0:
                 local = [bool((index + 1) % every) for index in range(layers)]
             else:
                 raise InputError(f"{self.path}: sliding_window_pattern {shown(every)} is neither a number nor a list")
-            found["layer_types"] = ["sliding_attention" if of else "full_attention" for of in local]
+            found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
         found["hidden_activation"] = found["hidden_act"] = "gelu_pytorch_tanh"
         found["rope_local_base_freq"] = _decimal(self._said("rope.freq_base_swa", _GEMMA_LOCAL_BASE))
         found["final_logit_softcapping"] = self._said("final_logit_softcapping")

@@ -64,7 +64,9 @@ def without_norms(model: DecoderModel, model_type: str, query_rms: Tensor, key_r
         query_rms: [layers, num_heads] root mean square of Q as projected, by which its norm divided.
         key_rms: [layers, num_kv_heads] of K.
     """
-    declared = tuple(replace(of, mixer=replace(of.attention, head_norms=False, bias=True)) for of in model.config.layers)
+    declared = tuple(
+        replace(layer, mixer=replace(layer.attention, head_norms=False, bias=True)) for layer in model.config.layers
+    )
     config = replace(model.config, model_type=model_type, layers=declared)
     layers = []
     for index, (layer, of_q, of_k) in enumerate(zip(model.weights.layers, query_rms, key_rms, strict=True)):

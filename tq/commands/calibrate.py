@@ -78,8 +78,8 @@ def command(
     if window is not None and not 1 <= window <= context:
         raise InputError(f"--window must lie in 1 … {context:,}, the context, not be {window:,}")
     ids = encode(text)
-    own, unseen = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
-    work = make_workload(own, context, window=window, tokens=tokens, prompts=0)
+    learned_from, unseen = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
+    work = make_workload(learned_from, context, window=window, tokens=tokens, prompts=0)
     # As long as is allowed: coordinates that do not hold for late positions show there.
     longest = max(1, min(context, verify_tokens, len(unseen) - 1))
     judged = make_workload(unseen, context, window=longest, tokens=verify_tokens, prompts=0)

@@ -74,10 +74,10 @@ def command(context: click.Context, /, **given: Any) -> int:
         if given["replay_file"] and given["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         options.check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
-        own = bool(given["prompts"] or given["files"])
-        if given["prompt_tokens"] and not own:
+        has_prompts = bool(given["prompts"] or given["files"])
+        if given["prompt_tokens"] and not has_prompts:
             raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
-        texts = read_prompts(given["prompts"], given["files"], given["ranks"]) if own else []
+        texts = read_prompts(given["prompts"], given["files"], given["ranks"]) if has_prompts else []
         ran = validated(texts, **given)
         if ran is None:  # rank 0 has the report
             return 0
@@ -96,7 +96,7 @@ def command(context: click.Context, /, **given: Any) -> int:
             extra = {"replay": replay_note} if replay_note else {}
             print(json.dumps({"model": given["model"], **extra, **as_json(report)}))
         else:
-            more = [unexercised(report, chosen=not own)]
+            more = [unexercised(report, chosen=not has_prompts)]
             more += [("executor", f"{report.candidate} ({ran.note})")] if ran.note else []
             more += [("replay", replay_note)] if replay_note else []
             print_verdict(report, more)

@@ -55,19 +55,19 @@ def validated(
 
         config = read_config(model, layers)
         spec, split = options.kv_spec(others), Split(config, ranks.rank, ranks.size)
-        part, plan, own = split.part, plan_for(spec, config), plan_for(spec, config, split)
+        part, plan, plan_here = split.part, plan_for(spec, config), plan_for(spec, config, split)
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
-        selected = select(executor, part, [own], device=device, dtype=dtype)
+        selected = select(executor, part, [plan_here], device=device, dtype=dtype)
         if executor == AUTO and selected.name == reference:
             raise click.UsageError(_itself(selected))
         check(reference, config, plan)
-        check(selected.name, part, own, device, ranks)
+        check(selected.name, part, plan_here, device, ranks)
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
         here = load_model(model, dtype or shared, layers, progress, ranks)
-        on_trial = create(selected.name, here, own, device, compiling)
+        on_trial = create(selected.name, here, plan_here, device, compiling)
         if ranks.rank:
-            follow(on_trial, ranks, config, own)
+            follow(on_trial, ranks, config, plan_here)
             return None
         loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress)
     trusted = create(reference, loaded, plan, on_program=compiling)
@@ -85,7 +85,7 @@ def validated(
     total += count_rows(scaled, 1, plan) if scaled else 0
 
     make = make_pair(reference, selected.name, device)
-    with comparing(total) as on_row, gathered(on_trial, ranks, config, own) as candidate:
+    with comparing(total) as on_row, gathered(on_trial, ranks, config, plan_here) as candidate:
         report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat, explains=_EXPLAINED)
         runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, make)]
         if scaled:

@@ -138,9 +138,9 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
 
 def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
     stored, widths, learned = _stored(fields, by.planes), (*by.planes, 0, 0), by.refinement
-    own = {of.name: getattr(learned, of.name) if learned else 0 for of in dataclasses.fields(Refinement)}
+    entries = {field.name: getattr(learned, field.name) if learned else 0 for field in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
-        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **own,
+        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **entries,
         stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
         first_plane=widths[0], second_plane=widths[1], bytes=stored.bytes, cell=stored.cell,
     )  # fmt: skip

@@ -129,9 +129,9 @@ def _layout(described: Description, layer: int) -> Layout:
         back, mean = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0), None
     else:
         # Of each KV head another: in BF16, which they are, only half of the bytes are fetched.
-        of = described.transform.coordinates(layer)
-        back, mean = of.rows.bfloat16(), of.mean.contiguous()
-        assert torch.equal(back.float(), of.rows), "rows are BF16 numbers"
+        coordinates = described.transform.coordinates(layer)
+        back, mean = coordinates.rows.bfloat16(), coordinates.mean.contiguous()
+        assert torch.equal(back.float(), coordinates.rows), "rows are BF16 numbers"
     rotate, rotate_back = back[:, queries].mT.contiguous(), back[:, sums].contiguous()
     return Layout(
         described.levels, tuple(planes(described.bits)), rotate, rotate_back, in_pairs(rotate), in_pairs(rotate_back),
@@ -146,17 +146,17 @@ def _tables(described: Description, layer: int) -> Tables:
     if described.transform.coordinates is None:
         rotation = described.transform.on(layer, described.head_dim, _CPU).bfloat16().unsqueeze(0)
         return Tables(widths, rotation, boundaries, centroids)
-    of = described.transform.coordinates(layer)
-    stage = torch.arange(len(of.steps))
-    counts = (of.owners.unsqueeze(-1) // described.head_dim == stage).sum(1)  # [H, stages]
+    coordinates = described.transform.coordinates(layer)
+    stage = torch.arange(len(coordinates.steps))
+    counts = (coordinates.owners.unsqueeze(-1) // described.head_dim == stage).sum(1)  # [H, stages]
     expected = [[s * described.head_dim + i for s, n in enumerate(row) for i in range(n)] for row in counts.tolist()]
-    assert of.owners.tolist() == expected, "the owners of each stage are the first coordinates"
-    matrix = of.forward.bfloat16()
-    assert torch.equal(matrix.float(), of.forward), "coordinates are BF16 numbers"
+    assert coordinates.owners.tolist() == expected, "the owners of each stage are the first coordinates"
+    matrix = coordinates.forward.bfloat16()
+    assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
     owning = -(-int(counts[:, 0].max()) // _COLUMNS) * _COLUMNS
     refinement = Refinement(
-        of.mean.contiguous(), of.shares.contiguous(), of.weights.contiguous(), torch.tensor(of.gains),
-        counts.int().contiguous(), torch.tensor(of.steps),
+        coordinates.mean.contiguous(), coordinates.shares.contiguous(), coordinates.weights.contiguous(),
+        torch.tensor(coordinates.gains), counts.int().contiguous(), torch.tensor(coordinates.steps),
     )  # fmt: skip
     return Tables(widths, matrix[..., :owning].contiguous(), boundaries, centroids, refinement)
 

@@ -83,10 +83,10 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
     """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
     group, head_dim = q.shape[1] // cache.shape(layer).num_kv_heads, q.shape[2]
     bits = {k.bits, v.bits}
-    made = (bits <= {4} or (head_dim > 64 and bits <= {*_BITS})) and k.levels % 32 == v.levels % 64 == 0
+    compiles = (bits <= {4} or (head_dim > 64 and bits <= {*_BITS})) and k.levels % 32 == v.levels % 64 == 0
     widest = max(k.levels, v.levels)
     fits = group <= _MOST_GROUP and _columns(group) * widest <= _MOST_NUMBERS and cache.block_size % 16 == 0
-    if not (made and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc.missing():
+    if not (compiles and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc.missing():
         return False
     if shared_bytes(group, v.levels) > nvrtc.most_shared_bytes(q.device):
         return False
@@ -173,12 +173,12 @@ _counters: WeakKeyDictionary[PagedKVCache, list[Tensor]] = WeakKeyDictionary()
 
 
 def _counters_of(cache: PagedKVCache, sequences: int, heads: int, device: torch.device) -> Tensor:
-    made = _counters.setdefault(cache, [])
+    counters = _counters.setdefault(cache, [])
     # Earlier ones stay alive: a captured graph may hold them.
-    if not made or made[-1].numel() < sequences * heads:
+    if not counters or counters[-1].numel() < sequences * heads:
         room = max(_SEQUENCES, 1 << (sequences - 1).bit_length())
-        made.append(torch.zeros(room * heads, dtype=torch.int32, device=device))
-    return made[-1]
+        counters.append(torch.zeros(room * heads, dtype=torch.int32, device=device))
+    return counters[-1]
 
 
 def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, device: torch.device) -> int:

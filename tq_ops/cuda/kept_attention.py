@@ -29,7 +29,9 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
     tile = choices.kept_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
-    of_k, of_v = (layout_of(of, layer, head_dim, q.device) for of in (cache.k_format(layer), cache.v_format(layer)))
+    of_k, of_v = (
+        layout_of(kv_format, layer, head_dim, q.device) for kv_format in (cache.k_format(layer), cache.v_format(layer))
+    )
     matrix = None if of_v.learned else into_rotated(cache.v_format(layer), layer, head_dim, q.device)
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -177,8 +177,8 @@ def _layout(described: Description, layer: int, device: torch.device) -> Layout:
     order = kernel_order(described)
     learned = None
     if described.transform.coordinates:
-        of = described.transform.coordinates(layer)
-        rotation, learned = _spread(of.rows.mT, order), _learned_of(of, order, device)
+        coordinates = described.transform.coordinates(layer)
+        rotation, learned = _spread(coordinates.rows.mT, order), _learned_of(coordinates, order, device)
     else:
         rotation = described.transform.on(layer, described.head_dim, torch.device("cpu"))[:, order]
     centroids = numbers_on(described.centroids, device)

@@ -137,7 +137,7 @@ def append(
     assert not (kept and stand_in)
     k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
     layouts = _layouts(cache, layer, k.device)
-    quantize.quantize_kernel[(max(tiles_of(tokens, shape.num_kv_heads, of) for of in layouts), 2)](
+    quantize.quantize_kernel[(max(tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2)](
         k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0], slots=batch.slot_mapping, tokens=tokens,
         fault=fault, layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
         STAND_IN=stand_in, **both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim), **choices.COMPILED,
@@ -272,7 +272,7 @@ def rotate_and_append(
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
     width = choices.query_columns(tokens == batch.seq_lens.shape[0], of_k.width, q_type)
     of_q = tiles_of(tokens, heads.num_heads, of_k) * (of_k.width // width)
-    prologue.prologue_kernel[(sum(tiles_of(tokens, kv_heads, of) for of in layouts) + of_q,)](
+    prologue.prologue_kernel[(sum(tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,)](
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, *rotated,
         of_k.rotation, of_k.learned.largest if of_k.learned else None, keeping=keeping(kept, batch),
         sequences=batch.seq_lens.shape[0], slots=batch.slot_mapping, fault=fault, layer=layer,

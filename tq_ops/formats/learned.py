@@ -178,8 +178,8 @@ class LearnedFormat(RotatedFormat):
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         stored = self.rotated(fields)
-        of = self._refinement(layer, stored.device).of
-        return stored @ of.rows + of.mean.unsqueeze(-2)
+        coordinates = self._refinement(layer, stored.device).of
+        return stored @ coordinates.rows + coordinates.mean.unsqueeze(-2)
 
     def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         by = self._refinement(layer, fields["scale"].device)

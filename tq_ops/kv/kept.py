@@ -105,8 +105,8 @@ class Kept:
         rows, first = _token_rows(batch), self._sinks_of(batch)
         if self.ring:
             self.vectors[rows[tokens], :, self._places(batch.positions[tokens])] = saved[0][tokens]
-        of = first[tokens[first]]
-        self.vectors[rows[of], :, batch.positions[of]] = saved[1][tokens[first]]
+        firsts = first[tokens[first]]
+        self.vectors[rows[firsts], :, batch.positions[firsts]] = saved[1][tokens[first]]
 
     def _sinks_of(self, batch: Batch) -> Tensor:
         """[n] int64, the tokens of a batch that are sinks; a device is not waited for where there can be none."""

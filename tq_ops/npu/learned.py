@@ -47,20 +47,22 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
         rows: [H * N, D] fp32, the coordinate of each nibble, divided by the head's lift. A lift is the power of two above
             the longest row: queries by rows are no longer than the queries, so FP16 holds them.
     """
-    of = coordinates_of(kv_format, head_dim, layer)
-    assert of is not None, f"{kv_format.name} has no learned coordinates"
-    heads, nibbles = of.owners.shape
-    stages, half = stages_of(of), nibbles // 2
-    lift = torch.ldexp(torch.ones(heads), torch.frexp(of.rows.norm(dim=-1).amax(1)).exponent).unsqueeze(1)
-    owned = torch.zeros(heads, STAGES * head_dim).scatter_(1, of.owners, 1.0)[:, : stages * head_dim]
+    coordinates = coordinates_of(kv_format, head_dim, layer)
+    assert coordinates is not None, f"{kv_format.name} has no learned coordinates"
+    heads, nibbles = coordinates.owners.shape
+    stages, half = stages_of(coordinates), nibbles // 2
+    lift = torch.ldexp(torch.ones(heads), torch.frexp(coordinates.rows.norm(dim=-1).amax(1)).exponent).unsqueeze(1)
+    owned = torch.zeros(heads, STAGES * head_dim).scatter_(1, coordinates.owners, 1.0)[:, : stages * head_dim]
     by_stage = owned.view(heads, stages, head_dim).transpose(0, 1).reshape(-1, head_dim)
     places = torch.zeros(heads, stages * head_dim, half)
     nibble = torch.arange(nibbles)
-    places[torch.arange(heads).unsqueeze(1), of.owners, nibble % half] = torch.where(nibble < half, 1.0, 16.0)
+    places[torch.arange(heads).unsqueeze(1), coordinates.owners, nibble % half] = torch.where(nibble < half, 1.0, 16.0)
     tensors = {
-        "forward": of.forward.flatten(0, 1).to(torch.bfloat16),
-        "numbers": torch.cat([of.mean, of.shares, of.weights, lift.expand(-1, head_dim), by_stage]).repeat(1, TRIES),
+        "forward": coordinates.forward.flatten(0, 1).to(torch.bfloat16),
+        "numbers": torch.cat(
+            [coordinates.mean, coordinates.shares, coordinates.weights, lift.expand(-1, head_dim), by_stage]
+        ).repeat(1, TRIES),
         "places": places.flatten(0, 1).half(),
-        "rows": (of.rows / lift.unsqueeze(-1)).flatten(0, 1),
+        "rows": (coordinates.rows / lift.unsqueeze(-1)).flatten(0, 1),
     }
     return {name: tensor.to(device).contiguous() for name, tensor in tensors.items()}

@@ -204,10 +204,10 @@ def _tell(bench: Workbench, kv: str, what: str) -> None:
 
 def _text_row(kv: str, diff: GreedyDiff) -> tuple[str, ...]:
     same = sum(common_prefix(row.a.token_ids, row.b.token_ids) for row in diff.prompts)
-    made = sum(len(row.a.token_ids) for row in diff.prompts)
+    generated = sum(len(row.a.token_ids) for row in diff.prompts)
     measured = diff.fidelity
     return (
-        kv, f"{same} of {made}", str(measured.positions), str(diff.near_ties), f"{measured.kl_mean:.1e}",
+        kv, f"{same} of {generated}", str(measured.positions), str(diff.near_ties), f"{measured.kl_mean:.1e}",
         repr(diff.prompts[0].text_b[:_SHOWN]),
     )  # fmt: skip
 

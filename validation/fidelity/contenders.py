@@ -114,9 +114,9 @@ def load_contenders(
         plan = plan_for(replace(spec, kv=side.kv), loaded.config)
         if side.kv not in balanced:
             balanced[side.kv] = balanced_for(loaded, plan, spec, balance)
-        made = balanced[side.kv]
+        balanced_model = balanced[side.kv]
         where = device if only_reference or side.executor != "reference" else None
-        executor = catalog.create(side.executor, made.model, plan, where)
-        return Session(model, loaded.config, executor, tokenizer, plan, uneven=made.uneven)
+        executor = catalog.create(side.executor, balanced_model.model, plan, where)
+        return Session(model, loaded.config, executor, tokenizer, plan, uneven=balanced_model.uneven)
 
     return session(side_a), session(side_b)

@@ -279,8 +279,8 @@ def _greedy(setup: Setup, plan: Workload, partial: Partial, on_step: OnStep) -> 
         matches = partial.matches(name)
         if matches is None:
             base = _continuations(setup.base, plan) if base is None else base
-            own = base if side is setup.base else _continuations(side, plan)
-            matches = [common_prefix(a, b) for a, b in zip(base, own, strict=True)]
+            texts = base if side is setup.base else _continuations(side, plan)
+            matches = [common_prefix(a, b) for a, b in zip(base, texts, strict=True)]
             partial.keep_matches(name, matches)
         on_step(f"{name}, greedy", len(plan.prompts) * plan.new_tokens)
         yield name, matches

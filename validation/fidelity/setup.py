@@ -111,8 +111,8 @@ def load_setup(
             each.require_weights(fingerprint(loaded.weights.named()))
     uneven: tuple[balancing.Uneven, ...] = ()
     if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
-        made = balancing.balance(loaded)  # the baseline in bf16 computes the same bits
-        loaded, uneven = made.model, made.uneven
+        balanced = balancing.balance(loaded)  # the baseline in bf16 computes the same bits
+        loaded, uneven = balanced.model, balanced.uneven
     tokenizer, config = load_tokenizer(model, loaded.config), loaded.config
     # One executor serves every cache; the default format stands for the others until they are known.
     runner = catalog.create(executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(default), config)), device)

@@ -126,8 +126,8 @@ def _of_part(
     chances are divided by. Whether it is off in one direction is judged elsewhere.
     """
     # Quantizing takes sums, too: of D squares, and of D products with a column of the rotation.
-    own = noise * _ULP * math.sqrt(x.shape[-1] / 6)
-    y = y * (1 + own * torch.randn(y.shape, generator=generator))
+    of_sums = noise * _ULP * math.sqrt(x.shape[-1] / 6)
+    y = y * (1 + of_sums * torch.randn(y.shape, generator=generator))
     x, y = x.transpose(0, 1).contiguous(), y.transpose(0, 1).contiguous()
     fields = kv_format.quantize(x, layer)
     other = kv_format.quantize(y, layer)
@@ -153,7 +153,7 @@ def _of_part(
     if torch.float32 in dtypes:
         return of_levels.T, torch.where(length > 0, float(noise), 0.0).double().T
     steps = [torch.finfo(dtype).eps / 2 for dtype in dtypes]
-    off = (y.double().norm(dim=-1) / length - 1).abs() + own * torch.randn(length.shape, generator=generator).abs()
+    off = (y.double().norm(dim=-1) / length - 1).abs() + of_sums * torch.randn(length.shape, generator=generator).abs()
     of_lengths = torch.where(length > 0, 1 - torch.exp(-off / max(steps)), 0.0) if steps else torch.zeros_like(length)
     return of_levels.T, of_lengths.T
 

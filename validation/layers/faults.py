@@ -230,10 +230,10 @@ class Layer:
 
     def weighing(self, name: str, weight: str, wrong: Callable[..., Tensor], also: tuple[str, ...] = ()) -> list[Fault]:
         """`rms_norm` or `linear` by one weight is wrong; none where the family has no such weight."""
-        op, own = "rms_norm" if weight.endswith("norm") else "linear", self.weight(weight)
+        op, faulty_weight = "rms_norm" if weight.endswith("norm") else "linear", self.weight(weight)
         right = getattr(reference, op)
-        table = {op: lambda *given: (wrong if given[1] is own else right)(*given)}
-        return [] if own is None else [Fault(name, self.index, weight, table, also=also)]
+        table = {op: lambda *given: (wrong if given[1] is faulty_weight else right)(*given)}
+        return [] if faulty_weight is None else [Fault(name, self.index, weight, table, also=also)]
 
     def projecting(self, name: str, weight: str, spoil: Spoil) -> list[Fault]:
         """The result of `linear` by one weight is wrong; none where the family has no such weight."""

@@ -163,7 +163,7 @@ class Ledger:
         """Every figure, for a table."""
         rows = []
         titles = {part.name: part for layer in self._cache.held for part in parts_of(self._cache, layer)}
-        for (drive, layer, name), kept in sorted(self._stored.items(), key=lambda of: of[0][:2]):
+        for (drive, layer, name), kept in sorted(self._stored.items(), key=lambda item: item[0][:2]):
             part, count = titles[name], float(kept.levels.sum())
             log10, _ = _rates(kept, slice(None), part.title)[0]
             rate = min(1.0, log10 / _LIMIT) if log10 else 0.0

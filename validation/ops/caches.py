@@ -108,26 +108,26 @@ def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> Paged
     pages = torch.empty(blocks, 2, size, dtype=torch.uint8, device=device)
     owned = {LAYER: pages[:, 1]} if case.pages else None
     chunk = max(*case.stored, *case.new)
-    made = PagedKVCache(
+    cache = PagedKVCache(
         case.plan, case.shape, num_blocks=blocks, num_rows=len(case.new) + 2, chunk=chunk, ring_chunk=case.ring_chunk,
         block_size=case.block_size, device=device, pages=owned,
     )  # fmt: skip
-    for vectors in windows_of(made):
+    for vectors in windows_of(cache):
         vectors.fill_(float("nan"))
-    for *_, name, tensor in cache_tensors(made):
+    for *_, name, tensor in cache_tensors(cache):
         if name != "data" and tensor.is_floating_point():
             tensor.fill_(float("nan"))
         else:
             tensor.fill_(255)
-    return made
+    return cache
 
 
 def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKVCache, Batch]:
     """A cache with everything stored by the reference, its blocks permuted, and the batch of the new tokens."""
     generator = torch.Generator().manual_seed(0)
-    made = poisoned_cache(case)
-    order = torch.randperm(made.num_blocks, generator=generator).tolist()
-    paging = PagedSequences(made.num_blocks, case.block_size, order=order, num_rows=made.num_rows)
+    cache = poisoned_cache(case)
+    order = torch.randperm(cache.num_blocks, generator=generator).tolist()
+    paging = PagedSequences(cache.num_blocks, case.block_size, order=order, num_rows=cache.num_rows)
     ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of them nobody's
     step = case.ring_chunk if case.window else max(*case.stored, 1)
     older = [
@@ -137,12 +137,12 @@ def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKV
     for pairs in (*older, list(zip(ids, case.new, strict=True))):
         batch = paging.batch(*zip(*pairs, strict=True))
         k, v = case.vectors(len(batch.positions), generator)
-        reference.store_kv(k, v, made, LAYER, batch)
+        reference.store_kv(k, v, cache, LAYER, batch)
     if torch.device(device).type == "cpu":
-        return made, batch
+        return cache, batch
     copy = poisoned_cache(case, device)
-    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(made), strict=True):
+    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(cache), strict=True):
         ours.copy_(theirs)
-    for vectors, theirs in zip(windows_of(copy), windows_of(made), strict=True):
+    for vectors, theirs in zip(windows_of(copy), windows_of(cache), strict=True):
         vectors.copy_(theirs)
     return copy, batch.to(device)

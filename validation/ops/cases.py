@@ -146,10 +146,10 @@ class Attention(_OnCache):
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
-        made, batch = _filled_once(self.cache, device)
+        cache, batch = _filled_once(self.cache, device)
         shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
         q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
-        return q, made, LAYER, batch, self.cache.head_dim**-0.5
+        return q, cache, LAYER, batch, self.cache.head_dim**-0.5
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
         """Each head's output of each token, against its own length."""
@@ -191,9 +191,9 @@ class Store(_OnCache):
 
         Tokens before the new ones have their slots, in which nothing is.
         """
-        made = poisoned_cache(self.cache, device)
-        order = list(reversed(range(made.num_blocks)))
-        paging = PagedSequences(made.num_blocks, self.cache.block_size, order=order, num_rows=made.num_rows)
+        cache = poisoned_cache(self.cache, device)
+        order = list(reversed(range(cache.num_blocks)))
+        paging = PagedSequences(cache.num_blocks, self.cache.block_size, order=order, num_rows=cache.num_rows)
         ids = [paging.add() for _ in (0, *self.cache.new)][:0:-1]
         if older := [(one, tokens) for one, tokens in zip(ids, self.cache.stored, strict=True) if tokens]:
             paging.batch(*zip(*older, strict=True))
@@ -205,7 +205,7 @@ class Store(_OnCache):
         v[-1, 0, 3] = -2.5
         if learned := self.cache.calibration:
             k[-1, -1] = learned.k[LAYER].mean[-1]
-        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), made, LAYER, batch.to(device)
+        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache, LAYER, batch.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
         """Levels by what explains a difference, stored vectors by their length, and slots that must not change."""

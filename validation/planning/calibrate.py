@@ -89,15 +89,15 @@ def learn_model(
         mixer = config.layers[layer].attention
         inv_freq = inverse_frequencies(mixer.rope)
         metric = metric_of_values(model.weights.layers[layer]["o_proj"], mixer.num_kv_heads, mixer.head_dim)
-        own, other, after = Sums(metric), Sums(metric), []
+        seen, other, after = Sums(metric), Sums(metric), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
             of_window = Sums(metric)
             after.append(_run(model, recording(ops, of_window), layer, hidden))
-            (own if number < len(windows) else other).add(of_window.over_context(inv_freq, context))
+            (seen if number < len(windows) else other).add(of_window.over_context(inv_freq, context))
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
-        learning.layers.append(bases_of(own, layer))
-        learning.fits.append(fit_of(own, other, learning.layers[-1]))
+        learning.layers.append(bases_of(seen, layer))
+        learning.fits.append(fit_of(seen, other, learning.layers[-1]))
         save(learning)
     return learning
 

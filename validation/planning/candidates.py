@@ -187,7 +187,7 @@ def verify(
     """
     caches = {name: cache_of(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
     partial = Partial()
-    own, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
+    chosen, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
 
     def window_means(name: str) -> list[float]:
         found = (partial.scores(name, number, window.length) for number, window in enumerate(unseen.windows))
@@ -195,4 +195,4 @@ def verify(
 
     means = window_means(PLAN)
     nearer = [sum(a < b for a, b in zip(means, window_means(row.kv), strict=True)) for row in others]
-    return Verified(own, tuple(others), tuple(nearer), unseen.scored, len(unseen.windows))
+    return Verified(chosen, tuple(others), tuple(nearer), unseen.scored, len(unseen.windows))

@@ -31,7 +31,7 @@ def coordinate_name(layer: int, side: str, word: str) -> str:
 def learned_levels(plan: KVPlan, span: range, head_dim: int) -> tuple[tuple[int, int], ...]:
     """Nibbles of K and V in each layer of a span; empty of a plan without learned formats."""
     described = [[kv_format.description(head_dim) for kv_format in plan.layers[layer]] for layer in span]
-    if not any(of and of.transform.coordinates for pair in described for of in pair):
+    if not any(side and side.transform.coordinates for pair in described for side in pair):
         return ()
     return tuple((k.levels, v.levels) for k, v in described if k and v)
 
@@ -39,7 +39,7 @@ def learned_levels(plan: KVPlan, span: range, head_dim: int) -> tuple[tuple[int,
 def mixed(plan: KVPlan, head_dim: int) -> str | None:
     """Why there are no graphs of a plan that has learned nibbles in some places and `tq4` in others; None of any other."""
     described = [kv_format.description(head_dim) for pair in plan.layers for kv_format in pair]
-    learned = {bool(of and of.transform.coordinates) for of in described}
+    learned = {bool(side and side.transform.coordinates) for side in described}
     return "its graphs take learned nibbles at every place or at none" if len(learned) > 1 else None
 
 
@@ -48,13 +48,13 @@ def coordinate_values(layer: int, side: str, kv_format: KVFormat, head_dim: int)
     described = kv_format.description(head_dim)
     assert described is not None, "unsupported() lets learned formats pass alone"
     assert described.transform.coordinates is not None, "unsupported() lets learned formats pass alone"
-    of = described.transform.coordinates(layer)
-    heads, width = of.owners.shape[0], STAGES * head_dim
-    owned = torch.zeros(heads, width).scatter_(1, of.owners, 1.0)
+    coordinates = described.transform.coordinates(layer)
+    heads, width = coordinates.owners.shape[0], STAGES * head_dim
+    owned = torch.zeros(heads, width).scatter_(1, coordinates.owners, 1.0)
     values = {
-        "mean": of.mean, "forward": of.forward, "shares": of.shares, "weights": of.weights, "rows": of.rows,
+        **{name: getattr(coordinates, name) for name in ("mean", "forward", "shares", "weights", "rows")},
         "owned": owned.view(heads, STAGES, head_dim).transpose(0, 1).contiguous(),
-        "places": (of.owners + width * torch.arange(heads).unsqueeze(1)).flatten(),
+        "places": (coordinates.owners + width * torch.arange(heads).unsqueeze(1)).flatten(),
     }  # fmt: skip
     for word, tensor in values.items():
         yield coordinate_name(layer, side, word), tensor

@@ -224,8 +224,8 @@ class _Model:
         return scopes_of(self.scopes, self.plan.span, layer, self.plan.levels)
 
     def _weight(self, name: str) -> str:
-        of = self.types[name]
-        return self.g.weight(name, of)
+        value_type = self.types[name]
+        return self.g.weight(name, value_type)
 
     def _embedded(self) -> str:
         ids = self.g.reshape("token_rows", "input_ids", [-1])
