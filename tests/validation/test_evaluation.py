@@ -275,7 +275,7 @@ def test_an_interrupted_run_goes_on_to_the_very_same_rows(setup, stop_after, mon
     assert rows == whole
     assert len(run) == max(0, 3 * 4 - stop_after)
     assert len(steps) == 3 * 4 + 4
-    monkeypatch.setattr(evaluation, "_logits", None)  # nothing is left to run
+    monkeypatch.setattr(evaluation, "Exact", None)  # nothing is left to run
     monkeypatch.setattr(evaluation, "_continuations", None)
     assert kept_by(setup, plan, finished)[0] == whole
 
