@@ -37,7 +37,7 @@ from haarkv.validation.fidelity.scores import Scores, join, nearest_rank, score_
 # stored prefix more often.
 CHUNK = 256
 # Bytes of a window's logits that are kept while caches are scored against them; of a longer one they are made anew each time.
-KEPT_LOGITS = 2**31
+KEPT_LOGITS = 2**32
 WINDOW = 1024
 GREEDY_PROMPTS, GREEDY_PROMPT_TOKENS, GREEDY_NEW_TOKENS = 16, 128, 64
 
@@ -200,7 +200,7 @@ def evaluate(
             for name, side in setup.caches.items():
                 found = partial.scores(name, number, window.length)
                 if found is None:
-                    exact = exact or Exact(setup.model, setup.base, plan.fed(window))
+                    exact = exact or Exact(setup.model, setup.base, plan.fed(window), KEPT_LOGITS)
                     found = _score_window(setup, name, side, plan, window, exact)
                     partial.keep_scores(name, number, found)
                 scores[name].append(found)
@@ -220,7 +220,7 @@ class Exact:
         most: bytes of logits that may be kept. If all do not fit, none are: the head runs again over the hidden states.
     """
 
-    def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int = KEPT_LOGITS) -> None:
+    def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int) -> None:
         self._model = model
         layers = range(model.config.num_layers)
         with torch.inference_mode():
