@@ -261,7 +261,7 @@ def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
     device = side.executor.device
     cache, paging = side.new_cache(1, len(hidden))
     sequence = paging.add()
-    for chunk in torch.split(hidden, cache.most_new_tokens or CHUNK):
+    for chunk in torch.split(hidden, min(CHUNK, cache.most_new_tokens or CHUNK)):
         batch = paging.batch([sequence], [len(chunk)]).to(device)
         yield side.executor.layers(chunk.to(device), span, batch, cache)
 
@@ -295,10 +295,14 @@ def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
     """The same rows, `CHUNK` at a time."""
     held: list[Tensor] = []
     for piece in pieces:
-        held.append(piece)
-        if sum(map(len, held)) >= CHUNK:
-            yield torch.cat(held)
-            held = []
+        rest = piece
+        while len(rest):
+            room = CHUNK - sum(map(len, held))
+            held.append(rest[:room])
+            rest = rest[room:]
+            if len(held[-1]) == room:
+                yield held[0] if len(held) == 1 else torch.cat(held)
+                held = []
     if held:
         yield torch.cat(held)
 

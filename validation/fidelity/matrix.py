@@ -33,7 +33,6 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.fidelity.entries import OURS, Entry, Side, without_waiting
 from haarkv.validation.fidelity.evaluation import (
     KEPT_LOGITS,
@@ -125,37 +124,44 @@ class Task:
 
 
 class Results:
-    """Rows of a file, one JSON object a line; the file is written whole each time.
+    """Rows of a file, one JSON object a line. A line is written whole, so that several processes may add to one file.
 
     Raises:
         InputError: what the file holds is no such row.
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, self._text = file, ""
+        self._file = file
         self.rows: list[Row] = []
-        if file.exists():
-            try:
-                self._text = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                raise InputError(f"{file} cannot be read as rows of a matrix; name another file") from None
-        for number, line in enumerate(self._text.splitlines(), 1):
+        try:
+            text = file.read_text(encoding="utf-8") if file.exists() else ""
+        except (OSError, UnicodeDecodeError):
+            raise InputError(f"{file} cannot be read as rows of a matrix; name another file") from None
+        for number, line in enumerate(text.splitlines(), 1):
             try:
                 row = parse_json(line)
                 key_of(row), [float(row[name]) for name in _FIGURES], row["label"], row["model"]
             except (ValueError, KeyError, TypeError):
                 raise InputError(f"line {number} of {file} is no row of a matrix; name another file") from None
             self.rows.append(row)
-        self._text += "\n" * (self._text[-1:] not in ("", "\n"))
+        self._line_feed = "\n" * (text[-1:] not in ("", "\n"))
         self._keys = {key_of(row) for row in self.rows}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
 
     def add(self, row: Row) -> None:
-        """Write one more row."""
-        self._text += json.dumps(row) + "\n"
-        write_whole(self._file, self._text)
+        """Write one more row.
+
+        Raises:
+            InputError: the system refuses.
+        """
+        try:
+            with self._file.open("a", encoding="utf-8") as out:
+                out.write(self._line_feed + json.dumps(row) + "\n")  # in one call of the system: it is shorter than a buffer
+        except OSError as error:
+            raise InputError(f"{self._file} cannot be written: {error.strerror}") from None
+        self._line_feed = ""
         self.rows.append(row)
         self._keys.add(key_of(row))
 
