@@ -128,6 +128,13 @@ def test_without_a_window_no_token_stays_in_bf16():
     assert plan.bytes_per_token(KVShape(2, 128)) == waiting.bytes_per_token(KVShape(2, 128))
 
 
+def test_what_stays_in_bf16_is_the_same_for_all(subject):
+    for kv in ("q4_0", "kvarn2"):
+        assert not subject.side(entry_of(kv), Beside(0, 0)).plan.keeps_tokens
+        plan = subject.side(entry_of(kv), Beside(128, 4)).plan
+        assert (plan.recent, plan.sink, plan.describe()) == (128, 4, f"{kv}; tail 128; sink 4")
+
+
 def test_formats_that_learn_do_so_from_the_text_that_is_given(named, subject, tmp_path):
     learning = [entry_of(kv) for kv in ("oscar2", "k=lr32,v=lr16")]
     task = Task(learning, [CODE], (128,), (Beside(0, 0),), 256, Text("learn", CODE.content * 2))
@@ -171,7 +178,8 @@ def test_what_is_there_is_not_measured_again(subject, named, tmp_path, monkeypat
     assert measured == ["tq4"]
     other = Task(TASK.entries[:1], [Text("code", CODE.content.upper())], (128,), (Beside(0, 0),), 256)
     rows_of(subject, prepare(named.name, other), tmp_path / "rows", other)
-    assert measured == ["tq4", "q4_0"]
+    rows_of(subject, named, tmp_path / "rows", Task(TASK.entries[:1], [CODE], (128,), (Beside(128, 8),), 256))
+    assert measured == ["tq4", "q4_0", "q4_0; tail 128; sink 8"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"benchmark": "other"}', "[" * 10_000])
