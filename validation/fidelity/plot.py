@@ -178,9 +178,10 @@ def family(label: str) -> str:
 
 def _averaged(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One row a cache: the mean over texts, weighted by their tokens, of the rows that have all texts."""
-    by_label: dict[str, list[Row]] = {}
+    by_text: dict[str, dict[str, Row]] = {}
     for row in rows:
-        by_label.setdefault(row["label"], []).append(row)
+        by_text.setdefault(row["label"], {})[row["text"]] = row  # the later one counts
+    by_label = {label: list(of_one.values()) for label, of_one in by_text.items()}
     most = max(map(len, by_label.values()), default=0)
     return [
         {"label": label, "bits_per_value": of_one[0]["bits_per_value"],
@@ -201,7 +202,7 @@ def matrix_svg(rows: Sequence[Row]) -> str:
     settings = sorted({setting for of_model in panels.values() for setting in of_model})
 
     def draw(figure: Figure) -> None:
-        grid = figure.subplots(len(panels), len(settings), squeeze=False)
+        grid, drawn = figure.subplots(len(panels), len(settings), squeeze=False), []
         for line, (model, of_model) in zip(grid, panels.items(), strict=True):
             for axes, setting in zip(line, settings, strict=True):
                 shown = [
@@ -209,7 +210,15 @@ def matrix_svg(rows: Sequence[Row]) -> str:
                 ]
                 window, tail, sink = setting
                 title = f"{model}, windows of {window:,}, " + (f"tail {tail}, {sink} sinks" if tail or sink else "no tail")
-                _panel(axes, title, shown) if shown else axes.set_axis_off()
+                if shown:
+                    _panel(axes, title, shown)
+                    drawn.append((axes, shown))
+                else:
+                    axes.set_axis_off()
+        for axes, shown in drawn:  # once all panels have their places
+            named = sorted(shown, key=lambda row: row["kl_mean"])
+            points = [(r["bits_per_value"], r["kl_mean"], r["label"], _FAMILIES[family(r["label"])][0]) for r in named]
+            _write_names(axes, points, fontsize=8)
 
     return _drawn((7.2 * len(settings), 5.6 * len(panels)), draw)
 
@@ -229,6 +238,3 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     axes.minorticks_off()
     axes.margins(0.1)
     axes.legend(frameon=False, loc="lower left", fontsize=8)
-    named = sorted(rows, key=lambda row: row["kl_mean"])
-    points = [(r["bits_per_value"], r["kl_mean"], r["label"], _FAMILIES[family(r["label"])][0]) for r in named]
-    _write_names(axes, points, fontsize=8)
