@@ -24,7 +24,7 @@ CHOOSES = (
     "benchmarks/*",
     "validation/planning/candidates.py",
     "validation/ops/suite.py",
-    "validation/fidelity/peers.py",
+    "validation/fidelity/entries.py",
 )
 # llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.
 LLAMA_CPP = ("models/gguf_source.py", "models/gguf_words.py")

@@ -20,8 +20,8 @@ from tq.output import drop_output, one_line, unsaid_is_fine
 from tq.ranks import LOST, Started
 
 _COMMANDS = (
-    "generate", "chat", "cache", "validate", "replay", "diff", "eval", "calibrate", "plan", "bringup", "compile", "export",
-    "bench", "serve", "formats", "info",
+    "generate", "chat", "cache", "validate", "replay", "diff", "eval", "matrix", "calibrate", "plan", "bringup", "compile",
+    "export", "bench", "serve", "formats", "info",
 )  # fmt: skip
 
 _LEAST_ADDRESSES = 2**30

@@ -119,6 +119,16 @@ def test_logits_are_compared_as_numpy_does(monkeypatch):
     assert not got.same_top.all()
 
 
+@pytest.mark.parametrize("sizes", [(512, 88), (100, 100, 200, 200), (600,), (256, 256, 88), (1,) * 600])
+def test_logits_may_come_in_pieces_of_any_size(sizes):
+    """A cache with rings takes as many new tokens at once as its window leaves room for."""
+    a, b = torch.randn(2, 600, 7, generator=torch.Generator().manual_seed(1))
+    plan = make_workload([i % 7 for i in range(601)], 1024, prompts=0)
+    whole = score_text(a, b, plan.tokens[1:])
+    got = evaluation.score_window("x", plan, plan.windows[0], torch.split(a, sizes), iter(torch.split(b, sizes[::-1])))
+    assert all(torch.equal(getattr(got, name), value) for name, value in vars(whole).items())
+
+
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_logits_that_are_not_finite_are_refused(side):
     logits = {"a": torch.zeros(5, 3), "b": torch.zeros(5, 3)}
@@ -275,7 +285,7 @@ def test_an_interrupted_run_goes_on_to_the_very_same_rows(setup, stop_after, mon
     assert rows == whole
     assert len(run) == max(0, 3 * 4 - stop_after)
     assert len(steps) == 3 * 4 + 4
-    monkeypatch.setattr(evaluation, "_logits", None)  # nothing is left to run
+    monkeypatch.setattr(evaluation, "Exact", None)  # nothing is left to run
     monkeypatch.setattr(evaluation, "_continuations", None)
     assert kept_by(setup, plan, finished)[0] == whole
 

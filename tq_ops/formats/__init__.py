@@ -98,8 +98,9 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
 
 
 def needs_calibration(spec: str) -> bool:
-    """Whether `NAME` or `k=NAME,v=NAME` asks for a format of learned nibbles."""
-    return any(nibbles_of(part.split("=")[-1].strip()) for part in spec.split(","))
+    """Whether `NAME` or `k=NAME,v=NAME` asks for a format that is learned of a model."""
+    names = [part.split("=")[-1].strip() for part in spec.split(",")]
+    return any(nibbles_of(name) or name == OSCAR for name in names)
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:

@@ -13,8 +13,9 @@ A row is of a *named cache*, which is a `Session`: whatever a session's cache co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial as bound
 from typing import Any
 
 import torch
@@ -26,12 +27,17 @@ from haarkv.models.balance import Uneven
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.scores import Scores, join, nearest_rank, score_text
 
 # The fastest for the reference: a larger chunk computes more scores that the causal mask hides, a smaller one de-quantizes the
 # stored prefix more often.
 CHUNK = 256
+# Bytes of a window's logits that are kept while caches are scored against them; of a longer one they are made anew each time.
+KEPT_LOGITS = 2**32
 WINDOW = 1024
 GREEDY_PROMPTS, GREEDY_PROMPT_TOKENS, GREEDY_NEW_TOKENS = 16, 128, 64
 
@@ -104,7 +110,7 @@ class FidelityRow:
     Attributes:
         kv: the cache's name.
         bytes_per_token: K and V of all layers and heads, as allocated for a window: scales and tokens in BF16 included.
-        bits_per_value: the same, for one number of K or V.
+        bits_per_value: the same, for one number of K or V that a bf16 cache would keep.
         kl_mean, kl_median, kl_p999: of KL(bf16 || cache) in nats; the last by nearest rank.
         top1: share of the positions at which both like the same token best.
         rms_dp: root mean square of p_cache - p_bf16 of the token that really follows; 0.01 is one percentage point.
@@ -190,12 +196,12 @@ def evaluate(
     try:
         scores: dict[str, list[Scores]] = {name: [] for name in setup.caches}
         for number, window in enumerate(plan.windows):
-            base: Tensor | None = None
+            exact: Exact | None = None
             for name, side in setup.caches.items():
                 found = partial.scores(name, number, window.length)
                 if found is None:
-                    base = torch.cat(list(_logits(setup.model, setup.base, plan, window))) if base is None else base
-                    found = _score_window(setup, name, side, plan, window, base)
+                    exact = exact or Exact(setup.model, setup.base, plan.fed(window), KEPT_LOGITS)
+                    found = _score_window(setup, name, side, plan, window, exact)
                     partial.keep_scores(name, number, found)
                 scores[name].append(found)
                 on_step(f"{name}, window {number + 1} of {len(plan.windows)}", window.length)
@@ -203,12 +209,36 @@ def evaluate(
     finally:
         partial.flush()
     size = plan.windows[0].length
-    return [_row(name, side, size, join(scores[name]), matches[name]) for name, side in setup.caches.items()]
+    return [row_of(name, side, size, join(scores[name]), matches[name]) for name, side in setup.caches.items()]
 
 
-def _logits(model: DecoderModel, side: Session, plan: Workload, window: Span) -> Iterator[Tensor]:
-    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk."""
-    return logits_after(model, side, model.embed(plan.fed(window)))
+class Exact:
+    """The baseline's predictions of a window, computed once, whatever number of caches is scored against them.
+
+    Args:
+        tokens: [T] int64, what is fed.
+        most: bytes of logits that may be kept. If all do not fit, none are: the head runs again over the hidden states.
+    """
+
+    def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int) -> None:
+        self._model = model
+        layers = range(model.config.num_layers)
+        with torch.inference_mode():
+            self._hidden = list(run_span(side, model.embed(tokens), layers))
+        self.nbytes = 4 * len(tokens) * model.config.vocab_size
+        self._kept = list(self._made()) if self.nbytes <= most else None
+
+    def _made(self) -> Iterator[Tensor]:
+        return map(bound(_head, self._model), self._hidden)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Logits [n, vocab] fp32, chunk by chunk."""
+        return iter(self._kept) if self._kept is not None else self._made()
+
+
+@torch.inference_mode()
+def _head(model: DecoderModel, hidden: Tensor) -> Tensor:
+    return model.head(hidden.to(model.weights.lm_head.device), reference)
 
 
 @torch.inference_mode()
@@ -223,7 +253,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
-        yield model.head(after.to(model.weights.lm_head.device), reference)
+        yield _head(model, after)
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
@@ -231,31 +261,32 @@ def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
     device = side.executor.device
     cache, paging = side.new_cache(1, len(hidden))
     sequence = paging.add()
-    for chunk in torch.split(hidden, cache.most_new_tokens or CHUNK):
+    for chunk in torch.split(hidden, min(CHUNK, cache.most_new_tokens or CHUNK)):
         batch = paging.batch([sequence], [len(chunk)]).to(device)
         yield side.executor.layers(chunk.to(device), span, batch, cache)
 
 
-def _score_window(setup: Setup, name: str, side: Session, plan: Workload, window: Span, base: Tensor) -> Scores:
+def _score_window(setup: Setup, name: str, side: Session, plan: Workload, window: Span, exact: Exact) -> Scores:
     # The baseline as one of the caches is what it has just been.
-    logits = iter(torch.split(base, CHUNK)) if side is setup.base else _logits(setup.model, side, plan, window)
-    return score_window(name, plan, window, base, logits)
+    own = iter(exact) if side is setup.base else logits_after(setup.model, side, setup.model.embed(plan.fed(window)))
+    return score_window(name, plan, window, exact, own)
 
 
-def score_window(name: str, plan: Workload, window: Span, base: Tensor, logits: Iterator[Tensor]) -> Scores:
+def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor], logits: Iterator[Tensor]) -> Scores:
     """Compare a cache's predictions with the baseline's.
 
     Args:
         name: of the cache, for messages.
-        base: [length, vocab] fp32, the baseline's logits after each token of the window.
-        logits: the cache's, in pieces of any size.
+        base: the baseline's logits [n, vocab] fp32 after each token of the window, in pieces of any size.
+        logits: the cache's, likewise.
     Raises:
         NonFiniteError: one of them is not finite.
     """
     begin = window.begin + 1
-    of_base, targets = (torch.split(x, CHUNK) for x in (base, plan.tokens[begin : begin + window.length]))
+    targets = torch.split(plan.tokens[begin : begin + window.length], CHUNK)
+    pairs = zip(_in_chunks(iter(base)), _in_chunks(logits), targets, strict=True)
     try:
-        return join([score_text(a, b, t) for a, b, t in zip(of_base, _in_chunks(logits), targets, strict=True)])
+        return join([score_text(a, b, t) for a, b, t in pairs])
     except NonFiniteError as error:
         raise NonFiniteError(f"{name} (B) against bf16 (A), window from token {window.begin}: {error}") from None
 
@@ -264,10 +295,14 @@ def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
     """The same rows, `CHUNK` at a time."""
     held: list[Tensor] = []
     for piece in pieces:
-        held.append(piece)
-        if sum(map(len, held)) >= CHUNK:
-            yield torch.cat(held)
-            held = []
+        rest = piece
+        while len(rest):
+            room = CHUNK - sum(map(len, held))
+            held.append(rest[:room])
+            rest = rest[room:]
+            if len(held[-1]) == room:
+                yield held[0] if len(held) == 1 else torch.cat(held)
+                held = []
     if held:
         yield torch.cat(held)
 
@@ -301,16 +336,22 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _row(name: str, side: Session, tokens: int, scores: Scores, matches: Sequence[int]) -> FidelityRow:
-    config = side.config
-    cache, _ = side.new_cache(1, tokens)
-    size = cache.nbytes / cache.num_slots
+def row_of(name: str, side: Session, tokens: int, scores: Scores, matches: Sequence[int] = ()) -> FidelityRow:
+    """The figures of a cache.
+
+    Args:
+        tokens: of a window, for which its bytes are counted.
+        scores: of all positions.
+        matches: greedy tokens that are the baseline's, by prompt.
+    """
+    shapes, layers = side.config.kv_shapes, side.config.num_layers
+    size, exact = (cache_bytes(plan, tokens, shapes) for plan in (side.plan, KVSpec("bf16").plan(layers)))
     kl = scores.kl.sort().values.tolist()
     ppl = math.exp(-scores.log_p_b.mean().item())
     return FidelityRow(
         kv=name,
-        bytes_per_token=size,
-        bits_per_value=8 * size / (2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim),
+        bytes_per_token=(size + side.config.state_bytes) / (blocks_for(tokens) * BLOCK_SIZE),
+        bits_per_value=16 * size / exact,
         kl_mean=math.fsum(kl) / len(kl),
         kl_median=(kl[(len(kl) - 1) // 2] + kl[len(kl) // 2]) / 2,
         kl_p999=nearest_rank(kl, 999),

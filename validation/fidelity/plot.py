@@ -1,4 +1,4 @@
-"""Pictures of evaluations, as SVG text: KL against bytes per token, and ours beside others' by bits a value."""
+"""Pictures of evaluations, as SVG text: KL against bytes per token, and a matrix of ours and others by bits a value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow
 
 Row = Mapping[str, Any]
-"""As `peers` records it."""
+"""As `matrix` records it."""
 _ON, _OFF, _GRID = "#2563a8", "#8a929c", "#dddddd"
 # Where a name may stand about its point, in points, the best place first: right, left, above, below, then farther away.
 _PLACES = [
@@ -155,22 +155,20 @@ def _overlap(a: Bbox, b: Bbox) -> float:
     return float(max(0.0, width) * max(0.0, height))
 
 
-# -- Formats of ours and of others: `validation.fidelity.peers` ------------------------------------------------------------
-_TITLES = {
-    "alone": "No token in BF16 (windows of 1,024)",
-    "window": "The same 128 recent tokens and 4 sinks in BF16 (windows of 4,096)",
-}
+# -- The matrix: ours beside others ---------------------------------------------------------------------------------------
 # Color, mark and name of each family; a row belongs to the first whose prefix its label has.
 _FAMILIES = {
-    "lr plan": ("#b3261e", "D", "learned nibbles by place (ours)"),
-    "lr": ("#d9827b", "d", "learned nibbles, layers alike (ours)"),
+    "lr": ("#d9827b", "d", "learned nibbles (ours)"),
     "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
+    "K ": ("#5aa0e0", "D", "K finer than V (ours)"),
     "KVarN": ("#1b7f5c", "s", "KVarN"),
     "OSCAR": ("#8e44ad", "^", "OSCAR"),
     "KIVI": ("#c77700", "v", "KIVI"),
-    "": ("#6b7280", "x", "llama.cpp, its forks, ManthanQuant"),
+    "llama.cpp": ("#b3261e", "x", "llama.cpp"),
+    "": ("#6b7280", "+", "other"),
 }
-_MOST_BITS = 9.0
+_LINES = ("tq",)
+_MOST_BITS = 13.0
 
 
 def family(label: str) -> str:
@@ -178,38 +176,65 @@ def family(label: str) -> str:
     return next(prefix for prefix in _FAMILIES if label.startswith(prefix) and not (prefix == "tq" and "_" in label))
 
 
-def peers_svg(comparisons: Mapping[str, Sequence[Row]]) -> str:
-    """Mean KL by bits a value, one panel a comparison; families are lines where they differ in bits alone.
+def _averaged(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One row a cache: the mean over texts, weighted by their tokens, of the rows that have all texts."""
+    by_text: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_text.setdefault(row["label"], {})[row["text"]] = row  # the later one counts
+    by_label = {label: list(of_one.values()) for label, of_one in by_text.items()}
+    most = max(map(len, by_label.values()), default=0)
+    return [
+        {"label": label, "bits_per_value": of_one[0]["bits_per_value"],
+         "kl_mean": sum(r["tokens"] * r["kl_mean"] for r in of_one) / sum(r["tokens"] for r in of_one)}
+        for label, of_one in by_label.items() if len(of_one) == most
+    ]  # fmt: skip
+
+
+def matrix_svg(rows: Sequence[Row]) -> str:
+    """Mean KL over all texts by bits a value: a line of panels for each model, one for each window and tail.
 
     Args:
-        comparisons: rows by comparison, as `peers` records them.
+        rows: as `matrix` records them, at least one.
     """
-    tokens = max(row["tokens"] for rows in comparisons.values() for row in rows)
+    panels: dict[str, dict[tuple[int, int, int], list[Row]]] = {}
+    for row in rows:
+        panels.setdefault(row["model"], {}).setdefault((row["window"], row["tail"], row["sink"]), []).append(row)
+    settings = sorted({setting for of_model in panels.values() for setting in of_model})
 
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(1, len(comparisons), squeeze=False)[0]
-        for axes, (name, rows) in zip(panels, comparisons.items(), strict=True):
-            _panel(axes, _TITLES[name], [row for row in rows if row["bits_per_value"] < _MOST_BITS and row["kl_mean"] > 0])
-        figure.suptitle(f"tiny, {tokens:,} held-out tokens; others' formats as written here after their papers", fontsize=11)
+        grid, drawn = figure.subplots(len(panels), len(settings), squeeze=False), []
+        for line, (model, of_model) in zip(grid, panels.items(), strict=True):
+            for axes, setting in zip(line, settings, strict=True):
+                shown = [
+                    r for r in _averaged(of_model.get(setting, [])) if r["bits_per_value"] < _MOST_BITS and r["kl_mean"] > 0
+                ]
+                window, tail, sink = setting
+                title = f"{model}, windows of {window:,}, " + (f"tail {tail}, {sink} sinks" if tail or sink else "no tail")
+                if shown:
+                    _panel(axes, title, shown)
+                    drawn.append((axes, shown))
+                else:
+                    axes.set_axis_off()
+        for axes, shown in drawn:  # once all panels have their places
+            named = sorted(shown, key=lambda row: row["kl_mean"])
+            points = [(r["bits_per_value"], r["kl_mean"], r["label"], _FAMILIES[family(r["label"])][0]) for r in named]
+            _write_names(axes, points, fontsize=8)
 
-    require_matplotlib()
-    return _drawn((7.2 * len(comparisons), 6.0), draw)
+    return _drawn((7.2 * len(settings), 5.6 * len(panels)), draw)
 
 
 def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     _prepare(axes, title, "bits a value, everything counted", "cache), nats a token")
     for prefix, (color, mark, name) in _FAMILIES.items():
-        members = sorted((row for row in rows if family(row["kv"]) == prefix), key=lambda row: row["bits_per_value"])
+        members = sorted((row for row in rows if family(row["label"]) == prefix), key=lambda row: row["bits_per_value"])
         if members:
             axes.plot(
                 [row["bits_per_value"] for row in members], [row["kl_mean"] for row in members], color=color, marker=mark,
-                linestyle="-" if prefix in ("lr plan", "lr", "tq") else "none", linewidth=1.3, markersize=6, label=name,
+                linestyle="-" if prefix in _LINES else "none", linewidth=1.3, markersize=6, label=name,
                 zorder=3,
             )  # fmt: skip
-    axes.set_xticks([2, 2.5, 3, 3.5, 4, 5, 6, 8], ["2", "2.5", "3", "3.5", "4", "5", "6", "8"])
+    ticks = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.margins(0.1)
     axes.legend(frameon=False, loc="lower left", fontsize=8)
-    named = sorted(rows, key=lambda row: row["kl_mean"])
-    points = [(r["bits_per_value"], r["kl_mean"], r["kv"], _FAMILIES[family(r["kv"])][0]) for r in named]
-    _write_names(axes, points, fontsize=8)

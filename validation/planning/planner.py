@@ -99,7 +99,7 @@ def measure(
             for cache, ((layer, _), _, side) in caches.items():
                 found = partial.scores(cache, number, window.length)
                 if found is None:
-                    found = score_window(cache, calibration, window, entering.base, entering.logits(side, layer))
+                    found = score_window(cache, calibration, window, [entering.base], entering.logits(side, layer))
                     partial.keep_scores(cache, number, found)
                 divergences[cache].append(found.kl)
                 on_step(f"{cache}, window {number + 1} of {len(windows)}", window.length)

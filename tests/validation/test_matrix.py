@@ -1,0 +1,219 @@
+"""The matrix: what is counted, what is seen, that rows are kept, and what is drawn."""
+
+import json
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from torch.nn import functional
+
+from haarkv.engine.plans import plan_for
+from haarkv.executors.base import verify
+from haarkv.models.catalog import read_config
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.validation.fidelity import matrix
+from haarkv.validation.fidelity.entries import AsItComes, entry_of, without_waiting
+from haarkv.validation.fidelity.evaluation import row_of
+from haarkv.validation.fidelity.matrix import Beside, Results, Subject, Task, Text, measure, prepare
+from haarkv.validation.fidelity.plot import family, matrix_svg
+from haarkv.validation.fidelity.scores import score_text
+
+CODE = Text("code", "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n" * 6)
+TASK = Task((entry_of("q4_0"), entry_of("tq2"), entry_of("kvarn2")), [CODE], (128,), (Beside(0, 0), Beside(128, 4)), 256)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("matrix") / "checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def named(checkpoint):
+    return prepare(checkpoint, TASK)
+
+
+@pytest.fixture(scope="module")
+def subject(named):
+    return Subject(named, TASK)
+
+
+def rows_of(subject, named, file, task=TASK, on_step=lambda *_: None):
+    results = Results(file)
+    measure(subject, named, task, results, {"cpu": "x"}, on_step)
+    return results.rows
+
+
+def without_time(rows):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+# -- Figures -----------------------------------------------------------------------------------------------------------------
+
+
+def whole_logits(subject, side, tokens):
+    """Of a window in one piece."""
+    cache, paging = side.new_cache(1, len(tokens))
+    return verify(side.executor, tokens, paging.batch([paging.add()], [len(tokens)]), cache).double().log_softmax(-1)
+
+
+def test_figures_are_those_of_torch_on_whole_windows(subject, named, tmp_path):
+    plan = named.workloads["code", 128]
+    assert plan.scored == 256
+    for row in rows_of(subject, named, tmp_path / "rows"):
+        side = subject.side(entry_of(row["kv"]), Beside(row["tail"], row["sink"]))
+        kl, same, nll = [], [], []
+        for window in plan.windows:
+            exact, own = (whole_logits(subject, s, plan.fed(window)) for s in (subject.base, side))
+            kl.append(functional.kl_div(own, exact, reduction="none", log_target=True).sum(-1))
+            same.append(exact.argmax(-1) == own.argmax(-1))
+            nll.append(functional.nll_loss(own, plan.tokens[window.begin + 1 : window.begin + 129], reduction="none"))
+        kl, same, nll = map(torch.cat, (kl, same, nll))
+        wanted = [kl.mean(), kl.quantile(0.5), kl.max(), same.double().mean(), nll.mean().exp()]
+        got = [row[name] for name in ("kl_mean", "kl_median", "kl_p999", "top1", "ppl")]
+        assert got == pytest.approx([float(x) for x in wanted], rel=2e-3, abs=1e-9), row["label"]
+        assert row["tail"] or row["kl_mean"] > 1e-3
+
+
+def test_logits_that_are_not_kept_give_the_same_rows(subject, named, tmp_path, monkeypatch):
+    kept = without_time(rows_of(subject, named, tmp_path / "kept"))
+    monkeypatch.setattr(matrix, "KEPT_LOGITS", 0)
+    assert without_time(rows_of(subject, named, tmp_path / "made")) == kept
+
+
+@pytest.mark.parametrize(
+    ("kv", "beside"), [("tq4", Beside(0, 0)), ("tq4", Beside(128, 4)), ("k=kvarn4,v=kvarn2", Beside(127, 128))]
+)
+@pytest.mark.parametrize("model", ["tiny", "random:0.6b"])
+def test_a_row_counts_the_bytes_that_the_product_allocates(kv, beside, model):
+    config = read_config(model)
+    plan = plan_for(KVSpec(kv, beside.tail or None, beside.sink), config)
+
+    class Side:
+        pass
+
+    Side.config, Side.plan = config, plan
+    from haarkv.models.caches import new_cache
+
+    scores = score_text(torch.randn(3, 5), torch.randn(3, 5), torch.zeros(3, dtype=torch.int64))
+    row = row_of("x", Side, 1024, scores)
+    nbytes, bf16 = (new_cache(config, p, sequences=1, tokens=1024)[0].nbytes for p in (plan, plan_for(KVSpec("bf16"), config)))
+    assert row.bytes_per_token == nbytes / 1024
+    assert row.bits_per_value == 16 * nbytes / bf16
+
+
+@pytest.mark.parametrize(("name", "side"), [("kvarn2", "v"), ("kivi4", "k")])
+def test_groups_as_they_come_hold_what_their_format_restores(name, side):
+    kv_format = formats.get(name, side)
+    group = kv_format.group_tokens
+    x = torch.randn(2, 2 * group, 128, generator=torch.Generator().manual_seed(0))
+    whole = AsItComes(kv_format)
+    restored = whole.dequantize(whole.quantize(x, 0), 0)
+    for head in range(2):
+        for begin in (0, group):
+            tokens = x[head, begin : begin + group].bfloat16()
+            expected = kv_format.dequantize(kv_format.quantize(tokens, 0), 0)
+            torch.testing.assert_close(restored[head, begin : begin + group], expected, rtol=0, atol=1e-5)
+    assert whole.bytes_per_vector(128) == kv_format.bytes_per_vector(128)
+
+
+def test_without_a_window_no_token_stays_in_bf16():
+    waiting = KVSpec("k=kivi2,v=kvarn4").plan(3)
+    plan = without_waiting(waiting)
+    assert waiting.keeps_tokens
+    assert not plan.keeps_tokens
+    assert [f.group_tokens for f in plan.formats] == [1] * len(plan.formats)
+    assert plan.bytes_per_token(KVShape(2, 128)) == waiting.bytes_per_token(KVShape(2, 128))
+
+
+def test_what_stays_in_bf16_is_the_same_for_all(subject):
+    for kv in ("q4_0", "kvarn2"):
+        assert not subject.side(entry_of(kv), Beside(0, 0)).plan.keeps_tokens
+        plan = subject.side(entry_of(kv), Beside(128, 4)).plan
+        assert (plan.recent, plan.sink, plan.describe()) == (128, 4, f"{kv}; tail 128; sink 4")
+
+
+def test_formats_that_learn_do_so_from_the_text_that_is_given(named, subject, tmp_path):
+    learning = [entry_of(kv) for kv in ("oscar2", "k=lr32,v=lr16")]
+    task = Task(learning, [CODE], (128,), (Beside(0, 0),), 256, Text("learn", CODE.content * 2))
+    rows = rows_of(Subject(named, task), named, tmp_path / "rows", task)
+    assert [(row["whose"], row["balanced"]) for row in rows] == [("others", False), ("ours", False)]
+    assert all(0 < row["kl_mean"] < 1 and row["learned_sha256"] for row in rows)
+    without = Task(learning, [CODE], (128,), (Beside(0, 0),), 256)
+    assert rows_of(subject, named, tmp_path / "none", without) == []
+
+
+# -- Rows are kept -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_matrix_keeps_its_rows_and_goes_on(subject, named, tmp_path):
+    whole = without_time(rows_of(subject, named, tmp_path / "whole"))
+    assert len(whole) == 6
+    steps = []
+
+    def stop(what, _):
+        steps.append(what)
+        if len(steps) == 5:  # two windows a row
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rows_of(subject, named, tmp_path / "part", on_step=stop)
+    lines = (tmp_path / "part").read_text().splitlines()
+    assert without_time(map(json.loads, lines)) == whole[:2]
+    assert without_time(rows_of(subject, named, tmp_path / "part")) == whole
+    assert (tmp_path / "part").read_text().splitlines()[:2] == lines
+
+
+def test_what_is_there_is_not_measured_again(subject, named, tmp_path, monkeypatch):
+    rows = rows_of(subject, named, tmp_path / "rows")
+    measured = []
+    figures = matrix._figures
+    monkeypatch.setattr(matrix, "_figures", lambda *args: measured.append(args[2].plan.describe()) or figures(*args))
+    assert rows_of(subject, named, tmp_path / "rows") == rows
+    assert measured == []
+    more = Task((*TASK.entries, entry_of("tq4")), [CODE], (128,), (Beside(0, 0),), 256)
+    assert [row["kv"] for row in rows_of(subject, named, tmp_path / "rows", more)][6:] == ["tq4"]
+    assert measured == ["tq4"]
+    other = Task(TASK.entries[:1], [Text("code", CODE.content.upper())], (128,), (Beside(0, 0),), 256)
+    rows_of(subject, prepare(named.name, other), tmp_path / "rows", other)
+    rows_of(subject, named, tmp_path / "rows", Task(TASK.entries[:1], [CODE], (128,), (Beside(128, 8),), 256))
+    assert measured == ["tq4", "q4_0", "q4_0; tail 128; sink 8"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"benchmark": "other"}', "[" * 10_000])
+def test_another_file_is_refused(tmp_path, content):
+    (tmp_path / "rows").write_text(content + "\n")
+    with pytest.raises(InputError, match=r"line 1 of .* is no row of a matrix"):
+        Results(tmp_path / "rows")
+    (tmp_path / "rows").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="cannot be read"):
+        Results(tmp_path / "rows")
+
+
+# -- The figure --------------------------------------------------------------------------------------------------------------
+
+
+def row(label, bits, kl, model="a", text="code", tail=0):
+    return {"label": label, "bits_per_value": bits, "kl_mean": kl, "model": model, "text": text, "tokens": 1024,
+            "window": 1024, "tail": tail, "sink": 0}  # fmt: skip
+
+
+def test_families():
+    labels = ("lr64", "tq4", "tq3_0", "tbq4_0", "KVarN k4v2", "OSCAR", "KIVI 2", "llama.cpp q4_0", "FP8", "K tq6, V tq4")
+    assert [family(label) for label in labels] == ["lr", "tq", "", "", "KVarN", "OSCAR", "KIVI", "llama.cpp", "", "K "]
+
+
+def test_the_figure_names_every_row_and_is_the_same_again():
+    pytest.importorskip("matplotlib")
+    rows = [
+        row("tq2", 2.125, 0.05), row("OSCAR", 2.25, 0.1), row("far", 16.0, 0.1), row("none", 3.0, 0.0),
+        row("tq4", 4.9, 0.001, "b", tail=128), row("KVarN k4v2", 4.1, 0.002, "b", tail=128),
+    ]  # fmt: skip
+    drawn = matrix_svg(rows)
+    assert drawn == matrix_svg(rows)
+    assert all(f">{label}</text>" in drawn for label in ("tq2", "OSCAR", "tq4", "KVarN k4v2"))
+    assert not any(f">{label}</text>" in drawn for label in ("far", "none"))
+    assert "a, windows of 1,024, no tail" in drawn
+    assert "b, windows of 1,024, tail 128, 0 sinks" in drawn

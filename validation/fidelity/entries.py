@@ -1,0 +1,124 @@
+"""What a matrix compares: caches of ours and of others, and groups that are full when they come.
+
+What others published was written here after their papers and code: each format's docstring says what was assumed. Others run
+on the model as it is; ours on the balanced one, as they generate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.session import Session
+from haarkv.models.caches import new_cache
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats import Field, KVFormat
+from haarkv.tq_ops.formats.learned import nibbles_of
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.validation.fidelity.evaluation import CHUNK
+
+OURS, OTHERS = "ours", "others"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cache of a matrix.
+
+    Attributes:
+        label: in tables and figures.
+        kv: its formats, as `formats.parse` takes them.
+        whose: `OURS` or `OTHERS`.
+    """
+
+    label: str
+    kv: str
+    whose: str
+
+    @property
+    def learned(self) -> bool:
+        """Whether its formats need something that is learned of the model."""
+        return formats.needs_calibration(self.kv)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether it runs on the balanced model: ours do as they generate, others on the model as it is."""
+        return self.whose == OURS and not self.learned
+
+
+_OURS = {
+    "tq2": "tq2", "tq3": "tq3", "tq4": "tq4", "tq5": "tq5", "tq6": "tq6", "tq8": "tq8",
+    "K tq5, V tq4": "k=tq5,v=tq4", "K tq6, V tq4": "k=tq6,v=tq4", "K q8_0, V tq4": "k=q8_0,v=tq4",
+}  # fmt: skip
+_OTHERS = {
+    "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0, turned": "q4_0_rot", "tq3_0": "tq3_0",
+    "tbq4_0": "tbq4_0", "FP8": "fp8_e4m3", "KIVI 4, groups of 64": "kivi4_g64", "KIVI 2, groups of 64": "kivi2_g64",
+    "KVarN k4v4": "kvarn4", "KVarN k4v2": "k=kvarn4,v=kvarn2", "KVarN k2v2": "kvarn2", "OSCAR": "oscar2",
+    "ManthanQuant": "manthan3",
+}  # fmt: skip
+ENTRIES = (
+    *(Entry(label, kv, OURS) for label, kv in _OURS.items()),
+    *(Entry(label, kv, OTHERS) for label, kv in _OTHERS.items()),
+)
+
+
+def entry_of(kv: str) -> Entry:
+    """The entry of a format; what no entry names is called after itself. Ours are rotated levels, and learned ones."""
+    known = {entry.kv: entry for entry in ENTRIES}
+    if kv in known:
+        return known[kv]
+    names = [part.split("=")[-1] for part in kv.split(",")]
+    ours = any(nibbles_of(name) or name in _OURS for name in names)
+    return Entry(kv, kv, OURS if ours else OTHERS)
+
+
+class Side(Session):
+    """A session whose caches take larger chunks: results do not depend on it, and what is stored is restored less often."""
+
+    def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
+        self.plan.require_context(max_context)
+        return new_cache(
+            self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device, chunk=CHUNK
+        )
+
+
+# -- Groups that are full when they come -------------------------------------------------------------------------------------
+
+
+class AsItComes(KVFormat):
+    """A format of groups whose groups are all full when they come: what comes out of it is kept, its bytes are counted.
+
+    So no query sees a token in BF16, and even a group's first token is read as its last one lets it be stored.
+    """
+
+    def __init__(self, of: KVFormat) -> None:
+        self.of, self.name, self.purpose = of, of.name, of.purpose
+
+    def fields(self, head_dim: int) -> dict[str, Field]:
+        return {"restored": Field(torch.float32, (head_dim,))}
+
+    def bytes_per_vector(self, head_dim: int) -> float:
+        return self.of.bytes_per_vector(head_dim)
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        """x: [..., n, D], whole groups."""
+        groups = x.bfloat16().float().reshape(*x.shape[:-2], -1, self.of.group_tokens, x.shape[-1])
+        return {"restored": self.of.dequantize(self.of.quantize(groups, layer), layer).flatten(-3, -2)}
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return fields["restored"]
+
+    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError("only what comes out of it is kept")
+
+
+def without_waiting(plan: KVPlan) -> KVPlan:
+    """The same, but for groups that are stored as they come."""
+
+    def as_it_comes(kv_format: KVFormat) -> KVFormat:
+        return kv_format if kv_format.group_tokens == 1 else AsItComes(kv_format)
+
+    return replace(plan, layers=tuple((as_it_comes(k), as_it_comes(v)) for k, v in plan.layers), recent=None)
