@@ -279,9 +279,9 @@ def test_a_group_whose_range_overflows_is_named_by_the_token_that_fills_it():
     assert issubclass(NonFiniteVectorError, InputError)
 
 
-def test_a_validation_refuses_groups_of_tokens():
+def test_a_validation_refuses_what_is_here_to_compare_with():
     executor = ReferenceExecutor(MODEL)
-    with pytest.raises(InputError, match="quantizes tokens together"):
+    with pytest.raises(InputError, match="kivi2 is here to compare with"):
         validate(executor, executor, MODEL, [[1, 2, 3]], 0, KVSpec("kivi2").plan(SMALL.num_layers))
 
 
