@@ -33,8 +33,8 @@ def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
     Raises:
         InputError: as `judged`.
     """
-    parallel, scaling = vllm_config.parallel_config, judged(vllm_config)
-    if parallel.tensor_parallel_size == 1:
+    scaling, parallel = judged(vllm_config), vllm_config.parallel_config
+    if not scaling.scales or parallel.tensor_parallel_size == 1:
         return scaling.scales
     from vllm.distributed import get_tensor_model_parallel_rank
 
