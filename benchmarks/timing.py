@@ -38,7 +38,7 @@ class Spread:
     first_ms: float | None = field(default=None, compare=False)
 
     def over(self, runs: int) -> Spread:
-        """Times of one run, of turns of so many."""
+        """Milliseconds of one run, where each turn timed `runs` of them."""
         return Spread(self.ms / runs, self.low / runs, self.high / runs)
 
 
@@ -143,7 +143,7 @@ def take_rested_turns(
 
 
 def captured(run: Callable[[int], object], runs: int, device: torch.device) -> Callable[[], object]:
-    """So many runs in a row as one CUDA graph, each with a number of its own."""
+    """Several runs in a row as one CUDA graph; each is called with its number."""
 
     def all_runs() -> None:
         for number in range(runs):

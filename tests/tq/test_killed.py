@@ -239,7 +239,7 @@ def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
 
 
 def killed_at_moments(count, line, folder, env=None):
-    """Run a command to its end; then of each of so many moments, spread over the time that it took, what kills it there."""
+    """Run a command to its end, then kill it at several moments, spread over the time that it took."""
     began = time.monotonic()
     killed_while(line, folder, None, env)
     whole, draw = time.monotonic() - began, random.Random(" ".join(line[1:]))

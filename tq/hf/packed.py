@@ -153,7 +153,7 @@ class Packed:
             self.move(blocks)
 
     def move(self, blocks: int) -> None:
-        """Move to new memory of so many blocks, which hold at least what is in use."""
+        """Move to new memory for `blocks` blocks, at least as many as are in use."""
         held = self._read(self.begin, self.end)
         self._short = {g - self.begin + self.front: n for g, n in self._short.items()}
         self.begin, self.end = self.front, self.front + self.end - self.begin

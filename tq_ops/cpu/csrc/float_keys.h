@@ -32,7 +32,7 @@ template <class Simd> inline void look_up_words(const WordsOfKeys<Simd>& of, int
     }
 }
 
-// Logits of TILES tiles of keys by so many words. Each lane holds another key, so nothing is summed across a
+// Logits of TILES tiles of keys, summed over `count` words. Each lane holds another key, so nothing is summed across a
 // register; each centroid serves R query rows. Prefetches meanwhile.
 template <class Simd, int R, int TILES, class Keys>
 inline void score(const Keys& keys, int stride, int count, const float* q, const float* scale, float softmax_scale,

@@ -46,7 +46,7 @@ inline void look_up_words(const uint32_t* words, int count, const int16_t* integ
         }
 }
 
-// Logits of TILES tiles of 16 keys by so many words; factor[r] scales row r's integers.
+// Logits of TILES tiles of 16 keys, summed over `count` words; factor[r] scales row r's integers.
 template <int R, int TILES, class Keys>
 inline void score_whole(Keys keys, int count, const int16_t* q, const float* scale, const float* factor, float* logits,
                         int stride, Ahead ahead) {
