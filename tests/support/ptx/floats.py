@@ -59,10 +59,12 @@ _FUNCTIONS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "rsqrt": (1, lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)),
 }  # fmt: skip
 """How many operands an FP32 instruction has, and what it does with them."""
+_MAGNITUDES = {"bf16": np.uint16(0x7FFF), "bf16x2": np.uint32(0x7FFF7FFF)}
+"""What the magnitude of a BF16 number, or of two, keeps of its bits."""
 
 
 def build(ins: Instruction) -> Run:
-    """An instruction on FP32, or the magnitude of a BF16 number.
+    """An instruction on FP32, or the magnitude of BF16 numbers.
 
     Raises:
         Unknown: another type, a rounding mode or an opcode that is not known here.
@@ -70,8 +72,9 @@ def build(ins: Instruction) -> Run:
     kind = ins.modifiers[-1]
     if set(ins.modifiers[:-1]) - {"ftz", "rn", "approx", "full"}:
         raise Unknown(ins.name)
-    if (ins.opcode, kind) == ("abs", "bf16"):
-        count, function = 1, lambda a: a & np.uint16(0x7FFF)
+    if ins.opcode == "abs" and kind in _MAGNITUDES:
+        bits = _MAGNITUDES[kind]
+        count, function = 1, lambda a: a & bits
     elif ins.opcode in _FUNCTIONS and kind == "f32":
         count, function = _FUNCTIONS[ins.opcode]
     else:
