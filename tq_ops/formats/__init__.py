@@ -21,7 +21,7 @@ from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVe
 from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3, RotatedBlockQ4
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.kvarn import kvarn_pair
-from haarkv.tq_ops.formats.learned import Calibration, nibbles_of
+from haarkv.tq_ops.formats.learned import Calibration, bits_of
 from haarkv.tq_ops.formats.manthan import Manthan3
 from haarkv.tq_ops.formats.oscar import NAME as OSCAR
 from haarkv.tq_ops.formats.oscar import oscar_format
@@ -62,21 +62,23 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
     """The format of that name; `side` matters where K and V are stored differently.
 
     Args:
-        calibration: what `lrN` takes its coordinates from, and `oscar2` its rotations.
+        calibration: what `lrB` takes its coordinates from, and `oscar2` its rotations.
     Raises:
         InputError: no such format, and the message lists those there are; or one of those without a calibration.
     """
-    if nibbles := nibbles_of(name):
+    if bits := bits_of(name):
+        if side == "v":
+            raise InputError(f"{name} stores keys only; values have nothing to learn. Write k={name},v=tq{bits}")
         if calibration is None:
             raise InputError(f"{name} needs the coordinates that `tq calibrate` learns of a model; give its file")
-        return calibration.format(side, nibbles)
+        return calibration.format(bits)
     if name == OSCAR:
         if calibration is None:
             raise InputError(f"{name} needs the rotations that `haarkv.validation.planning.moments` learns of a model")
         return oscar_format(calibration, side)
     if name not in _BY_NAME:
         known = ", ".join(names())
-        raise InputError(f"unknown KV format {name!r}; choose from {known}, or lrN and {OSCAR} with a calibration")
+        raise InputError(f"unknown KV format {name!r}; choose from {known}, or k=lrB and {OSCAR} with a calibration")
     k_format, v_format = _BY_NAME[name]
     return k_format if side == "k" else v_format
 
@@ -85,9 +87,9 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
     """K's and V's format from `NAME` or `k=NAME,v=NAME`.
 
     Args:
-        calibration: what `lrN` takes its coordinates from.
+        calibration: what `lrB` takes its coordinates from.
     Raises:
-        InputError: neither form, an unknown name, or `lrN` without a calibration.
+        InputError: neither form, an unknown name, or `lrB` without a calibration.
     """
     if "=" not in spec:
         return get(spec, "k", calibration), get(spec, "v", calibration)
@@ -100,7 +102,7 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
 def needs_calibration(spec: str) -> bool:
     """Whether `NAME` or `k=NAME,v=NAME` asks for a format that is learned of a model."""
     names = [part.split("=")[-1].strip() for part in spec.split(",")]
-    return any(nibbles_of(name) or name == OSCAR for name in names)
+    return any(bits_of(name) or name == OSCAR for name in names)
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:

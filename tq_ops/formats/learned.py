@@ -1,7 +1,7 @@
-"""Formats of learned nibbles, `lrN`: N levels of 4 bits a vector, each of a learned coordinate, and one FP16 scale.
+"""Formats of learned keys, `lr2` to `lr5`: B bits a number on average, more for coordinates that matter, and one FP16 scale.
 
-What a level stands for is learned for each layer, side and KV head; a coordinate that matters owns two or three nibbles, one
-that does not owns none. A rotation's columns as the coordinates, one nibble each, make it `tq4`.
+What a coordinate is was learned of the model, for each layer and KV head. Coordinates are sorted by what an error of theirs
+costs, and each eighth of them has levels of its own width, the same in all layers and models.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from functools import cache, cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import STAGES, Basis, refinements, stages
+from haarkv.codebooks import cubic
+from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import LevelChoice, lengths_of, require_finite
-from haarkv.tq_ops.formats.learned_levels import Refinement
+from haarkv.tq_ops.formats.columns import EIGHTHS, Column, column, pack_columns, unpack_columns, widths_of
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
     Description,
@@ -24,132 +25,117 @@ from haarkv.tq_ops.formats.rotated import (
     Transform,
     bf16_reach,
     exact_norm,
-    numbers_on,
     stored_scale,
 )
-from haarkv.tq_ops.formats.turboquant import BITS, codebook_on
 
 PREFIX = "lr"
-MULTIPLE = 16
-"""Nibbles come in so many: 8 bytes, the least that a kernel reads at once."""
+COLUMNS = {
+    2: (column((0, 4), (1, 3), (5, 1)), column((2, 2), (3, 2), (4, 2), (6, 1), (7, 1))),
+    3: (column((0, 5), (2, 3)), column((1, 4), (5, 2), (6, 2)), column((3, 3), (4, 3), (7, 2))),
+    4: (column((0, 6), (2, 4), (5, 3), (6, 3)), column((1, 5), (7, 3)), column((3, 4), (4, 4))),
+    5: (column((0, 6), (2, 5), (3, 5)), column((1, 6), (4, 5), (5, 5)), column((6, 4), (7, 4))),
+}
+"""How the levels of eighths lie in bytes, by B: docs/learned.md says how the widths were chosen."""
+LEAST_DIM = 32
+"""A unit of two bytes, and eighths of whole words: D is a multiple of so many."""
 GAINS = (1.0, 7 / 8, 19 / 16)
 """A vector is quantized at each of these sizes, and the nearest is kept; of equals, the first."""
+_FIT_NOISE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was learned of a model: coordinates of K and of V, of every layer.
+    """What was learned of a model: coordinates of the keys of every layer.
 
     Attributes:
-        k, v: of each layer.
+        k: of each layer.
         digest: SHA-256 of all of it, in hexadecimal, by which caches and files tell it from another.
         context: tokens of a sequence up to which it holds, since RoPE turns keys by their position; None for any number.
+        v: of each layer's values, of a rival format that learns those too; else empty.
     """
 
     k: tuple[Basis, ...]
-    v: tuple[Basis, ...]
     digest: str
     context: int | None = None
+    v: tuple[Basis, ...] = ()
 
     def heads(self, part: slice) -> Calibration:
         """That of some KV heads, as a rank holds them."""
         k, v = (tuple(basis.heads(part) for basis in side) for side in (self.k, self.v))
-        return Calibration(k, v, self.digest, self.context)
+        return Calibration(k, self.digest, self.context, v)
 
     @cached_property
-    def _formats(self) -> dict[tuple[str, int], LearnedFormat]:
+    def _formats(self) -> dict[int, LearnedFormat]:
         return {}
 
-    def format(self, side: str, nibbles: int) -> LearnedFormat:
-        """The format of so many nibbles for K ("k") or V ("v"), the same object each time.
+    def format(self, bits: int) -> LearnedFormat:
+        """The format of so many bits a number, the same object each time.
 
         Raises:
-            InputError: a number of nibbles that cannot be stored.
+            InputError: a head_dim that it cannot store.
         """
-        key = (side, nibbles)
-        if key not in self._formats:
-            self._formats[key] = LearnedFormat(self.k if side == "k" else self.v, nibbles)
-        return self._formats[key]
+        if bits not in self._formats:
+            self._formats[bits] = LearnedFormat(self.k, bits)
+        return self._formats[bits]
 
 
-def nibbles_of(name: str) -> int | None:
-    """N of `lrN`, None of any other name."""
-    count = name.removeprefix(PREFIX)
-    return int(count) if name.startswith(PREFIX) and count.isascii() and count.isdigit() and len(count) < 6 else None
+def bits_of(name: str) -> int | None:
+    """B of `lrB`, None of any other name.
 
-
-def coordinates(basis: Basis, nibbles: int) -> Coordinates:
-    """What each of N nibbles stands for: all first nibbles by coordinate, then the second ones, then the third.
-
-    Args:
-        basis: of one layer, H KV heads.
-        nibbles: N.
+    Raises:
+        InputError: `lr` and a number that is none of those.
     """
-    dim, steps = basis.mean.shape[1], refinements()
-    counts = stages(basis.weights, nibbles)  # [H, STAGES]
-    place = torch.arange(STAGES * dim)
-    owned = place % dim < counts[:, place // dim]  # [H, STAGES * D]
-    owners = place.expand(len(counts), -1)[owned].view(len(counts), nibbles)
-    step = torch.tensor(steps)[owners // dim]
-    rows = basis.back.gather(1, (owners % dim).unsqueeze(-1).expand(-1, -1, dim)) * step.unsqueeze(-1)
-    # The steps are no powers of two: rounded again, rows are BF16 numbers as the basis is.
-    rows = rows.to(torch.bfloat16).float()
-    owning = (torch.arange(dim) < counts[:, :1]).float()
-    shares = owning * (dim / counts[:, :1])
-    return Coordinates(basis.mean, basis.forward, rows, shares, basis.weights * owning, owners, steps, GAINS)
+    count = name.removeprefix(PREFIX)
+    if not (name.startswith(PREFIX) and count.isascii() and count.isdigit() and len(count) < 6):
+        return None
+    if int(count) in COLUMNS:
+        return int(count)
+    names = ", ".join(f"{PREFIX}{bits}" for bits in COLUMNS)
+    raise InputError(f"there is no {name}: learned keys take {names}, bits of a number on average")
 
 
 class LearnedFormat(RotatedFormat):
-    """`lrN`: N nibbles a vector, and one FP16 scale.
+    """`lrB`: the levels of learned coordinates, B bits each on average, and one FP16 scale. Keys only.
 
-        u = bf16((x - mean) / gamma);  y = u @ forward, of the coordinates that own a nibble
-        rho = sqrt(D * (mean of y**2));  t = gain * (y / rho), for each of three gains
-        n1 = level(t);  n2 = level((t - c[n1]) / s2);  n3 = level((t - c[n1] - s2 * c[n2]) / s3)   where owned
-        z = c[n1] + s2 * c[n2] + s3 * c[n3], of what is owned
-        kept: the gain whose z lies nearest to y's direction: the largest (sum weights * y * z)**2 / sum weights * z**2
+        u = bf16((x - mean) / gamma);  y = u @ forward;  t = y / sqrt(mean of y**2)
+        level_i = #{b : gain * t_i >= b}, b the boundaries of i's eighth;  z_i = c(level_i)        for each of three gains
+        kept: the gain whose z lies nearest to t's direction: the largest (sum weights * t * z)**2 / sum weights * z**2
         scale = fp16(gamma * sqrt(sum weights * y**2) / sqrt(sum weights * z**2))
-        it stands for scale * (c[level] @ rows) + mean
+        it stands for scale * (z @ back) + mean
 
     A vector whose numbers are spread otherwise than a Gaussian's wants its levels a little wider or narrower: so the gains.
-    Codes are packed as those of `tq4`, with N for head_dim: `byte[j] = level[j] | level[j + N/2] << 4`. A vector equal to the
-    mean stores scale 0 and comes back as the mean. A scale above FP16 saturates at its largest finite value.
+    c and its boundaries are `codebooks.cubic`'s. Codes are as `columns.pack_columns` lays levels. A vector equal to the mean
+    stores scale 0 and comes back as the mean. A scale above FP16 saturates at its largest finite value.
 
     Args:
         bases: of each layer.
-        nibbles: N, a multiple of 16, at most three for each coordinate.
+        bits: B.
     Raises:
-        InputError: another number of nibbles.
+        InputError: a head_dim that is no multiple of 32.
     Rounding points: x - mean, gamma, sums and quotients in FP32; u to BF16; the scale to FP16.
     """
 
-    def __init__(self, bases: tuple[Basis, ...], nibbles: int) -> None:
-        self.head_dim = bases[0].mean.shape[1]
-        if not 0 < nibbles <= STAGES * self.head_dim or nibbles % MULTIPLE:
-            most = STAGES * self.head_dim // MULTIPLE * MULTIPLE
-            raise InputError(
-                f"a vector of head_dim {self.head_dim} takes {MULTIPLE} to {most} learned nibbles in steps of {MULTIPLE}, "
-                f"not {nibbles}"
-            )
-        super().__init__(f"{PREFIX}{nibbles}", f"{nibbles} learned nibbles a vector", BITS, self._at_head_dim)
-        self.nibbles, self._bases = nibbles, bases
-        self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer], nibbles))
+    def __init__(self, bases: tuple[Basis, ...], bits: int) -> None:
+        self.head_dim = bases[0].head_dim
+        if self.head_dim % LEAST_DIM:
+            raise InputError(f"{PREFIX}{bits} takes a head_dim that {LEAST_DIM} divides, and this model's is {self.head_dim}")
+        super().__init__(f"{PREFIX}{bits}", f"{bits} bits, keys only: learned coordinates", bits, self._at_head_dim)
+        self._bases = bases
+        self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer]))
         transform = Transform(
             lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, self._coordinates,
-            heads=len(bases[0].mean),
+            heads=bases[0].num_kv_heads,
         )  # fmt: skip
-        book = codebook_on(self.head_dim, torch.device("cpu"))
-        self._described = Description(
-            head_dim=self.head_dim,
-            bits=BITS,
-            levels=nibbles,
-            transform=transform,
-            centroids=tuple(book.centroids.tolist()),
-            boundaries=tuple(book.boundaries.tolist()),
-        )
+        self._described = Description(self.head_dim, bits, self.head_dim, transform, (), (), COLUMNS[bits])
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """How levels lie in the codes."""
+        return COLUMNS[self.bits]
 
     def altered(self, alter: Callable[[Coordinates], Coordinates]) -> LearnedFormat:
         """The same with other coordinates in every layer: what somebody stores and reads who has them wrong."""
-        other = LearnedFormat(self._bases, self.nibbles)
+        other = LearnedFormat(self._bases, self.bits)
         transform = replace(other._described.transform, coordinates=lambda layer: alter(self._coordinates(layer)))
         other._described = replace(other._described, transform=transform)
         return other
@@ -164,65 +150,231 @@ class LearnedFormat(RotatedFormat):
             raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
         return self._described
 
-    def _of_levels(self, count: int) -> Description:
-        return self._described
+    def pack(self, level: Tensor) -> Tensor:
+        return pack_columns(level, self.columns)
+
+    def unpack(self, codes: Tensor) -> Tensor:
+        return unpack_columns(codes, self.columns)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
-        by = self._refinement(layer, x.device)
-        y, length = self._values(x, by.of)
-        best = by.best(y)
+        by = self._levels(layer, x.device)
+        t, length = self._values(x, by.of)
+        best = by.best(t)
         scale = torch.where(best.kept > 0, length / best.kept.sqrt(), 0.0)
         return {"codes": self.pack(best.levels), "scale": stored_scale(scale)}
 
+    def rotated(self, fields: dict[str, Tensor]) -> Tensor:
+        levels = self.levels(fields)
+        centroids = _eighths_of(self.columns, levels.device).centroids(levels)
+        return centroids * fields["scale"].float().unsqueeze(-1)
+
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         stored = self.rotated(fields)
-        coordinates = self._refinement(layer, stored.device).of
-        return stored @ coordinates.rows + coordinates.mean.unsqueeze(-2)
+        of = self._levels(layer, stored.device).of
+        return stored @ of.rows + of.mean.unsqueeze(-2)
 
     def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        by = self._refinement(layer, fields["scale"].device)
-        weighted = by.restored(self.levels(fields)) * by.of.weights.sqrt().unsqueeze(-2)
+        by = self._levels(layer, fields["scale"].device)
+        weighted = by.eighths.centroids(self.levels(fields)) * by.of.weights.sqrt().unsqueeze(-2)
         return fields["scale"].double() * lengths_of(weighted)
 
     def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        """What `quantize` chooses the levels of x from.
+        """What `quantize` chooses the levels of x from, in widths of a level, so that boundaries of all eighths are alike.
 
         Args:
             x, layer, noise: as in `KVFormat.choice`.
-            levels: [..., N] uint8 to judge, each refinement of what they leave; what `quantize` chooses unless given.
+            levels: [..., D] uint8 to judge, by a gain that may have chosen them; what `quantize` chooses unless given.
         """
         x = x.float()
-        by = self._refinement(layer, x.device)
+        by = self._levels(layer, x.device)
         unit, gamma = exact_norm(x - by.of.mean.unsqueeze(-2))
-        rho = self._rho(unit.to(torch.bfloat16).float() @ by.of.forward, by.of)
+        rho = _deviation(unit.to(torch.bfloat16).float() @ by.of.forward)
         noise = noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True) / gamma.clamp(min=1e-30)
         reach = bf16_reach(unit, by.of.forward, noise) / rho.clamp(min=1e-30)
-        y, _ = self._values(x, by.of)
-        chosen = by.best(y).levels if levels is None else levels
-        gain = by.judged(y, reach, chosen)
-        return LevelChoice(by.left(gain * y, chosen), by.over_steps(gain * reach), by.boundaries)
+        t, _ = self._values(x, by.of)
+        gain = by.judged(t, reach, by.best(t).levels if levels is None else levels)
+        return by.eighths.in_levels(gain * t, gain * reach)
 
-    def _refinement(self, layer: int, device: torch.device) -> Refinement:
-        return _refinement_on(self, layer, device)
-
-    def _rho(self, y: Tensor, of: Coordinates) -> Tensor:
-        """Size [..., 1] of coordinates [..., D], of those that own a nibble."""
-        return (y.square() * of.shares.unsqueeze(-2)).sum(-1, keepdim=True).sqrt()
+    def _levels(self, layer: int, device: torch.device) -> Levels:
+        return _levels_on(self, layer, device)
 
     def _values(self, x: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
-        """Coordinates [..., D] of the size that the levels are made for, or 0, and weighted lengths [...] in units of x."""
+        """Coordinates [..., D] of deviation 1, or 0, and weighted lengths [...] in units of x."""
         unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
         y = unit.to(torch.bfloat16).float() @ of.forward
-        rho = self._rho(y, of)
+        rho = _deviation(y)
         length = (y.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
         return torch.where(rho > 0, y / rho, 0.0), gamma.squeeze(-1) * length
 
 
+def coordinates(basis: Basis) -> Coordinates:
+    """The coordinates of one layer as a transform has them."""
+    return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS)
+
+
+def _deviation(y: Tensor) -> Tensor:
+    """[..., 1] of coordinates [..., D]."""
+    return y.square().mean(-1, keepdim=True).sqrt()
+
+
+# -- Levels, tried at several sizes and judged where rounding decides --------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Eighths:
+    """Tables of the widths of a vector's eighths, on a device.
+
+    Attributes:
+        widths: bits of each eighth.
+        tables, boundaries: of each eighth, [2**bits] and [2**bits - 1] fp32.
+    """
+
+    widths: tuple[int, ...]
+    tables: tuple[Tensor, ...]
+    boundaries: tuple[Tensor, ...]
+
+    def levels(self, value: Tensor) -> Tensor:
+        """[..., D] fp32 -> [..., D] uint8."""
+        parts = zip(value.chunk(EIGHTHS, -1), self.boundaries, strict=True)
+        return torch.cat([torch.bucketize(v.contiguous(), b, right=True, out_int32=True) for v, b in parts], -1).to(
+            torch.uint8
+        )
+
+    def centroids(self, level: Tensor) -> Tensor:
+        """[..., D] uint8 -> [..., D] fp32."""
+        parts = zip(level.int().chunk(EIGHTHS, -1), self.tables, strict=True)
+        return torch.cat([table.index_select(0, part.flatten()).view(part.shape) for part, table in parts], -1)
+
+    def nearest(self, value: Tensor) -> Tensor:
+        """The boundary [..., D] that is nearest to each value."""
+        parts = zip(value.chunk(EIGHTHS, -1), self.boundaries, strict=True)
+        return torch.cat([boundaries[_nearest(boundaries, part)] for part, boundaries in parts], -1)
+
+    def in_levels(self, value: Tensor, reach: Tensor) -> LevelChoice:
+        """Values warped so that boundary n of every eighth lies at n + 1, and their reaches by the cell at hand."""
+        warped, reaches = [], []
+        both = zip(value.chunk(EIGHTHS, -1), reach.chunk(EIGHTHS, -1), strict=True)
+        for (part, far), boundaries, table in zip(both, self.boundaries, self.tables, strict=True):
+            cells = boundaries.diff() if len(boundaries) > 1 else table.diff()
+            near = _nearest(boundaries, part)
+            above = part >= boundaries[near]
+            cell = cells[torch.where(above, near, near - 1).clamp(0, len(cells) - 1)]
+            # A value lies within a cell of the nearest boundary; beyond the last ones, and by rounding, it may not.
+            off = ((part - boundaries[near]) / cell).clamp(-0.999, 0.999)
+            warped.append(near + 1 + torch.where(above, off, off.clamp(max=-1e-5)))
+            reaches.append(far / torch.minimum(cell, cells[(near - 1).clamp(min=0, max=len(cells) - 1)]))
+        most = 2 ** max(self.widths)
+        return LevelChoice(torch.cat(warped, -1), torch.cat(reaches, -1), torch.arange(1.0, most, device=value.device))
+
+
+def _nearest(boundaries: Tensor, value: Tensor) -> Tensor:
+    above = torch.bucketize(value.contiguous(), boundaries).clamp(max=len(boundaries) - 1)
+    below = (above - 1).clamp(min=0)
+    return torch.where((value - boundaries[below]).abs() <= (boundaries[above] - value).abs(), below, above)
+
+
+@dataclass(frozen=True)
+class Try:
+    """Vectors quantized at one size.
+
+    Attributes:
+        levels: [..., D] uint8.
+        restored: [..., D] fp32, what they stand for before the scale.
+        kept: [...], weighted square of the length of that.
+        fit: [...], the more, the nearer is that to the vector's direction.
+        nearest: [..., D], `restored` of the length that comes nearest to the vector.
+    """
+
+    levels: Tensor
+    restored: Tensor
+    kept: Tensor
+    fit: Tensor
+    nearest: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """How coordinates t [..., H, n, D] of one layer become levels of the same shape.
+
+    Attributes:
+        of: the coordinates, on the device of `eighths`.
+    """
+
+    of: Coordinates
+    eighths: Eighths
+
+    def best(self, t: Tensor) -> Try:
+        """Of each vector the size that fits best; of equals, the first."""
+        tried = [self._at(t, gain) for gain in self.of.gains]
+        best = torch.stack([one.fit for one in tried]).argmax(0)
+        return Try(*(_picked([getattr(one, name) for one in tried], best) for name in Try.__annotations__))
+
+    def judged(self, t: Tensor, reach: Tensor, levels: Tensor) -> Tensor:
+        """Gains [..., 1] by which to judge levels that somebody chose.
+
+        Levels fit well enough if no gain fits better by more than rounding may move. Then they are judged by the gain to whose
+        levels they are nearest, else by the gain that fits best.
+
+        Args:
+            t: coordinates of deviation 1.
+            reach: [..., D], how far rounding may move each.
+            levels: [..., D] uint8.
+        """
+        tried = [self._at(t, gain) for gain in self.of.gains]
+        theirs = self._fitted(t, levels, self.eighths.centroids(levels))
+        off = torch.stack([(one.levels != levels).sum(-1) for one in tried])
+        best = torch.stack([one.fit for one in tried]).argmax(0)
+        enough = [
+            theirs.fit > self._least(t, reach, one, gain, theirs) for one, gain in zip(tried, self.of.gains, strict=True)
+        ]
+        at = torch.where(torch.stack(enough).all(0), off.argmin(0), best)
+        return torch.tensor(self.of.gains, device=t.device)[at].unsqueeze(-1)
+
+    def _least(self, t: Tensor, reach: Tensor, tried: Try, gain: float, theirs: Try) -> Tensor:
+        """Fit [...] that theirs have at least if, of coordinates moved by up to `reach`, this gain does not fit better."""
+        # Beside a boundary a coordinate may have fallen to the level that serves it worse.
+        value = gain * t
+        nearest = self.eighths.nearest(value)
+        tied = (value - nearest).abs() <= gain * reach
+        level = self.eighths.levels(torch.where(tied, 2 * nearest - value, value))
+        other = self._fitted(t, level, self.eighths.centroids(level))
+        worse = (t - other.nearest).abs() > (t - tried.nearest).abs()
+        fit = self._fitted(t, tried.levels, torch.where(worse, other.restored, tried.restored)).fit
+        # Coordinates move each for itself, and a fit with them by 2 * weights * nearest.
+        moved = (self.of.weights.unsqueeze(-2) * reach * (theirs.nearest - tried.nearest)).square().sum(-1).sqrt()
+        return fit - 2 * moved - _FIT_NOISE * fit - 1e-30
+
+    def _at(self, t: Tensor, gain: float) -> Try:
+        levels = self.eighths.levels(gain * t)
+        return self._fitted(t, levels, self.eighths.centroids(levels))
+
+    def _fitted(self, t: Tensor, levels: Tensor, restored: Tensor) -> Try:
+        """How what levels restore, [..., D], fits coordinates."""
+        weighted = restored * self.of.weights.unsqueeze(-2)
+        along, kept = (weighted * t).sum(-1), (weighted * restored).sum(-1)
+        return Try(levels, restored, kept, along.square() / kept, (along / kept).unsqueeze(-1) * restored)
+
+
+def _picked(tensors: list[Tensor], which: Tensor) -> Tensor:
+    """Of tensors [...] or [..., n] that which [...] names."""
+    found = tensors[0]
+    for number, other in enumerate(tensors[1:], 1):
+        chosen = which == number
+        found = torch.where(chosen.unsqueeze(-1) if other.ndim > which.ndim else chosen, other, found)
+    return found
+
+
 @cache
-def _refinement_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Refinement:
+def _eighths_of(columns: tuple[Column, ...], device: torch.device) -> Eighths:
+    widths = widths_of(columns)
+    tables = tuple(cubic.centroids(bits).to(device) for bits in widths)
+    return Eighths(widths, tables, tuple(cubic.boundaries(bits).to(device) for bits in widths))
+
+
+@cache
+def _levels_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Levels:
     described = kv_format.description(kv_format.head_dim)
     assert described.transform.coordinates is not None, "learned formats have coordinates"
-    tables = (numbers_on(numbers, device) for numbers in (described.centroids, described.boundaries))
-    return Refinement(described.transform.coordinates(layer).to(device), *tables)
+    return Levels(described.transform.coordinates(layer).to(device), _eighths_of(described.columns, device))

@@ -10,14 +10,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import Basis
+from haarkv.codebooks.learned import EIGHTHS, Basis
 from haarkv.tq_ops.formats.learned import Calibration
 
 _LARGE, _CHANNELS = 30.0, 2
 
 
 def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
-    """Coordinates whose weights fall by `10**spread` from first to last, for vectors of two large channels.
+    """Coordinates whose weights fall by `10**spread` from the first eighth to the last, for vectors of two large channels.
 
     Args:
         heads: H, KV heads.
@@ -27,8 +27,8 @@ def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(heads, dim, dim, generator=generator, dtype=torch.float64)
     rotation = torch.linalg.qr(gaussian).Q
-    weights = torch.logspace(0, -spread, dim, dtype=torch.float64).repeat(heads, 1)
-    weights = weights / weights.sum(1, keepdim=True) * dim
+    eighths = torch.logspace(0, -spread, EIGHTHS, dtype=torch.float64).repeat_interleave(dim // EIGHTHS)
+    weights = (eighths / eighths.mean()).repeat(heads, 1)
     channels = torch.ones(dim, dtype=torch.float64)
     channels[:_CHANNELS] = _LARGE
     # x = (y * sqrt(weights)) @ rotation.T * channels, so that y are about equal and errors count by weight.
@@ -41,8 +41,7 @@ def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
 @cache
 def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0) -> Calibration:
     """Of a model of so many layers and KV heads; the same object each time. Do not write to it."""
-    sides = [tuple(basis(heads, dim, seed + 2 * layer + side) for layer in range(layers)) for side in (0, 1)]
-    return Calibration(sides[0], sides[1], digest=f"made up {seed}")
+    return Calibration(tuple(basis(heads, dim, seed + 2 * layer) for layer in range(layers)), digest=f"made up {seed}")
 
 
 def vectors(of: Basis, tokens: int, generator: torch.Generator) -> Tensor:

@@ -19,34 +19,29 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
+from haarkv.tq_ops.formats.columns import Column
 from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
 
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """What the N levels of a vector stand for in one layer, where KV heads differ. docs/formats.md has the whole of it.
+    """What the levels of a vector stand for in one layer, where KV heads differ. docs/formats.md has the whole of it.
 
-        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(sum shares * y**2);  levels are taken of gain * y / rho
-        x is near scale * (steps * c[level]) @ rows + mean
+        u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(mean of y**2);  levels are taken of gain * y / rho
+        x is near scale * (c[level] @ rows) + mean
 
     Attributes:
         mean: [H, D] fp32, in units of x.
-        forward: [H, D, D] fp32, a coordinate a column.
-        rows: [H, N, D] fp32: the coordinate of each level, a row, times its step.
-        shares: [H, D] fp32, 1 of n for each of the n coordinates that own a level, times D; 0 of the others.
-        weights: [H, D] fp32, of those coordinates in a vector's length; 0 of the others.
-        owners: [H, N] int64, `stage * D + coordinate` of each level; a coordinate's later stages refine what the earlier left.
-        steps: of each stage; the first is 1.
+        forward: [H, D, D] fp32 of BF16 numbers, a coordinate a column.
+        rows: [H, D, D] fp32 of BF16 numbers, a coordinate a row.
+        weights: [H, D] fp32, of each coordinate in a vector's length.
         gains: the sizes at which a vector is tried; of those that serve it alike, the first.
     """
 
     mean: Tensor
     forward: Tensor
     rows: Tensor
-    shares: Tensor
     weights: Tensor
-    owners: Tensor
-    steps: tuple[float, ...]
     gains: tuple[float, ...]
 
     def to(self, device: torch.device) -> Coordinates:
@@ -80,16 +75,18 @@ class Transform:
 class Description:
     """What a backend has to know of a format at one head_dim. Two formats with equal descriptions store the same bytes.
 
-    The stored fields are `codes`, as `pack_planes` lays levels, and `scale` in FP16. A unit vector is rounded to BF16 before
+    The stored fields are `codes`, as `pack_planes` or `pack_columns` lays levels, and `scale` in FP16. A unit vector is rounded to BF16 before
     it is rotated, and a scale above FP16 saturates.
 
     Attributes:
         head_dim: D, numbers of a vector.
         bits: of a level.
-        levels: N, levels of a vector; D of a rotation.
+        levels: of a vector: D.
         transform: the rotation.
-        centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate.
-        boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}.
+        centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate; none where widths differ.
+        boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}; none where widths differ.
+        columns: how levels of several widths lie in the codes, with the tables of `codebooks.cubic`; `bits` is their mean
+            then. Empty where all have the same width.
     """
 
     head_dim: int
@@ -98,6 +95,7 @@ class Description:
     transform: Transform
     centroids: tuple[float, ...]
     boundaries: tuple[float, ...]
+    columns: tuple[Column, ...] = ()
 
 
 @cache

@@ -1,7 +1,7 @@
 """Learned coordinates as a file: safetensors, the model that they belong to, and a SHA-256 of everything in it.
 
-    tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32; the same for v; every layer
-    metadata  haarkv_calibration: "2"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
+    tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32; every layer
+    metadata  haarkv_calibration: "3"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
               holds, or nothing; learned: how, as JSON; plan: the text of a plan file, or nothing; sha256
 
 `learned` is for people; nothing reads it. The SHA-256 is taken of all of the rest: the metadata but for itself, and of each
@@ -30,10 +30,9 @@ from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 
-VERSION = "2"
+VERSION = "3"
 _KEYS = {"haarkv_calibration", "model", "fingerprint", "context", "learned", "plan", "sha256"}
 _DTYPES = {"mean": torch.float32, "forward": torch.bfloat16, "back": torch.bfloat16, "weights": torch.float32}
-_SIDES = ("k", "v")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class CalibrationFile:
     """What a calibration file holds.
 
     Attributes:
-        calibration: learned coordinates of every layer's K and V; its digest is the SHA-256 of the tensors.
+        calibration: learned coordinates of every layer's keys; its digest is the SHA-256 of the tensors.
         shape: of the model that they were learned from.
         fingerprint: of its weights, as `models.fingerprint` takes it.
         learned: how they were learned and what they were found to cost; nothing reads it.
@@ -60,16 +59,15 @@ class CalibrationFile:
         return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 
-def calibration_of(k: Sequence[Basis], v: Sequence[Basis], context: int | None = None) -> Calibration:
+def calibration_of(k: Sequence[Basis], context: int | None = None) -> Calibration:
     """Coordinates of every layer as formats take them, named by the SHA-256 of their numbers."""
-    return Calibration(tuple(k), tuple(v), digest_of(_tensors(k, v), {}), context)
+    return Calibration(tuple(k), digest_of(_tensors(k), {}), context)
 
 
-def _tensors(k: Sequence[Basis], v: Sequence[Basis]) -> dict[str, Tensor]:
+def _tensors(k: Sequence[Basis]) -> dict[str, Tensor]:
     return {
-        f"layers.{layer}.{side}.{name}": getattr(basis, name).to(dtype).contiguous()
-        for side, bases in zip(_SIDES, (k, v), strict=True)
-        for layer, basis in enumerate(bases)
+        f"layers.{layer}.k.{name}": getattr(basis, name).to(dtype).contiguous()
+        for layer, basis in enumerate(k)
         for name, dtype in _DTYPES.items()
     }
 
@@ -91,7 +89,7 @@ def dumps(file: CalibrationFile) -> bytes:
     Raises:
         ValueError: a number that is not finite.
     """
-    tensors, metadata = _tensors(file.calibration.k, file.calibration.v), _metadata(file)
+    tensors, metadata = _tensors(file.calibration.k), _metadata(file)
     if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()]:
         raise ValueError(f"{bad[0]} is not finite")
     content: bytes = save_tensors(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
@@ -113,9 +111,9 @@ def loads(content: bytes, name: str) -> CalibrationFile:
         if digest_of(tensors, metadata) != stated:
             raise ValueError("its content is not what its SHA-256 was taken of")
         shape = ModelShape.read(parse_json(metadata["model"]))
-        k, v = (tuple(_read(tensors, layer, side, shape) for layer in range(shape.num_layers)) for side in _SIDES)
+        k = [_read(tensors, layer, shape) for layer in range(shape.num_layers)]
         learned, plan = parse_json(metadata["learned"]), metadata["plan"]
-        calibration = calibration_of(k, v, _context(metadata["context"]))
+        calibration = calibration_of(k, _context(metadata["context"]))
         return CalibrationFile(calibration, shape, metadata["fingerprint"], learned, plan)
     except (SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"{name} is no calibration: {error}; `tq calibrate` writes one") from None
@@ -136,7 +134,7 @@ def _context(text: str) -> int | None:
     return int(text) if text else None
 
 
-def _read(tensors: Mapping[str, Tensor], layer: int, side: str, shape: ModelShape) -> Basis:
+def _read(tensors: Mapping[str, Tensor], layer: int, shape: ModelShape) -> Basis:
     kv = shape.layers[layer]
     if kv is None:
         raise ValueError(f"its model has no K and V in layer {layer}")
@@ -144,7 +142,7 @@ def _read(tensors: Mapping[str, Tensor], layer: int, side: str, shape: ModelShap
     shapes = {"mean": (heads, dim), "forward": (heads, dim, dim), "back": (heads, dim, dim), "weights": (heads, dim)}
     found = {}
     for name, dtype in _DTYPES.items():
-        key = f"layers.{layer}.{side}.{name}"
+        key = f"layers.{layer}.k.{name}"
         if key not in tensors:
             raise ValueError(f"it lacks {key}")
         tensor = tensors[key]

@@ -1,4 +1,4 @@
-"""What a layer's coordinates are learned from: second moments of queries, keys and values, added up as tokens go by.
+"""What a layer's coordinates are learned from: second moments of queries and keys, added up as tokens go by.
 
 OSCAR's rotations are learned from moments, too, of all tokens at once.
 """
@@ -103,30 +103,25 @@ def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moment
 
 
 class Sums:
-    """What one layer is learned from, added up as tokens go by.
-
-    Keys count alike: those of larger norm make larger errors of the logits. Values are divided by their length in the metric,
-    so that a few long ones do not decide: in attention's output a long value's weight is what attention makes it.
+    """What one layer's keys are learned from, added up as tokens go by. Keys count alike: those of larger norm make larger
+    errors of the logits.
 
     Args:
-        metric_v: [H, D, D] float64, of V.
+        heads: H, KV heads.
+        dim: D.
     Attributes:
         tokens: that were added.
-        q, k, v: moments of each.
+        q, k: moments of each.
     """
 
-    def __init__(self, metric_v: Tensor) -> None:
-        self._heads, dim, _ = metric_v.shape
-        self.metric_v, self.tokens = metric_v, 0
-        self.q, self.k, self.v = (Moments.empty(self._heads, dim) for _ in range(3))
+    def __init__(self, heads: int, dim: int) -> None:
+        self._heads, self.tokens = heads, 0
+        self.q, self.k = Moments.empty(heads, dim), Moments.empty(heads, dim)
 
     def add_kv(self, k: Tensor, v: Tensor) -> None:
-        """Add K and V [T, H, D] of some tokens."""
+        """Add K [T, H, D] of some tokens."""
         self.tokens += len(k)
-        keys, values = (x.transpose(0, 1).to("cpu", torch.float64) for x in (k, v))
-        length = ((values @ self.metric_v) * values).sum(-1)
-        self.k.add(keys)
-        self.v.add(values, torch.where(length > 0, 1 / length.clamp(min=_TINY), 0.0))
+        self.k.add(k.transpose(0, 1).to("cpu", torch.float64))
 
     def add_q(self, q: Tensor) -> None:
         """Add queries [T, Hq, D]; those that share a KV head count as one head's."""
@@ -136,7 +131,7 @@ class Sums:
     def add(self, other: Sums) -> None:
         """Add those of other tokens of the same layer."""
         self.tokens += other.tokens
-        for mine, theirs in ((self.q, other.q), (self.k, other.k), (self.v, other.v)):
+        for mine, theirs in ((self.q, other.q), (self.k, other.k)):
             mine.weight += theirs.weight
             mine.first += theirs.first
             mine.second += theirs.second
@@ -158,22 +153,14 @@ class Sums:
         return found
 
     @property
-    def metric_k(self) -> Tensor:
+    def metric(self) -> Tensor:
         """E[q q^T], [H, D, D] float64: what an error of a key costs in the squared error of its logits."""
         return self.q.second / self.q.weight.clamp(min=_TINY)[:, None, None]
 
-
-def metric_of_values(o_proj: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
-    """Sum of W^T W over the query heads of a KV head, W being their columns of o_proj: [H, D, D] float64.
-
-    An error e of a value moves the attention block's output by p W e, p being the probability: it costs e^T W^T W e.
-
-    Args:
-        o_proj: [hidden, Hq * D].
-    """
-    by_head = o_proj.view(len(o_proj), num_kv_heads, -1, head_dim)
-    columns = (by_head[:, head].flatten(0, 1).to("cpu", torch.float64) for head in range(num_kv_heads))
-    return torch.stack([of_head.T @ of_head for of_head in columns])
+    @property
+    def spread(self) -> Tensor:
+        """Of the keys about their mean, [H, D, D]."""
+        return self.k.spread(self.k.mean)
 
 
 def recording(ops: OpTable, sums: Sums) -> OpTable:
@@ -230,4 +217,4 @@ def learn_oscar(model: DecoderModel, base: Session, windows: Sequence[Tensor]) -
     digest = hashlib.sha256()
     for basis in (*bases["k"], *bases["v"]):
         digest.update(basis.forward.numpy().tobytes())
-    return Calibration(tuple(bases["k"]), tuple(bases["v"]), digest.hexdigest())
+    return Calibration(tuple(bases["k"]), digest.hexdigest(), v=tuple(bases["v"]))
