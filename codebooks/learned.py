@@ -65,7 +65,7 @@ class Basis:
         """D."""
         return self.mean.shape[1]
 
-    def heads(self, part: slice) -> Basis:
+    def heads(self, part: slice | list[int]) -> Basis:
         """That of some KV heads."""
         return Basis(*(tensor[part] for tensor in (self.mean, self.forward, self.back, self.weights)))
 
@@ -125,7 +125,8 @@ def _of_head(metric: Tensor, spread: Tensor, power: float) -> tuple[Tensor, Tens
     # Turned among each other, the coordinates of an eighth weigh alike.
     eighths = weights.view(EIGHTHS, -1)
     alike = eighths.mean(1, keepdim=True).expand_as(eighths).flatten()
-    turned = turned @ torch.block_diag(*(_turn(eighth, eighths.shape[1]) for eighth in range(EIGHTHS)))
+    count = eighths.shape[1]
+    turned = torch.cat([part @ _turn(i, count) for i, part in enumerate(turned.split(count, 1))], 1)
     forward = channel.unsqueeze(1) * (root @ turned) / alike.sqrt()
     forward = (forward / forward.square().mean().sqrt() / math.sqrt(len(forward))).to(torch.bfloat16).double()
     back = torch.linalg.inv(forward).to(torch.bfloat16)
