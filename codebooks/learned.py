@@ -104,6 +104,23 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
     return Basis(mean.float(), forward.float(), back.float(), weights.float())
 
 
+def tempered(metric: Tensor, damping: float = _DAMPING, power: float = POWER) -> Tensor:
+    """The metric as `learn` takes it, S S: [H, D, D] float64, of what it is given."""
+    found = []
+    for of_head in metric.double():
+        damped, _ = _damped(of_head, of_head, damping)
+        channel, root = _root(damped, power)
+        found.append(torch.outer(channel, channel) * (root @ root))
+    return torch.stack(found)
+
+
+def _root(metric: Tensor, power: float) -> tuple[Tensor, Tensor]:
+    """channel [D] and R**(power / 2) [D, D] of a metric."""
+    channel = metric.diagonal().sqrt()
+    values, vectors = torch.linalg.eigh(metric / torch.outer(channel, channel))
+    return channel, (vectors * values.clamp(min=_FLOOR).pow(power / 2)) @ vectors.T
+
+
 def _damped(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Both matrices with a share of their own diagonals added; a channel that never moved counts as one that hardly did."""
     found = []
@@ -116,9 +133,7 @@ def _damped(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Ten
 
 def _of_head(metric: Tensor, spread: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:
     """forward, back and weights of one head."""
-    channel = metric.diagonal().sqrt()
-    values, vectors = torch.linalg.eigh(metric / torch.outer(channel, channel))
-    root = (vectors * values.clamp(min=_FLOOR).pow(power / 2)) @ vectors.T
+    channel, root = _root(metric, power)
     weights, turned = torch.linalg.eigh(root @ (spread * torch.outer(channel, channel)) @ root)
     weights, turned = weights.flip(-1), turned.flip(-1)
     weights = weights.clamp(min=_FLOOR * float(weights[0]))

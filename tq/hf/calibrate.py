@@ -17,7 +17,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.planning.calibrate import basis_of, fit_of
-from haarkv.validation.planning.moments import Moments, Sums, over_positions
+from haarkv.validation.planning.moments import Moments, Recorded, Sums, over_positions
 from tq.hf.config import decoder_config, model_shape
 
 _TOKENS, _LATER = 16, 37
@@ -95,7 +95,7 @@ class _Recorder:
 
     def __init__(self, model: PreTrainedModel, turns: Sequence[Tensor] | None = None, context: int = 0) -> None:
         self._model, self._turns, self._context = model, turns, context
-        self._sums, self._of_window = dict[int, Sums](), dict[int, Sums]()
+        self._sums, self._of_window = dict[int, Sums](), dict[int, Recorded]()
         self._layers = decoder_config(model.config).num_hidden_layers
 
     def sums(self) -> list[tuple[int, Sums]]:
@@ -124,8 +124,8 @@ class _Recorder:
             model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False, **places)
         finally:
             model.set_attn_implementation(before)
-        for layer, sums in self._of_window.items():
-            self._sums[layer].add(sums.over_context(self._turns[layer], self._context) if self._turns else sums)
+        for layer, recorded in self._of_window.items():
+            self._sums[layer].add(recorded, self._turns[layer] if self._turns else None, self._context)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -134,9 +134,9 @@ class _Recorder:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if layer not in self._sums:
             self._sums[layer] = Sums(key.shape[1], key.shape[-1])
-        sums = self._of_window.setdefault(layer, Sums(key.shape[1], key.shape[-1]))
-        sums.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
-        sums.add_q(query[0].transpose(0, 1))
+        recorded = self._of_window.setdefault(layer, Recorded())
+        recorded.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        recorded.add_q(query[0].transpose(0, 1))
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
         return out, None
 

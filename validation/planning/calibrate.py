@@ -47,7 +47,7 @@ from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.layers.parts import new_cache
-from haarkv.validation.planning.moments import Sums, recording
+from haarkv.validation.planning.moments import Recorded, Sums, recording
 
 OnStep = Callable[[str, int], None]
 """Told what has been done, and how many tokens it took."""
@@ -93,9 +93,9 @@ def learn_model(
         inv_freq = inverse_frequencies(mixer.rope)
         (seen, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
-            of_window = Sums(mixer.num_kv_heads, mixer.head_dim)
-            after.append(_run(model, recording(ops, of_window), layer, hidden))
-            (seen if number < len(windows) else other).add(of_window.over_context(inv_freq, context))
+            recorded = Recorded()
+            after.append(_run(model, recording(ops, recorded), layer, hidden))
+            (seen if number < len(windows) else other).add(recorded, inv_freq, context)
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
         learning.layers.append(basis_of(seen, layer))
@@ -125,7 +125,7 @@ def basis_of(sums: Sums, layer: int) -> Basis:
         NonFiniteError: a sum is not finite.
     """
     try:
-        return learn(sums.metric, sums.spread, sums.k.mean)
+        return learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
     except ValueError:
         raise NonFiniteError(f"layer {layer}: keys or queries of this text are not finite; nothing can be learned") from None
 
@@ -135,7 +135,7 @@ def fit_of(own: Sums, other: Sums, basis: Basis) -> float:
     costs = []
     for sums in (own, other):
         forward, back = basis.forward.double(), basis.back.double()
-        spread = forward.mT @ sums.k.spread(basis.mean.double()) @ forward
+        spread = forward.mT @ sums.spread(basis.mean.double()) @ forward
         of_coordinate = (back @ sums.metric @ back.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
         costs.append(float(expected_cost(basis.weights, widths_of(COLUMNS[_JUDGED]), of_coordinate).mean()))
     return costs[1] / costs[0] if min(costs) > 0 and other.tokens else math.nan
