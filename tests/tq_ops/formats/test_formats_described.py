@@ -15,6 +15,7 @@ from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
+from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -228,25 +229,16 @@ def test_windows_are_refused_by_those_that_read_packed_tokens_alone(backend):
     assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
 
 
-def test_learned_formats_are_read_where_kernels_take_them():
-    learned = calibration(heads=2, dim=64)
-    for nibbles in (32, 48, 192):
-        assert misfit(cpu_layout.READS, learned.format("k", nibbles), 64) is None
-    reason = "the CPU kernels take 32 to 192 learned nibbles in steps of 16, not 16"
-    assert misfit(cpu_layout.READS, learned.format("k", 16), 64) == reason
-    assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format("k", 32), 128)
-    wide = calibration(heads=2, dim=128)
-    assert (
-        misfit(cuda_layout.READS, learned.format("k", 192), 64)
-        is misfit(cuda_layout.READS, wide.format("k", 256), 128)
-        is None
-    )
-    reason = "the GPU kernels take 32 to 256 learned nibbles in steps of 16, not 272"
-    assert misfit(cuda_layout.READS, wide.format("v", 272), 128) == reason
-    reason = "its programs take 64 to 256 learned nibbles in steps of 64, not 96"
-    assert misfit(NPU_READS, wide.format("k", 96), 128) == reason
-    assert misfit(NPU_READS, wide.format("k", 192), 128) is None
-    assert misfit(ONNX_READS, learned.format("k", 16), 64) is None
+def test_learned_keys_are_read_where_kernels_take_them():
+    learned, wide = calibration(heads=2, dim=64), calibration(heads=2, dim=128)
+    for bits in COLUMNS:
+        assert misfit(cpu_layout.READS, learned.format(bits), 64) is None
+        assert misfit(cuda_layout.READS, wide.format(bits), 128) is None
+        assert misfit(ONNX_READS, learned.format(bits), 64) is None
+        assert misfit(NPU_READS, wide.format(bits), 128) is None
+    assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format(3), 128)
+    without = replace(cpu_layout.READS, learned=False)
+    assert "not lr3" in misfit(without, learned.format(3), 64)
 
 
 def test_tables_that_are_built_in_are_those_of_one_format():
