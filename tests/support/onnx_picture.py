@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import onnx
 
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, FIELDS, GraphSpec, build
-from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, GraphSpec, build
+from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, Qwen3Scopes
 from haarkv.tq_ops.onnx.graph import FUNCTION_DOMAIN
 
-_OPENED = "Attention"
+_OPENED = "Attention_tq4_tq4"
 _STYLE = 'fontname="Helvetica" fontsize=11'
 
 
@@ -29,7 +29,7 @@ def layer_graph(opened: str = _OPENED) -> str:
     plan = GraphSpec(range(1), embed=False, head=False, opset=DEFAULT_OPSET)
     model = build(Qwen3Scopes(QWEN3_14B), plan)
     functions = {function.name: function for function in model.functions}
-    layer = functions["DecoderLayer"]
+    layer = functions["DecoderLayer_tq4_tq4"]
     lines = [
         "digraph layer {", "rankdir=TB; ranksep=0.25; nodesep=0.15; bgcolor=white;",
         f'node [shape=box style="rounded,filled" fillcolor=white height=0.28 margin="0.08,0.03" {_STYLE}];',

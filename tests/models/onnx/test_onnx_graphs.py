@@ -1,6 +1,7 @@
 """ONNX graphs: that they check, how they are named, what their cache takes, and that no history is ever rotated back."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_a_node_is_found_by_its_path_through_functions_or_without_them():
 
 def test_every_layer_calls_one_function():
     model = graph_of()
-    calls = [node.name for node in model.graph.node if node.op_type == "DecoderLayer"]
+    calls = [node.name for node in model.graph.node if node.op_type == "DecoderLayer_tq4_tq4"]
     assert calls == [f"layers.{layer}" for layer in WHOLE]
 
 
@@ -150,7 +151,7 @@ def test_quantize_stores_what_the_format_stores(head_dim):
     """Ordinary, tiny, huge and zero vectors."""
     config = resized(CONFIG, head_dim=head_dim, num_kv_heads=2)
     g = Graph(23)
-    codes, scale = g.call("q", "Quantize", Qwen3Scopes(config).quantize, x="x", rotation="rotation")
+    codes, scale = g.call("q", "Quantize_tq4", partial(Qwen3Scopes(config).quantize, side="k"), x="x", rotation="rotation")
     x = torch.randn(24, 5, 2, head_dim, generator=torch.Generator().manual_seed(1))
     x *= torch.tensor([1.0, 1e-4, 60.0, 1e-30, 1e30, 1e-38, 3e4, 1e6]).repeat(3).view(24, 1, 1, 1)
     x[3, 0], x[4, 1, 0], x[4, 1, 0, 3] = 0.0, 0.0, 1e-42
@@ -179,7 +180,7 @@ def test_quantize_stores_what_the_format_stores(head_dim):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_vector_that_is_not_finite_gets_a_scale_of_nan(bad):
     g = Graph(23)
-    _, scale = g.call("q", "Quantize", Qwen3Scopes(CONFIG).quantize, x="x", rotation="rotation")
+    _, scale = g.call("q", "Quantize_tq4", partial(Qwen3Scopes(CONFIG).quantize, side="k"), x="x", rotation="rotation")
     inputs = {"x": TensorType(1, (1, 1, 2, 128)), "rotation": TensorType(1, (128, 128))}
     outputs = {scale: TensorType(TensorProto.FLOAT16, (1, 1, 2))}
     session = open_graph(g.model("quantize", inputs, outputs, {}, None))
