@@ -19,19 +19,11 @@ from torch import Tensor
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.qwen3_14b.onnx.model import (
-    DEFAULT_OPSET,
-    UNSTORED,
-    GraphSpec,
-    Sizes,
-    build,
-    cache_name,
-    new_name,
-    stored_values,
-    weight_values,
-)
-from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
+from haarkv.models.qwen3_14b.onnx.model import UNSTORED, build
 from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec, Sizes, cache_name, new_name
+from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
+from haarkv.models.qwen3_14b.onnx.weights import stored_values, weight_values
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache

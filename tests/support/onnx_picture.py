@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 import onnx
 
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, GraphSpec, build
+from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec
 from haarkv.tq_ops.onnx.graph import FUNCTION_DOMAIN
 
 _OPENED = "Attention_tq4_tq4"

@@ -57,8 +57,8 @@ def command(
     try:
         from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET
         from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
-        from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET
-        from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
+        from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET
+        from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
     except ImportError as error:
         raise InputError(f"tq export needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 

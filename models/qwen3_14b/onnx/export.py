@@ -18,21 +18,14 @@ from torch import Tensor
 from haarkv.models.catalog import path_of, stream_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
-from haarkv.models.qwen3_14b.onnx.model import (
-    GraphSpec,
-    Sizes,
-    build,
-    offsets_of,
-    require_opset,
-    rope_values,
-    stored_values,
-    weight_types,
-)
+from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, Sizes, require_opset
+from haarkv.models.qwen3_14b.onnx.weights import offsets_of, rope_values, stored_values, weight_types
 from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
-from haarkv.tq_ops.onnx.reads import FORMAT
+from haarkv.tq_ops.onnx.reads import EXPORTED, FORMAT
 
 ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
 """Names of files in the folder: what it is, the weights, and ATC's command lines."""
@@ -97,7 +90,7 @@ class Export:
 
 def rotation_sha256(span: range, head_dim: int) -> str:
     """SHA-256 of the rotations of some layers: their BF16 bits, little-endian, row by row, layer after layer."""
-    digest, transform = hashlib.sha256(), FORMAT.description(head_dim).transform
+    digest, transform = hashlib.sha256(), EXPORTED.built_in(head_dim).transform
     for layer in span:
         digest.update(transform.matrix(layer, head_dim).view(torch.uint16).numpy().astype("<u2").tobytes())
     return digest.hexdigest()

@@ -1,170 +1,22 @@
-"""Whole ONNX models: embedding, a span of layers and head around the scopes of `onnx_qwen3`, and where their weights lie."""
+"""Whole ONNX models: embedding, a span of layers and head around the scopes, and what all layers are handed alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
-
 import numpy as np
 import onnx
-import torch
 from onnx import TensorProto
-from torch import Tensor
 
-from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig, unknown_layer
-from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
-from haarkv.models.rope import RopeTable
+from haarkv.models.qwen3_14b.onnx.scopes import KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, cache_name, new_name, require_opset
+from haarkv.models.qwen3_14b.onnx.weights import ROPE_COS, ROPE_SIN, weight_types
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
-from haarkv.tq_ops.weight import dense
 
-DEFAULT_OPSET = 23
-OLDEST_OPSET = 15  # the first whose models may hold functions
-NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
-ALIGNMENT = 4096  # of each weight in its file: ONNX Runtime then maps it instead of reading it
-ROPE_COS, ROPE_SIN = "rope.cos", "rope.sin"
-
-_FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 UNSTORED = np.iinfo(np.int32).max
 """The position of a token that is not there: no query sees it."""
+_FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a graph's inputs: numbers, or names of what may differ from run to run.
-
-    Attributes:
-        batch: B, sequences.
-        tokens: Q, new tokens a sequence.
-        columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
-        blocks, block_size: of the cache.
-        kept: vectors in BF16 of one side of a layer's cache.
-        predictions: rows of logits, where there are several new tokens a sequence; one a sequence unless given.
-    """
-
-    batch: int | str = "batch"
-    tokens: int | str = "tokens"
-    columns: int | str = "columns"
-    blocks: int | str = "blocks"
-    block_size: int | str = "block_size"
-    kept: int | str = "kept"
-    predictions: int | str | None = None
-
-
-@dataclass(frozen=True)
-class GraphSpec:
-    """What goes into one model.
-
-    Attributes:
-        span: layers, by their index in the whole model; none of a head alone.
-        embed: begin with token ids instead of hidden states.
-        head: end with logits instead of hidden states.
-        opset: version of the standard operators.
-        sizes: of the inputs; with `static` all of them numbers.
-        functions: layers and scopes as functions.
-        static: for compilers that want every shape to be a constant: no node computes one.
-        metadata: kept in the model.
-        formats: K's and V's in each layer of the span; those of the scopes unless given.
-        kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
-    """
-
-    span: range
-    embed: bool
-    head: bool
-    opset: int
-    sizes: Sizes = Sizes()
-    functions: bool = True
-    static: bool = False
-    metadata: tuple[tuple[str, str], ...] = ()
-    formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
-    kept: tuple[int, int] = (0, 0)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """What each layer stores, in the order of inputs and outputs."""
-        return FIELDS + KEPT_FIELDS * any(self.kept)
-
-    def scopes(self, scopes: Qwen3Scopes, layer: int) -> Qwen3Scopes:
-        """Those of one layer of the span."""
-        if not self.formats:
-            return scopes
-        k, v = self.formats[layer - self.span.start]
-        return replace(scopes, k=k, v=v)
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """In one sentence why there are no graphs of such a model, or None."""
-    if other := unknown_layer(config, ("head_norms", "bias")):
-        return f"its graphs are those of plain dense layers, and {other}"
-    if len(set(config.layers)) > 1 or config.embedding_scale != 1 or config.final_norm != config.layers[0].norm:
-        return "one function serves all layers of its graphs, and this model's differ"
-    return None
-
-
-def cache_name(layer: int, stored: str) -> str:
-    """Name of the input that is a layer's stored field."""
-    return f"layers.{layer}.{stored}"
-
-
-def new_name(layer: int, stored: str) -> str:
-    """Name of the output that is the same field of the new tokens."""
-    return f"layers.{layer}.new_{stored}"
-
-
-# -- Weights -------------------------------------------------------------------------------------------------------------
-def weight_types(scopes: Qwen3Scopes, plan: GraphSpec) -> dict[str, TensorType]:
-    """Every tensor outside a graph: the model's own by their Hugging Face names, rotary tables, what K and V are stored by."""
-    config, element = scopes.config, scopes.element
-    types: dict[str, TensorType] = {}
-    embedding = TensorType(element, (config.vocab_size, config.hidden_size))
-    if plan.embed or (plan.head and config.tied):
-        types[EMBEDDING] = embedding
-    tables = TensorType(_FLOAT, (config.max_position_embeddings, config.heads.head_dim // 2))
-    types |= {ROPE_COS: tables, ROPE_SIN: tables}
-    for layer in plan.span:
-        types |= {tensor.name: TensorType(element, tensor.shape) for tensor in layer_tensors(config, layer).values()}
-        types |= dict(plan.scopes(scopes, layer).stored_by(layer).values())
-    if plan.head:
-        types[FINAL_NORM] = TensorType(element, (config.hidden_size,))
-        if not config.tied:
-            types[HEAD] = embedding
-    return types
-
-
-def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that graphs of the model want but what K and V are stored by: of dense weights the very
-    tensors."""
-    weights = ((name, dense(weight)) for name, weight in model.weights.named())
-    return chain(weights, rope_values(model.ropes[model.config.common.attention.rope]))
-
-
-def rope_values(rope: RopeTable) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the rotary tables."""
-    return zip((ROPE_COS, ROPE_SIN), rope.whole(), strict=True)
-
-
-def stored_values(scopes: Qwen3Scopes, plan: GraphSpec, device: torch.device) -> dict[str, Tensor]:
-    """By name, what K and V are stored by in the layers of a graph."""
-    found: dict[str, Tensor] = {}
-    for layer in plan.span:
-        found |= plan.scopes(scopes, layer).stored_values(layer, device)
-    return found
-
-
-def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
-    """Where each weight begins in the file that holds them all."""
-    offsets, end = {}, 0
-    for name, of in types.items():
-        offsets[name] = end
-        end += -(-of.nbytes // ALIGNMENT) * ALIGNMENT
-    return offsets
-
-
-# -- Graphs --------------------------------------------------------------------------------------------------------------
 def build(scopes: Qwen3Scopes, plan: GraphSpec, stored: StoredWeights | None = None) -> onnx.ModelProto:
     """One model.
 
@@ -175,17 +27,6 @@ def build(scopes: Qwen3Scopes, plan: GraphSpec, stored: StoredWeights | None = N
     """
     require_opset(plan.opset)
     return _Model(scopes, plan).build(stored)
-
-
-def require_opset(opset: int) -> None:
-    """Refuse an opset that no graph can be written in.
-
-    Raises:
-        InputError: it has no functions, or ONNX Runtime or this onnx package does not know it.
-    """
-    newest = min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)
-    if not OLDEST_OPSET <= opset <= newest:
-        raise InputError(f"there is no opset {opset} to write; choose one of {OLDEST_OPSET} … {newest}")
 
 
 class _Model:
