@@ -79,7 +79,7 @@ REFUSED = {
         ("--draft-kv tq2", "give --draft as well"),
         ("--draft ngram --draft-kv tq2", "ngram has no cache; leave out --draft-kv"),
         ("--draft self --kv tq2 --allow-collapse", "reads no format coarser"),
-        ("--draft self --executor onnx", "onnx"),
+        ("--draft self --draft-kv kivi2 --executor onnx", "onnx"),
     ],
     "bench drafts": [
         ("", "name what guesses the tokens"),

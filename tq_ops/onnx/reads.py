@@ -6,8 +6,5 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.reads import Reads
 
 FORMAT = formats.get("tq4")
-READS = Reads(
-    "its graphs", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True,
-    learned=lambda head_dim: range(head_dim, head_dim + 1),
-)  # fmt: skip
+READS = Reads("its graphs", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, learned=True)
 EXPORTED = Reads("exported graphs", head_dims=READS.head_dims, only=FORMAT)
