@@ -36,14 +36,15 @@ def layer_graph(opened: str = _OPENED) -> str:
         f'node [shape=box style="rounded,filled" fillcolor=white height=0.28 margin="0.08,0.03" {_STYLE}];',
         "edge [arrowsize=0.6 color=gray40];",
     ]  # fmt: skip
-    made = {name: name for name in layer.input}
-    lines += [_node(name, name, "#eeeeee", "ellipse") for name in layer.input if not name.endswith("weight")]
+    # K and V are handed the same one.
+    made = {name: "rotation" if name.endswith("_rotation") else name for name in layer.input}
+    lines += [_node(name, name, "#eeeeee", "ellipse") for name in dict.fromkeys(made.values()) if not name.endswith("weight")]
     for node in layer.node:
         if node.op_type == opened:
             lines += _cluster(node, functions[opened], made)
         else:
             fill = "#cfe2f3" if node.domain == FUNCTION_DOMAIN else "white"
-            lines.append(_node(node.name, f"{node.name}\\n{node.op_type}", fill))
+            lines.append(_node(node.name, f"{node.name}\\n{node.op_type.partition('_')[0]}", fill))  # without the format
             lines += _edges(node.input, node.name, made)
             made |= dict.fromkeys(node.output, node.name)
     for output, word in zip(layer.output, ("hidden out", *(f"new_{stored}" for stored in FIELDS)), strict=True):
