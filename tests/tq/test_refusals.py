@@ -79,7 +79,7 @@ REFUSED = {
         ("--draft-kv tq2", "give --draft as well"),
         ("--draft ngram --draft-kv tq2", "ngram has no cache; leave out --draft-kv"),
         ("--draft self --kv tq2 --allow-collapse", "reads no format coarser"),
-        ("--draft self --executor onnx", "onnx"),
+        ("--draft self --draft-kv kivi2 --executor onnx", "onnx"),
     ],
     "bench drafts": [
         ("", "name what guesses the tokens"),
@@ -163,7 +163,7 @@ REFUSED = {
     ],
     "serve tiny": [
         ("--kv tq9", "unknown KV format 'tq9'"),
-        ("--kv k=lr4,v=tq3", "lr3 needs the coordinates that `tq calibrate` learns"),
+        ("--kv k=lr4,v=tq3", "lr4 needs the coordinates that `tq calibrate` learns"),
         ("--kv-plan absent.json", "absent.json"),
         ("--kv-plan empty", "is no KV plan"),
         ("--kv-plan empty --kv tq4", "--kv-plan sets the whole cache; leave out --kv"),

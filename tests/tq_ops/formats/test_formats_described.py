@@ -24,6 +24,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.reads import READS as NPU_READS
+from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
@@ -204,7 +205,8 @@ ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "on
         ("npu", "bf16", 256, "its programs are made for head_dim 128, not 256"),
         ("npu", "tq4", 64, "its programs are made for head_dim 128, not 64"),
         ("onnx", "tq4", 256, None),
-        ("onnx", "tq4_seed", 128, f"its graphs read tq4, not tq4_seed; {OTHERS}"),
+        ("onnx", "k=tq8,v=tq3", 64, None),
+        ("onnx", "tq4_seed", 128, f"its graphs read tq4, tq2, tq3, tq5, tq6 and tq8, not tq4_seed; {OTHERS}"),
     ],
 )
 def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_dim, reason):
@@ -223,7 +225,7 @@ def test_what_the_kernels_do_not_read_may_be_left_to_the_reference():
 @pytest.mark.parametrize("backend", ALL)
 def test_windows_are_refused_by_those_that_read_packed_tokens_alone(backend):
     reason = unsupported(ALL[backend], KVSpec("tq4", tail=8).plan(2), KVShape(2, 128))
-    if backend in ("cpu", "cuda"):
+    if backend in ("cpu", "cuda", "onnx"):
         assert reason is None
         return
     assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
@@ -242,9 +244,9 @@ def test_learned_keys_are_read_where_kernels_take_them():
 
 
 def test_tables_that_are_built_in_are_those_of_one_format():
-    for reads in (cpu_layout.READS, cuda_layout.READS):
+    for reads in (cpu_layout.READS, cuda_layout.READS, ONNX_READS):
         assert all(misfit(reads, made_up(of), HEAD_DIM) is None for of in (MADE_UP, LOPSIDED, IN_TWO_PLANES))
-    assert misfit(ONNX_READS, made_up(), HEAD_DIM) == f"its graphs read tq4, not made_up; {OTHERS}"
+    assert misfit(ONNX_EXPORTED, made_up(), HEAD_DIM) == f"exported graphs read tq4, not made_up; {OTHERS}"
 
 
 def test_a_copy_of_a_format_under_another_name_is_read_by_all():
