@@ -36,10 +36,10 @@ LOSS = 0.01
 """Mean KL in nats a token that a cache may lose unless asked otherwise."""
 TAIL, SINKS = 128, 4
 CHOICES = (
-    "k=lr2,v=tq2", "k=lr2,v=tq3", "k=lr3,v=tq3", "k=lr3,v=tq4", "k=lr4,v=tq4", "k=lr4,v=tq5", "k=lr5,v=tq5", "k=lr5,v=tq6",
-    "k=tq8,v=tq6", "k=tq8,v=tq8", "bf16",
+    "k=lr2,v=tq2", "k=lr3,v=tq2", "k=lr3,v=tq3", "k=lr4,v=tq3", "k=lr4,v=tq4", "k=lr5,v=tq4", "k=lr5,v=tq5", "k=tq8,v=tq6",
+    "k=tq8,v=tq8", "bf16",
 )  # fmt: skip
-"""From the smallest on. Beside these K keeps about as many bits as V, where both lose alike."""
+"""From the smallest on. A bit more for keys saves more than a bit more for values."""
 LEARNED_FROM, JUDGED_BY, WINDOW = 4096, 2048, 1024
 
 
