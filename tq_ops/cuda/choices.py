@@ -54,7 +54,7 @@ def attention_tile(
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
         group: query heads of a KV head.
-        width: columns of a vector of K or V, the wider: head_dim of a rotation.
+        width: head_dim.
         capability: from `available.capability`.
         bits: of a level of K or V, the wider.
         crowded: whether queries have gains, or V words of its own (`words_of_v`): both take registers.
@@ -140,15 +140,11 @@ class MergeTile:
     warps: int = 4
 
 
-def merge_tile(whole: bool, head_dim: int, columns: int) -> MergeTile:
-    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16.
-
-    Args:
-        columns: of a part; head_dim of a rotation.
-    """
+def merge_tile(whole: bool, head_dim: int) -> MergeTile:
+    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16."""
     if whole:
         return MergeTile(16, 1, 32, 1)
-    width = min(head_dim, _MATRIX_TILE // columns)
+    width = min(head_dim, _MATRIX_TILE // head_dim)
     return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8)
 
 
@@ -211,9 +207,9 @@ def row_warps(size: int) -> int:
     return max(1, min(16, size // 512))
 
 
-def permutes(q: Tensor, words: Tensor | None) -> bool:
-    """Whether centroids are looked up in registers: FP16 ones that fit words, and not in the interpreter, which has no PTX."""
-    return words is not None and q.is_cuda and attention_operand(q) == tl.float16
+def permutes(q: Tensor, of: Layout) -> bool:
+    """Whether centroids come of registers: FP16 ones that fit words, or are learned; not in the interpreter: it has no PTX."""
+    return (of.words is not None or of.learned is not None) and q.is_cuda and attention_operand(q) == tl.float16
 
 
 def schedule_size(sequences: int, capability: int) -> int:
