@@ -95,7 +95,10 @@ _EIGHT_OPERANDS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 19))
 
 
 _FACTORS = tl.constexpr(tuple(FACTORS[bits] for bits in WIDTHS))
-_COLUMN_ASM = tl.constexpr({bits: tuple(map(column_asm, columns)) for bits, columns in LEARNED.items()})
+# By 10 * B + column. Flat, since kernels are given no tuples of strings.
+_ASM_OF_COLUMNS = {10 * bits + n: column_asm(one) for bits, columns in LEARNED.items() for n, one in enumerate(columns)}
+_COLUMN_ASM = tl.constexpr({key: asm for key, (asm, _) in _ASM_OF_COLUMNS.items()})
+_COLUMN_OPERANDS = tl.constexpr({key: operands for key, (_, operands) in _ASM_OF_COLUMNS.items()})
 _PART_TYPES = tl.constexpr(((), (), (tl.float16,) * 2, (tl.float16,) * 3, (tl.float16,) * 4, (tl.float16,) * 5))
 
 
@@ -152,9 +155,10 @@ def _of_column(units, side, column: tl.constexpr, TYPE: tl.constexpr):
     first: tl.constexpr = side.UNITS[column][2]
     count: tl.constexpr = side.UNITS[column][3]
     if side.PERMUTE:
-        asm: tl.constexpr = _COLUMN_ASM[side.BITS][column]
+        asm: tl.constexpr = 10 * side.BITS + column
         found = tl.inline_asm_elementwise(
-            asm[0], asm[1], [units], dtype=_PART_TYPES[count], is_pure=True, pack=4 // side.UNITS[column][0]
+            _COLUMN_ASM[asm], _COLUMN_OPERANDS[asm], [units], dtype=_PART_TYPES[count], is_pure=True,
+            pack=4 // side.UNITS[column][0],
         )  # fmt: skip
     else:
         units = units.to(tl.int32)

@@ -98,16 +98,23 @@ def level_of(tiles, part: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def packed_units(level, into, column: tl.constexpr):
+    """Units [rows, D / 8] int32 of a column, of the levels of the eight parts."""
+    first: tl.constexpr = into.UNITS[column][2]
+    count: tl.constexpr = into.UNITS[column][3]
+    unit = level[first]
+    for part in tl.static_range(first + 1, first + count):
+        unit = unit | (level[part] << into.PARTS[part][0])
+    return unit
+
+
+@triton.jit
 def store_columns(into, at, live, low, high, D: tl.constexpr):
     """As `store_codes`, of levels of several widths; `into` is of `arguments.Write`."""
     level = parts_of(low, 4) + parts_of(high, 4)
     for column in tl.static_range(into.COLUMNS):
-        first: tl.constexpr = into.UNITS[column][2]
-        unit = level[first]
-        for part in tl.static_range(first + 1, first + into.UNITS[column][3]):
-            unit = unit | (level[part] << into.PARTS[part][0])
         pointer = units_at(into, at, column, D)
-        tl.store(pointer, unit.to(pointer.dtype.element_ty), live[:, None])
+        tl.store(pointer, packed_units(level, into, column).to(pointer.dtype.element_ty), live[:, None])
 
 
 @triton.jit
