@@ -51,9 +51,11 @@ __device__ __forceinline__ void fold_warps(State& state) {
     for (int half = WARPS / 2; half; half /= 2) {
         float* own = &state.out[0][0][0];
         if (half <= warp && warp < 2 * half)
+#pragma unroll
             for (int i = 0; i < SUMS; i++) at.sums[warp - half][i][lane] = own[i];
         __syncthreads();
         if (warp < half)
+#pragma unroll
             for (int i = 0; i < SUMS; i++) own[i] += at.sums[warp][i][lane];
         __syncthreads();
     }
@@ -115,6 +117,7 @@ __device__ __forceinline__ void leave_part(const State& state, const Arguments& 
     int lane = threadIdx.x % 32;
     if (threadIdx.x < 32) {
         const float* own = &state.out[0][0][0];
+#pragma unroll
         for (int i = 0; i < SUMS; i++) given.parts[(slot * SUMS + i) * 32 + lane] = own[i];
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int c = 0; c < 2; c++)
@@ -198,6 +201,7 @@ __device__ __forceinline__ void normalize(float* y, const State& state) {
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int c = 0; c < 2; c++)
                 if (lane < 4) note_packed(8 * n + 2 * lane + c, state.peak[n][c], state.total[n][c]);
+#pragma unroll
         for (int i = 0; i < SUMS; i++) {
             float total = state.total[i / (4 * STEPS)][i % 2];
             y[column_of(i, lane) * HEAD_DIM + place_in_vector(i, lane)] = own[i] / total;

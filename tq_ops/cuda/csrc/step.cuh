@@ -42,6 +42,7 @@ __device__ __forceinline__ void multiply_units(float (&logits)[COLUMN_TILES][2][
 
 __device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], const Codes& codes,
                                            const word (&q)[COLUMN_TILES][STEPS][2]) {
+#pragma unroll
     for (int r = 0; r < 2; r++) {
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int i = 0; i < 4; i++) logits[n][r][i] = 0.0f;
