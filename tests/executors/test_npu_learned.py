@@ -53,13 +53,13 @@ def test_lifts_keep_queries_by_rows_no_longer_than_the_queries():
 
 
 def test_a_layer_takes_the_stages_that_it_owns():
-    spec = learned_spec(CONFIG, "k=lr256,v=lr64")
+    spec = learned_spec(CONFIG, "k=lr5,v=tq3")
     k, v = sides_of(spec.plan(2), 0)
     assert (k.width, k.stages, k.vectors.width) == (256, 3, 128)
     assert (v.width, v.stages, v.vectors.width) == (64, 1, 32)
 
 
-@pytest.mark.parametrize("kv", ["k=lr96,v=lr64", "lr32", "lr320"])
+@pytest.mark.parametrize("kv", ["k=lr3,v=tq3", "lr32", "lr320"])
 def test_nibbles_that_no_tile_takes_are_refused_by_name(kv):
     count = kv.removeprefix("k=").removeprefix("lr").split(",")[0]
     said = f"its programs take 64 to 256 learned nibbles in steps of 64, not {count}"
@@ -103,7 +103,7 @@ def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(case):
 
 @needs_pypto[1]
 @pytest.mark.npu_long
-@pytest.mark.parametrize("kv", ["k=lr256,v=lr192", "k=lr128,v=tq4", "k=bf16,v=lr64"])
+@pytest.mark.parametrize("kv", ["k=lr5,v=tq5", "k=lr4,v=tq4", "k=bf16,v=tq3"])
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_layer_of_other_widths_or_of_a_fixed_format_does_so_too(kv, case):
     check_layer(*case, learned_spec(heads_of(case), kv))

@@ -41,7 +41,7 @@ def test_every_layer_is_within_bf16_of_the_references():
     assert validated(CONFIG, torch.bfloat16) >= 0.9999
 
 
-@pytest.mark.parametrize("kv", ["k=lr160,v=lr64", "lr96"])
+@pytest.mark.parametrize("kv", ["k=lr5,v=tq3", "lr96"])
 def test_learned_nibbles_are_the_references(kv):
     made_up = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     plan = KVSpec(kv, calibration=made_up).plan(CONFIG.num_layers)
@@ -55,14 +55,14 @@ def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
     shape = (CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     executor, prompts = OnnxExecutor(model), [random_tokens(CONFIG, 20, 1)]
     for seed in (0, 9):
-        spec = KVSpec("lr64", layers={1: "k=lr128,v=lr96"}, calibration=calibration(*shape, seed=seed))
+        spec = KVSpec("lr64", layers={1: "k=lr4,v=tq4"}, calibration=calibration(*shape, seed=seed))
         report = validate(ReferenceExecutor(model), executor, model, prompts, 1, spec.plan(CONFIG.num_layers))
         assert report.passed, report.first_divergence
 
 
 def test_learned_and_fixed_places_in_one_plan_are_refused():
     made_up = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
-    plan = KVSpec("k=lr64,v=tq4", calibration=made_up).plan(CONFIG.num_layers)
+    plan = KVSpec("k=lr3,v=tq4", calibration=made_up).plan(CONFIG.num_layers)
     assert OnnxExecutor.supports(CONFIG, plan) == "its graphs take learned nibbles at every place or at none"
 
 

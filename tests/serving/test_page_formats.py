@@ -39,9 +39,9 @@ pytestmark = pytest.mark.vllm_short
 SHAPE, LAYERS = Shape(), 6
 OF_SHAPE = ModelShape.uniform(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
 ONE_BY_ONE = (
-    "tq2", "tq3", "tq5", "tq6", "tq8", "bf16", "k=tq8,v=tq3", "k=bf16,v=lr64", "k=lr128,v=lr64",
+    "tq2", "tq3", "tq5", "tq6", "tq8", "bf16", "k=tq8,v=tq3", "k=bf16,v=tq3", "k=lr4,v=tq3",
 )  # fmt: skip
-MIXED = ("k=lr128,v=lr64", "bf16", "k=lr128,v=lr64", "tq3", "k=tq8,v=lr32", "k=lr96,v=lr32")
+MIXED = ("k=lr4,v=tq3", "bf16", "k=lr4,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr3,v=tq3")
 """As `tq plan` writes them, layer by layer."""
 
 

@@ -5,7 +5,7 @@ from bases import basis
 from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 
-KV = "k=lr128,v=lr64"
+KV = "k=lr4,v=tq3"
 
 
 def made_up(layers=2, heads=2, seed=0, dim=128):

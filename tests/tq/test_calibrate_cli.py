@@ -70,10 +70,10 @@ def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
 
 def test_eval_and_generate_take_learned_formats(tq):
     files = ("--text", "unseen.txt", "--calibration", "it.safetensors", "--greedy-prompts", 0, "--tokens", 60, "--json")
-    code, out, err = tq("eval", *files, "--kv", "k=lr48,v=lr16,lr64,tq4")
+    code, out, err = tq("eval", *files, "--kv", "k=lr3,v=tq3,lr64,tq4")
     assert (code, err) == (0, "")
     rows = {row["kv"]: row for row in json.loads(out)["rows"]}
-    assert rows.keys() == {"k=lr48,v=lr16", "lr64", "tq4"}
+    assert rows.keys() == {"k=lr3,v=tq3", "lr64", "tq4"}
     assert rows["lr64"]["kl_mean"] < rows["tq4"]["kl_mean"]
     prompt = ("--kv", "lr64", "--calibration", "it.safetensors", "--prompt", "def", "--max-new-tokens", 3, "--json")
     code, out, _ = tq("generate", *prompt)
@@ -105,7 +105,7 @@ def test_a_cache_for_transformers_takes_the_file(tmp_path, checkpoint, written):
     from tq.hf.cache import TQCache
 
     file = calibration_file.loads(written, "it")
-    plan = replace(file.spec, kv="k=lr64,v=lr48").plan(2)
+    plan = replace(file.spec, kv="k=lr3,v=tq3").plan(2)
     content = calibration_file.dumps(replace(file, plan=plan_file.dumps(plan, file.shape)))
     (tmp_path / "plan.safetensors").write_bytes(content)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -113,7 +113,7 @@ def test_a_cache_for_transformers_takes_the_file(tmp_path, checkpoint, written):
     ids = torch.tensor([list(TEXT.encode()[:40])])
     with torch.no_grad():
         exact, stored = model(ids).logits, model(ids, past_key_values=cache).logits
-    assert repr(cache.layers[1]) == "TQLayer(1, k=lr64, v=lr48)"
+    assert repr(cache.layers[1]) == "TQLayer(1, k=lr3, v=tq3)"
     assert 0 < float((exact - stored).square().mean().sqrt()) < 0.1 * float(exact.std())
     assert fingerprint(model.state_dict().items()) == file.fingerprint
 

@@ -163,7 +163,7 @@ REFUSED = {
     ],
     "serve tiny": [
         ("--kv tq9", "unknown KV format 'tq9'"),
-        ("--kv k=lr128,v=lr64", "lr128 needs the coordinates that `tq calibrate` learns"),
+        ("--kv k=lr4,v=tq3", "lr128 needs the coordinates that `tq calibrate` learns"),
         ("--kv-plan absent.json", "absent.json"),
         ("--kv-plan empty", "is no KV plan"),
         ("--kv-plan empty --kv tq4", "--kv-plan sets the whole cache; leave out --kv"),

@@ -1,4 +1,4 @@
-"""`tq calibrate`: learn from a text in which coordinates a model's K and V are cheapest to store."""
+"""`tq calibrate`: learn in which coordinates a model's keys are cheapest to store."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def command(
     window: int | None, context: int | None, threads: int | None, resume_file: Path | None, force: bool,
     as_json: bool, **model: Any,
 ) -> None:  # fmt: skip
-    """Learn in which coordinates a model's K and V are cheapest to store, for formats lrN.
+    """Learn in which coordinates a model's keys are cheapest to store, for formats lr2 to lr5.
 
-    All windows go through the model layer by layer. A layer's queries, its o_proj, and the spread of its K and V give the
+    All windows go through the model layer by layer. A layer's queries and the spread of its keys give the
     coordinates of each KV head. Some thousand tokens of text like yours are enough; the error on unseen text says whether
-    they were. Then lrN is judged on that text beside tq4 of the same bytes, and the file is written if lrN is better.
+    they were. Then k=lr4,v=tq4 is judged on that text beside tq4 of the same bytes, and the file is written if it is better.
 
     \b
       tq calibrate --text train.txt --verify held_out.txt --out tiny.safetensors
@@ -145,15 +145,15 @@ class _Report:
 
     Attributes:
         tokens, verified_tokens: learned from, and judged by.
-        fits: of each layer, how many times as much K and V cost on unseen text as on the text learned from.
-        rows: tq4's, and that of lrN of the same bytes.
+        fits: of each layer, how many times as much keys cost on unseen text as on the text learned from.
+        rows: tq4's, and that of learned keys of the same bytes.
         seconds: learning took.
         layers: how many.
     """
 
     tokens: int
     verified_tokens: int
-    fits: Sequence[tuple[float, float]]
+    fits: Sequence[float]
     rows: Sequence[FidelityRow]
     seconds: float
     layers: int
@@ -164,10 +164,9 @@ class _Report:
         return self.rows[1].kl_mean >= self.rows[0].kl_mean
 
     @property
-    def fit(self) -> tuple[float, float]:
-        """K's and V's, averaged over the layers."""
-        k, v = (sum(side) / len(self.fits) for side in zip(*self.fits, strict=True))
-        return k, v
+    def fit(self) -> float:
+        """Averaged over the layers."""
+        return sum(self.fits) / len(self.fits)
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -175,7 +174,7 @@ class _Report:
         return {
             "tokens": self.tokens,
             "verified_tokens": self.verified_tokens,
-            "fit": {"k": self.fit[0], "v": self.fit[1]},
+            "fit": self.fit,
             "verified": [row.measured for row in self.rows],
         }
 
@@ -195,10 +194,9 @@ def _print(out_file: Path, found: CalibrationFile, report: _Report, as_json: boo
         for row in report.rows
     ]
     print_table(where, ["kv", "bits", "KL mean", "median", "99.9 %"], cells)
-    k, v = report.fit
-    enough = max(k, v) <= ENOUGH
+    enough = report.fit <= ENOUGH
     print(
-        f"learned from {report.tokens:,} tokens; errors cost {k:.2f} times as much on unseen text for K, {v:.2f} times for V: "
+        f"learned from {report.tokens:,} tokens; errors cost {report.fit:.2f} times as much on unseen text: "
         + ("the text was enough" if enough else f"above {ENOUGH:g} more text helps")
     )
     print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; written to {out_file}")

@@ -30,7 +30,7 @@ class Reads:
         plain: dtypes of numbers that they read beside rotated levels.
         kept: whether they read tokens in BF16 beside the packed ones.
         windows: whether they take layers with a sliding window.
-        learned: whether they read learned keys (`Coordinates`), of any columns.
+        learned: whether they take learned keys.
     """
 
     kernels: str

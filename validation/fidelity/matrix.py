@@ -254,17 +254,16 @@ class Subject:
         return Side(self._named.name, config, self._executors[balanced, name], self._named.tokenizer, plan)
 
     def _calibration(self, entry: Entry) -> Calibration:
-        """OSCAR's rotations, or the coordinates of learned nibbles, both from the same tokens."""
+        """OSCAR's rotations, or the coordinates of learned keys, both from the same tokens."""
         if entry.whose not in self._learned:
             assert self._task.learn is not None
             ids, context = self._named.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
             plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
             windows = [plan.fed(window) for window in plan.windows]
             if entry.whose == OURS:
-                k, v = zip(
-                    *learn_model(self.model, reference, windows, (), context=max(self._task.windows)).layers, strict=True
-                )
-                self._learned[entry.whose] = calibration_of(k, v, max(self._task.windows))
+                longest = max(self._task.windows)
+                learning = learn_model(self.model, reference, windows, (), context=longest)
+                self._learned[entry.whose] = calibration_of(learning.layers, longest)
             else:
                 self._learned[entry.whose] = learn_oscar(self.model, self.base, windows)
         return self._learned[entry.whose]

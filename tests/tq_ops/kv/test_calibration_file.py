@@ -46,10 +46,10 @@ def test_the_context_is_kept_and_longer_sequences_are_refused():
     of = calibration_of(MADE_UP.k, MADE_UP.v, 4096)
     spec = loads(dumps(replace(FILE, calibration=of)), "it").spec
     assert (spec.plan(2).context, replace(spec, kv="lr32").plan(2).context) == (None, 4096)
-    replace(spec, kv="k=lr32,v=tq4").plan(2).require_context(4096)
+    replace(spec, kv="k=lr2,v=tq4").plan(2).require_context(4096)
     words = r"holds for sequences of up to 4,096 tokens, and this one may have 4,097; calibrate again with --context 4097"
     with pytest.raises(InputError, match=words):
-        replace(spec, kv="k=tq4,v=lr32").plan(2).require_context(4097)
+        replace(spec, kv="k=tq4,v=tq3").plan(2).require_context(4097)
     loads(CONTENT, "it").spec.plan(2).require_context(10**9)
 
 
@@ -112,11 +112,11 @@ def test_what_is_not_finite_is_never_written():
 
 # -- A plan in its calibration's file -------------------------------------------------------------------------------------
 def test_a_plan_and_its_calibration_are_one_file(tmp_path):
-    spec = replace(FILE.spec, kv="k=lr48,v=lr16", layers={1: "k=tq4,v=lr32"}, tail=8, sink=2)
+    spec = replace(FILE.spec, kv="k=lr3,v=tq3", layers={1: "k=tq4,v=tq3"}, tail=8, sink=2)
     text = plan_file.dumps(spec.plan(2), SHAPE)
     (tmp_path / "plan.safetensors").write_bytes(dumps(replace(FILE, plan=text)))
     back = plan_file.load(tmp_path / "plan.safetensors")
-    assert back.plan(2, SHAPE).describe() == "k=lr48,v=lr16; layer 1: k=tq4,v=lr32; tail 8; sink 2"
+    assert back.plan(2, SHAPE).describe() == "k=lr3,v=tq3; layer 1: k=tq4,v=tq3; tail 8; sink 2"
     assert (back.made_for, back.weights) == (SHAPE, FILE.fingerprint)
     assert back.calibration.digest == FILE.calibration.digest
     with pytest.raises(InputError, match="lr48 needs the coordinates"):
