@@ -102,7 +102,12 @@ def column_asm(column: Column) -> tuple[str, str]:
                 source = "x"
             lines += [
                 f"and.b32 x, {source}, 0x{mask:08x};", f"or.b32 x, x, 0x{BASE:08x};", "fma.rn.f16x2 n, x, scale, offset;",
-                "mul.rn.f16x2 t, n, n;", "fma.rn.f16x2 t, t, b, rest;", "mul.rn.f16x2 t, t, n;",
-                f"fma.rn.f16x2 {out}, n, a, t;",
             ]  # fmt: skip
+            if part.bits == 1:  # n is 1 or -1
+                lines.append(f"mul.rn.f16x2 {out}, n, a;")
+            else:
+                lines += [
+                    "mul.rn.f16x2 t, n, n;", "fma.rn.f16x2 t, t, b, rest;", "mul.rn.f16x2 t, t, n;",
+                    f"fma.rn.f16x2 {out}, n, a, t;",
+                ]  # fmt: skip
     return "{\n" + "\n".join(lines) + "\n}", ",".join(["=r"] * (words * len(column.parts)) + ["r"])

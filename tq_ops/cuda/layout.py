@@ -226,6 +226,7 @@ def _learned_layout(described: Description, of: Coordinates, order: Tensor, devi
 
 def _matrix(matrix: Tensor, order: Tensor, device: torch.device) -> Tensor:
     """[..., D, D] bf16, its columns in the kernels' order."""
-    rounded = matrix[..., order].to(device, torch.bfloat16).contiguous()
-    assert torch.equal(rounded.float().cpu(), matrix[..., order].float()), "matrices are of BF16 numbers"
-    return rounded
+    ordered = matrix[..., order]
+    rounded = ordered.to(torch.bfloat16)
+    assert torch.equal(rounded.float(), ordered), "matrices are of BF16 numbers"
+    return rounded.to(device).contiguous()
