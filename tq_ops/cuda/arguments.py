@@ -136,7 +136,8 @@ def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tenso
     return Write(
         codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries,
         *((learned.mean, learned.weights, learned.widths, learned.gains) if learned else (None,) * 4), kept,
-        *map(constant, (of.bits, len(of.columns.units), *of.columns)), LEARNED=constant(learned is not None),
+        BITS=constant(of.bits), COLUMNS=constant(len(of.columns.units)), UNITS=constant(of.columns.units),
+        PARTS=constant(of.columns.parts), LEARNED=constant(learned is not None),
         TYPE=constant(choices.rotation_operand(x, exact_in_bf16=True)),
     )  # fmt: skip
 

@@ -5,11 +5,11 @@ leaves FP16's range, and a is the sum of two FP16 numbers:
 
     c = n * a + n * (rest + b * n**2)
 
-Each step but the last is exact or small beside n * a. The result is the FP16 number nearest to c, of every level of every
-width: `_NUDGES` saw to that by trial.
+Each step but the last is exact or small beside n * a. The result is the FP16 number nearest to c, for every level of every
+width: the constants were moved a little until it was.
 
-n costs no conversion. A level whose lowest bit is bit `place` of a half, 1 or above, is or-ed into 1024 = 0x6400, which then is
-1024 + level * 2**place, and one multiply-add makes n of that.
+n costs no conversion. A level whose lowest bit is bit `place` of a half, 1 or above, is or-ed into 1024 = 0x6400. That makes
+1024 + level * 2**place, of which one multiply-add makes n.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from haarkv.tq_ops.formats.columns import Column, Part
 BASE = 0x64006400
 _MANTISSA = 10
 _NUDGES = {4: (-1, 0), 6: (-4, 14)}
-"""By bits: FP16 numbers by which a, and then rest, are moved from the nearest one."""
+"""By bits: steps of FP16 by which a, and then rest, lie beside the nearest number."""
 
 
 class Halves(NamedTuple):

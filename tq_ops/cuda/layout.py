@@ -38,13 +38,15 @@ class Columns(NamedTuple):
     """Columns of levels as kernels are compiled for them, none of planes.
 
     Attributes:
-        units: of each column the bytes of a unit, where it begins in D / 8 bytes, its first of the eight parts, and how many it
-            has.
+        units: of each column the bytes of a unit, where it begins in D / 8 bytes, its first of the eight parts, and how many.
         parts: shift and bits of each part.
     """
 
     units: tuple[tuple[int, int, int, int], ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
+
+
+NO_COLUMNS = Columns()
 
 
 def columns_of(columns: tuple[Column, ...]) -> Columns:
@@ -111,7 +113,7 @@ class Layout:
     centroids: Tensor
     words: Tensor | None
     boundaries: Tensor
-    columns: Columns = Columns()
+    columns: Columns = NO_COLUMNS
     learned: Learned | None = None
 
     @property

@@ -173,7 +173,8 @@ def centroids_of(tiles, side, words, TYPE: tl.constexpr):
     """Centroids of both halves [rows, D/2] of vectors whose codes are `tiles` of `planes.load_codes`.
 
     Args:
-        side: of `arguments.Read`. With PERMUTE they are FP16, from `words` of `load_words`; without, those of its table as TYPE.
+        side: of `arguments.Read`; without PERMUTE centroids are those of its table, or of the cubic, as TYPE.
+        words: of `load_words`.
     """
     table = side.centroids
     BITS: tl.constexpr = side.BITS

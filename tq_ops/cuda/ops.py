@@ -217,7 +217,8 @@ def _attend_in_parts(
     maxima, sums = (torch.empty(parts_shape, dtype=torch.float32, device=q.device) for _ in range(2))
     new = tokens_of(batch, kept, shape.window, choices.schedule_size(sequences, gpu))
     same = {
-        "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole, **choices.COMPILED,
+        "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole,
+        **choices.COMPILED,
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
         *rotated, parts, maxima, sums, new, sequences, table, table.shape[1],

@@ -52,7 +52,7 @@ __device__ __forceinline__ word pair_of(word codes, int i, word place) {
 
 // Codes and scales of 32 tokens, as this lane holds them.
 struct Codes {
-    word k[2][2][K_STORED];  // of token_of_row(g) and 8 tokens further, of either 16
+    word k[2][2][K_STORED];                 // of token_of_row(g) and 8 tokens further, of either 16
     word v[2][4][stored(V_WORDS, V_BITS)];  // of tokens t, t + 4, t + 8 and t + 12
     word scales;                            // of token `lane`: K's, and V's above it; 0 past the end
 };

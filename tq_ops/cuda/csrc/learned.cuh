@@ -29,8 +29,8 @@ __device__ constexpr Pair pair_at(int index) {
         int halves = 2 / of.nbytes, pairs = halves * of.parts, words = of.nbytes * HEAD_DIM / 128;
         if (index < words * pairs) {
             int number = index / pairs, part = of.first + index % pairs / halves, odd = index % halves;
-            return {of.begin * HEAD_DIM / 128 + number, part,  number * 4 / of.nbytes + odd, halves,
-                    PARTS[part].shift + 8 * odd,        PARTS[part].bits};
+            int word = of.begin * HEAD_DIM / 128 + number, unit = number * 4 / of.nbytes + odd;
+            return {word, part, unit, halves, PARTS[part].shift + 8 * odd, PARTS[part].bits};
         }
         index -= words * pairs;
     }
@@ -42,7 +42,8 @@ __device__ constexpr int column_of_pair(Pair pair, int share) {
     return pair.part / 4 * (HEAD_DIM / 2) + 4 * (share * (HEAD_DIM / 32) + pair.unit) + pair.part % 2 * 2 + pair.part % 4 / 2;
 }
 
-template <int C = 0> __device__ __forceinline__ void load_units(word (&out)[K_STORED], const unsigned char* vector, int share) {
+template <int C = 0>
+__device__ __forceinline__ void load_units(word (&out)[K_STORED], const unsigned char* vector, int share) {
     constexpr Column of = UNITS[C];
     word units[of.nbytes * HEAD_DIM / 128];
     load_codes(units, vector + of.begin * (HEAD_DIM / 8) + share * (of.nbytes * HEAD_DIM / 32));

@@ -11,7 +11,8 @@ struct State {
 };
 
 // The queries of this lane's column of each tile, as the products' right operand.
-__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& given, int sequence, int head) {
+__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& given, int sequence,
+                                             int head) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int n = 0; n < COLUMN_TILES; n++) {
         int column = 8 * n + g;
