@@ -203,7 +203,7 @@ def _attend_in_parts(
     v_words = choices.words_of_v(of_k, of_v, gpu)
     crowded = rotated.gains is not None or v_words is not None
     tile = choices.attention_tile(
-        triton.cdiv(tokens, sequences), group, head_dim, operand, gpu, max(of_k.bits, of_v.bits), crowded
+        triton.cdiv(tokens, sequences), group, head_dim, operand, gpu, choices.widest_level(of_k, of_v), crowded
     )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences

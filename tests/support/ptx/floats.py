@@ -1,4 +1,4 @@
-"""Floating point: arithmetic of FP32 and of FP16 pairs with its rounding, conversions between FP32, FP16, BF16 and integers."""
+"""Floating point: arithmetic of FP32 and of FP16 pairs with its rounding; conversions of FP32, FP16, BF16 and integers."""
 
 from __future__ import annotations
 
