@@ -133,9 +133,12 @@ def read(fields: dict[str, Tensor], of: Layout, words: Tensor | None, permutes: 
 def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tensor) -> Write:
     """One side of a layer for `quantize.append`; x says where it runs."""
     codes, scales, learned = fields["codes"], fields["scale"], of.learned
+    mean, weights, widths, gains = (
+        (learned.mean, learned.weights, learned.widths, learned.gains) if learned else (None, None, None, None)
+    )
     return Write(
-        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries,
-        *((learned.mean, learned.weights, learned.widths, learned.gains) if learned else (None,) * 4), kept,
+        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, mean, weights,
+        widths, gains, kept,
         BITS=constant(of.bits), COLUMNS=constant(len(of.columns.units)), UNITS=constant(of.columns.units),
         PARTS=constant(of.columns.parts), LEARNED=constant(learned is not None),
         TYPE=constant(choices.rotation_operand(x, exact_in_bf16=True)),
