@@ -44,7 +44,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return total.astype(np.float32)
 
 
-def _of_pairs(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+def of_pairs(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """A function of float64 on each of two FP16 numbers in a word, rounded once: float64 holds what FP16 numbers make."""
 
     def of_words(*words: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ _FUNCTIONS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "rsqrt": (1, lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)),
 }  # fmt: skip
 """How many operands an FP32 instruction has, and what it does with them."""
-_OF_PAIRS = {"mul": (2, _of_pairs(np.multiply)), "fma": (3, _of_pairs(lambda a, b, c: a * b + c))}
+_OF_PAIRS = {"mul": (2, of_pairs(np.multiply)), "fma": (3, of_pairs(lambda a, b, c: a * b + c))}
 _MAGNITUDES = {"bf16": np.uint16(0x7FFF), "bf16x2": np.uint32(0x7FFF7FFF)}
 """What the magnitude of a BF16 number, or of two, keeps of its bits."""
 

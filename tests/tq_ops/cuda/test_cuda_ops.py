@@ -14,6 +14,7 @@ import torch
 from cuda_caches import DEVICE, as_bytes, attention_error, check_stored, on_device, padded, same, within
 from learned_slow import other_than_golden
 from op_tables import LAYER, Case, filled, poisoned_cache, relative
+from ptx.floats import of_pairs
 
 from haarkv.codebooks import cubic
 from haarkv.tq_ops import reference
@@ -294,12 +295,7 @@ def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
 
 def of_halves(function: Callable[..., np.ndarray]) -> Callable[..., int]:
     """What a function makes of the two FP16 numbers in each word, rounded once."""
-
-    def of_words(*words: int) -> int:
-        pairs = (np.array([word], np.uint32).view(np.float16).astype(np.float64) for word in words)
-        return int(function(*pairs).astype(np.float16).view(np.uint32)[0])
-
-    return of_words
+    return lambda *words: int(of_pairs(function)(*(np.array([word], np.uint32) for word in words))[0])
 
 
 def ran(ptx: str, registers: dict[str, int]) -> dict[str, int]:
