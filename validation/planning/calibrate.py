@@ -152,6 +152,7 @@ class Subject:
         model: where `ops` work.
         ops: the executor's op table, with the reference's cache ops where it has no bf16 cache of its own.
         fingerprint: of the weights.
+        executor, device: what runs it.
     """
 
     name: str
@@ -159,6 +160,8 @@ class Subject:
     ops: OpTable
     tokenizer: Tokenizer
     fingerprint: str
+    executor: str
+    device: str | None
 
     @property
     def config(self) -> ModelConfig:
@@ -175,15 +178,20 @@ class Subject:
 
     def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
         """`tq4`, and the same with learned keys, on a text that was not learned from."""
-        model = self.model.to(torch.device("cpu"))
         specs = [KVSpec("tq4"), KVSpec("k=lr4,v=tq4", calibration=calibration)]
+        base, caches = self.session(KVSpec("bf16")), {spec.kv: self.session(spec) for spec in specs}
+        return evaluate(Setup(self.model, base, caches, self.fingerprint), unseen, on_step=on_step)
 
-        def session(spec: KVSpec) -> Session:
-            plan = plan_for(spec, self.config)
-            return Session(self.name, self.config, create("reference", model, plan), self.tokenizer, plan)
-
-        setup = Setup(model, session(KVSpec("bf16")), {spec.kv: session(spec) for spec in specs}, self.fingerprint)
-        return evaluate(setup, unseen, on_step=on_step)
+    def session(self, spec: KVSpec) -> Session:
+        """The model with a cache, on the executor at hand where it runs that, else on the reference."""
+        plan = plan_for(spec, self.config)
+        try:
+            check(self.executor, self.config, plan, self.device)
+            name, device = self.executor, self.device
+        except InputError:
+            name, device = "reference", None
+        model = self.model if name == self.executor else self.model.to(torch.device("cpu"))
+        return Session(self.name, self.config, create(name, model, plan, device), self.tokenizer, plan)
 
 
 def load_subject(
@@ -221,7 +229,7 @@ def load_subject(
     if plan is tq4:
         ops = with_ops(ops, {name: getattr(reference, name) for name in ("store_kv", "paged_attention")})
     tokenizer = load_tokenizer(model, loaded.config)
-    return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()))
+    return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()), name, device)
 
 
 # -- As a file to go on from -------------------------------------------------------------------------------------------
