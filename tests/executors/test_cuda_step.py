@@ -41,6 +41,8 @@ TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=5, sink=2)
 def config_of(family: str, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2):
     if family == "gemma":
         return gemma_config(num_layers=num_layers, num_heads=num_heads, head_dim=64)
+    if family == "wide":
+        return small_config(num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128)
     of_family = {"qwen3": {}, "llama": {"head_norms": False}, "qwen2": {"head_norms": False, "bias": True}}[family]
     return small_config(
         family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, **of_family
@@ -67,22 +69,23 @@ def of_layer(spec: KVSpec, attention: list[str]) -> list[str]:
         *((family, TQ4, prompts, True, NVRTC) for family in FAMILIES for prompts in (ONE, RAGGED)),
         ("qwen3", TQ4, ONE, False, TRITON), ("qwen2", TQ4, RAGGED, False, TRITON), ("gemma", TQ4, RAGGED, False, TRITON),
         ("qwen3", TAIL, RAGGED, True, NVRTC), ("qwen3", TAIL, RAGGED, False, TRITON),
-        # Some numbers of learned nibbles `decode.takes` leaves to Triton.
-        *(("qwen3", KVSpec("k=lr3,v=tq3", **kept), RAGGED, True, NVRTC) for kept in ({}, {"tail": 5, "sink": 2})),
-        *(("qwen3", KVSpec("k=lr3,v=tq3", **kept), RAGGED, True, TRITON) for kept in ({}, {"tail": 5, "sink": 2})),
+        # Learned keys of head_dim 64 `decode.takes` leaves to Triton.
+        *(("wide", KVSpec("k=lr3,v=tq3", **kept), RAGGED, True, NVRTC) for kept in ({}, {"tail": 5, "sink": 2})),
+        *(("qwen3", KVSpec("k=lr4,v=tq4", **kept), RAGGED, True, TRITON) for kept in ({}, {"tail": 5, "sink": 2})),
     ],
     ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given),
 )  # fmt: skip
 def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     monkeypatch, family, spec, prompts, compiles, attention
 ):
-    """What two more layers add, in order. Learned nibbles, windows and norms behind take no launch of their own."""
+    """What two more layers add, in order. Learned keys, windows and norms behind take no launch of their own."""
     monkeypatch.setattr(nvrtc, "missing", lambda: None if compiles else "it is not there")
     steps = []
     for layers in (2, 4):  # of a Gemma every second has a window
         model = small_model(config_of(family, num_layers=layers), dtype=BF16)
         if spec.kv.startswith("k=lr"):
-            spec = replace(spec, calibration=made_up.calibration(layers, model.config.heads.num_kv_heads, 64))
+            heads = model.config.heads
+            spec = replace(spec, calibration=made_up.calibration(layers, heads.num_kv_heads, heads.head_dim))
         steps.append(launches(executor_on_meta(model, monkeypatch), spec, prompts, monkeypatch)[1])
     two, four = steps
     expected = of_layer(spec, attention)

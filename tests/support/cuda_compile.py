@@ -59,11 +59,8 @@ def compiled(asked: Asked, keep: Path | None = None, *, read: bool = True) -> di
     }  # fmt: skip
     constants = asked.named_constants()
 
-    def number(name: str) -> int:
-        return int(getattr(constants[name], "value", constants[name]))
-
     if asked.source.fn.__name__ == "attend_kernel":
-        row |= _of_loop(machine_code.hottest_loop(text), constants["TOKENS"] * (number("k.N") + number("v.N")), row["warps"])
+        row |= _of_loop(machine_code.hottest_loop(text), constants["TOKENS"] * 2 * constants["D"], row["warps"])
         row |= _ahead(binary.asm["ttgir"], binary.asm["ptx"])
     return row
 
@@ -87,7 +84,7 @@ def _of_loop(loop: machine_code.Code, coordinates: int, warps: int) -> dict:
     }
 
 
-_LEARNED_POINTERS = {"gains", "mean", "k_mean"}
+_LEARNED_POINTERS = {"gains", "k_mean"}
 """Arguments that are None of a rotation."""
 
 
@@ -109,7 +106,7 @@ def named(capability: int, head_dim: int | str) -> dict[str, Asked]:
             "kept_kernel": "tail of one token" if one_each else "tail of a chunk",
         }.get(kernel, kernel.removesuffix("_kernel"))
         if constants.get("k.LEARNED") or _LEARNED_POINTERS & one.pointers():
-            name += " of learned nibbles"
+            name += " of learned keys"
         if kernel != "kept_kernel" and (constants.get("tokens.TAIL") or constants.get("keeping.RING")):
             name += " beside a tail"
         if constants.get("tokens.WINDOW"):

@@ -182,14 +182,14 @@ def shaped_model(shape: int | str, dtype: torch.dtype, layers: int) -> DecoderMo
 
 FORMATS = ("tq4", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
-LEARNED = {64: "k=lr3,v=tq3", 128: "k=lr4,v=tq3", 256: "k=lr5,v=tq5", GEMMA: "k=lr5,v=tq5"}
-"""By head_dim: nibbles that fill their columns and that do not."""
-WIDER = ("k=lr5,v=tq3", "k=tq4,v=tq4", "k=lr4,v=tq3")
+LEARNED = {64: "k=lr4,v=tq4", 128: "k=lr4,v=tq3", 256: "k=lr3,v=tq3", GEMMA: "k=lr3,v=tq3"}
+"""By head_dim."""
+OTHER_LEARNED = ("k=lr2,v=tq2", "k=lr3,v=tq4", "k=lr5,v=tq4", "k=lr4,v=tq8")
 OTHER_TAILS = (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=tq3", tail=32, sink=1))
 
 
 def learned(kv: str, shape: int | str, layers: int, **kept: int) -> KVSpec:
-    """Learned nibbles of made-up coordinates, for a model of `shaped_model`."""
+    """Learned keys of made-up coordinates, for a model of `shaped_model`."""
     head_dim = 256 if shape == GEMMA else shape
     return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[shape][1], head_dim), **kept)
 
@@ -198,8 +198,8 @@ def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)
     """What models of these head_dims, of both dtypes and with every width of levels launch, over blocks and pages.
 
     Dtypes, widths and batches are varied one by one around bf16 with tq4 over blocks of 128, and most of it again beside a
-    tail and sinks in BF16; learned nibbles with and without. Head_dim 128 has all batches, pages of 16 for the widths, other
-    tails, and more numbers of nibbles. Layers 0, 1 and 16 are among them.
+    tail and sinks in BF16; learned keys with and without. Head_dim 128 has all batches, pages of 16 for the widths, other
+    tails, and more widths of learned keys. Layers 0, 1 and 16 are among them.
     """
     with recorded(capability) as asked:
         for head_dim in head_dims:
@@ -214,7 +214,7 @@ def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)
             if widest:
                 for spec in (TQ4, KVSpec("tq3"), learns[1]):  # prompts too short for 64 columns, in pages
                     serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16, PROMPTS[2], 1)
-                learns += [*(learned(kv, head_dim, 2) for kv in WIDER), *OTHER_TAILS]
+                learns += [*(learned(kv, head_dim, 2) for kv in OTHER_LEARNED), *OTHER_TAILS]
             for spec in (*readable, *learns):
                 serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16 if widest else 128, PROMPTS[0], 1)
     return asked

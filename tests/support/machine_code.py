@@ -231,7 +231,7 @@ def predict(load: Load, tokens: int, case: Case, shape: Shape, launches: int = 3
 
 
 CASES = (Case(1, 4096), Case(8, 32768), Case(32, 32768))
-DECODE = (8, 5, 128, 4, 4, 128, 0, 2, 0, 0, 128, 128, 0, 0)
+DECODE = (8, 5, 128, 4, 4, 128, 0, 2, 0, 0, 0)
 """Qwen3-14B's attention with `tq4` on an H200, as `tq_ops.cuda.decode.DEFINED` names it."""
 
 

@@ -45,7 +45,7 @@ def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iter
 
     def kernel(shape: decode.Shape, device: torch.device) -> Executed:
         launched.append("decode")
-        return Executed(edit(ptx_of(shape)), decode.shared_bytes(shape.group, shape.v_levels), memory, order)
+        return Executed(edit(ptx_of(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
 
     with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
         yield launched

@@ -27,10 +27,11 @@ class Read(NamedTuple):
     Attributes:
         codes, scales: the fields; both begin a block's tokens of one head after another's.
         codes_stride, scales_stride: from a block to the next, in bytes and in scales.
-        centroids: [2**BITS] fp32.
+        centroids: of `layout.Layout`.
         words: of `layout.words_of`; None where they are not looked up, or are K's.
-        BITS, N, W: of a level; levels of a vector, and the columns in which they lie.
-        PERMUTE: whether centroids are looked up in registers.
+        BITS: of a level.
+        COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
+        PERMUTE: whether centroids are looked up, or made two at a time, in registers.
     """
 
     codes: Any
@@ -40,8 +41,9 @@ class Read(NamedTuple):
     centroids: Any
     words: Any
     BITS: Any
-    N: Any
-    W: Any
+    COLUMNS: Any
+    UNITS: Any
+    PARTS: Any
     PERMUTE: Any
 
 
@@ -49,12 +51,11 @@ class Write(NamedTuple):
     """K or V of one layer, as it is quantized and stored.
 
     Attributes:
-        codes … W: as in `Read`.
-        forward: `layout.Layout.forward`.
-        mean, numbers: of `layout.Learned`; None of a rotation.
-        boundaries: [2**BITS - 1] fp32.
+        codes … PARTS: as in `Read`.
+        forward, boundaries: of `layout.Layout`.
+        mean, weights, widths, gains: of `layout.Learned`; None of a rotation.
         kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
-        LEARNED: of learned coordinates.
+        LEARNED: whether these are learned keys.
         TYPE: operands of the product with `forward`.
     """
 
@@ -64,13 +65,16 @@ class Write(NamedTuple):
     scales_stride: Any
     centroids: Any
     forward: Any
-    mean: Any
-    numbers: Any
     boundaries: Any
+    mean: Any
+    weights: Any
+    widths: Any
+    gains: Any
     kept: Any
     BITS: Any
-    N: Any
-    W: Any
+    COLUMNS: Any
+    UNITS: Any
+    PARTS: Any
     LEARNED: Any
     TYPE: Any
 
@@ -122,17 +126,21 @@ def read(fields: dict[str, Tensor], of: Layout, words: Tensor | None, permutes: 
     codes, scales = fields["codes"], fields["scale"]
     return Read(
         codes, scales, codes.stride(0), scales.stride(0), of.centroids, words,
-        *map(constant, (of.bits, of.levels, of.width, permutes)),
+        *map(constant, (of.bits, len(of.columns.units), *of.columns, permutes)),
     )  # fmt: skip
 
 
 def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tensor) -> Write:
     """One side of a layer for `quantize.append`; x says where it runs."""
     codes, scales, learned = fields["codes"], fields["scale"], of.learned
+    mean, weights, widths, gains = (
+        (learned.mean, learned.weights, learned.widths, learned.gains) if learned else (None, None, None, None)
+    )
     return Write(
-        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, learned.mean if learned else None,
-        learned.numbers if learned else None, of.boundaries, kept,
-        BITS=constant(of.bits), N=constant(of.levels), W=constant(of.width), LEARNED=constant(learned is not None),
+        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, mean, weights,
+        widths, gains, kept,
+        BITS=constant(of.bits), COLUMNS=constant(len(of.columns.units)), UNITS=constant(of.columns.units),
+        PARTS=constant(of.columns.parts), LEARNED=constant(learned is not None),
         TYPE=constant(choices.rotation_operand(x, exact_in_bf16=True)),
     )  # fmt: skip
 
@@ -143,9 +151,8 @@ def both_written(
     """K and V of a layer for a kernel that stores them, and its warps, by name."""
     in_bf16 = (kept.k, kept.v) if kept else (None, None)
     k, v = (written(side, layout, vectors, x) for side, layout, vectors in zip(fields, of, in_bf16, strict=True))
-    types, widest = (k.TYPE.value, v.TYPE.value), max(head_dim, *(one.width for one in of))
-    learned = any(one.learned for one in of)
-    return {"k": k, "v": v, "num_warps": choices.store_warps(widest, types, max(one.bits for one in of), learned)}
+    types, learned = (k.TYPE.value, v.TYPE.value), any(one.learned for one in of)
+    return {"k": k, "v": v, "num_warps": choices.store_warps(head_dim, types, max(one.bits for one in of), learned)}
 
 
 def keeping(kept: Kept | None, batch: Batch) -> Keeping:

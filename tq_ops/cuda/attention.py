@@ -7,8 +7,8 @@ up and rotates them back. Where tokens stay in BF16, a query sees as packed ones
 
 In a layer with a sliding window a context begins with the tile that the first new token still sees something of.
 
-Learned coordinates change nothing but how many levels a vector has. What a query makes of K's mean is the same for all packed
-tokens: it is left out of their logits, and where others are beside them, of those as well (`in_bf16`). V's mean is added last.
+Learned keys change nothing but how centroids come of codes. What a query makes of K's mean is the same for all packed tokens:
+it is left out of their logits, and where others are beside them, of those as well (`in_bf16`).
 """
 
 import triton
@@ -48,16 +48,16 @@ def rows_of(begin, first, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexp
 
 
 @triton.jit
-def codes_of(side, block, row):
+def codes_of(side, block, row, D: tl.constexpr):
     """Tiles of codes of the rows of some blocks, of K or of V."""
-    return load_codes(side.codes, block * side.codes_stride + row * (side.N * side.BITS // 8), side.N, side.W, side.BITS)
+    return load_codes(side, block * side.codes_stride + row * (D * side.BITS // 8), D)
 
 
 @triton.jit
 def attend_tile(
     q_low, q_high, gain, position, state, begin, first, end, table, k, v, k_words, v_words, kv_head, scale,
-    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, CAUSAL: tl.constexpr,
-    LOWER: tl.constexpr, SPAN: tl.constexpr,
+    GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    CAUSAL: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those in first … end - 1 count.
 
@@ -65,10 +65,10 @@ def attend_tile(
     thus fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
 
     Args:
-        q_low, q_high: [K_W/2, columns], rotated queries.
+        q_low, q_high: [D/2, columns], rotated queries.
         gain: [columns], by which logits are multiplied with GAINS.
         position: [columns], the last packed token that a query may see; without CAUSAL all see all of first … end - 1.
-        state: peak [columns], total [columns], widest scalar, low and high [V_W/2, columns]: maximum in units of log2, sum of
+        state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
             probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest;
             and the blocks of this tile.
         k, v: of `arguments.Read`.
@@ -82,7 +82,7 @@ def attend_tile(
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
     k_scale = tl.load(k.scales + block * k.scales_stride + row, live, 0.0)
     v_scale = tl.load(v.scales + block * v.scales_stride + row, live, 0.0)
-    k_low, k_high = centroids_of(codes_of(k, block, row), k.centroids, k_words, k.BITS, TYPE, k.PERMUTE)
+    k_low, k_high = centroids_of(codes_of(k, block, row, D), k, k_words, TYPE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
     logits = dot(k_high, q_high, logits, TYPE)
     if GAINS:
@@ -106,7 +106,7 @@ def attend_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[:, None]).to(TYPE)
     shrink = (shrink * (widest * unit))[None, :]
-    v_low, v_high = centroids_of(codes_of(v, block, row), v.centroids, v_words, v.BITS, TYPE, v.PERMUTE)
+    v_low, v_high = centroids_of(codes_of(v, block, row, D), v, v_words, TYPE)
     out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
     out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high, ahead
@@ -115,8 +115,8 @@ def attend_tile(
 @triton.jit
 def attend_wide_tile(
     q_low, q_high, gain, position, state, begin, first, end, table, k, v, k_words, v_words, kv_head, scale,
-    GAINS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr,
-    LOWER: tl.constexpr, SPAN: tl.constexpr,
+    GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    MASKED: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """As `attend_tile`, for so many columns that they fill tensor cores as rows: each code is looked up once for all of them.
 
@@ -124,7 +124,7 @@ def attend_wide_tile(
     memory once a tile. A maximum over tokens stays within four lanes, where the other way round it is one of four warps.
 
     Args:
-        q_low, q_high: [columns, K_W/2], rotated queries; state's low and high likewise.
+        q_low, q_high: [columns, D/2], rotated queries; state's low and high likewise.
         MASKED: whether tokens from `end` on, and those that `position` and SPAN hide, are hidden; without, every column sees
             all of them but those before `first`.
     """
@@ -138,7 +138,7 @@ def attend_wide_tile(
         k_scale, v_scale = tl.load(k_scale, live, 0.0), tl.load(v_scale, live, 0.0)
     else:
         k_scale, v_scale = tl.load(k_scale), tl.load(v_scale)
-    k_low, k_high = centroids_of(codes_of(k, block, row), k.centroids, k_words, k.BITS, TYPE, k.PERMUTE)
+    k_low, k_high = centroids_of(codes_of(k, block, row, D), k, k_words, TYPE)
     logits = dot(q_low, tl.trans(k_low), tl.zeros((q_low.shape[0], TOKENS), tl.float32), TYPE)
     logits = dot(q_high, tl.trans(k_high), logits, TYPE) * (k_scale.to(tl.float32) * scale)[None, :]
     if GAINS:
@@ -160,7 +160,7 @@ def attend_wide_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[None, :]).to(TYPE)
     shrink = (shrink * (widest * unit))[:, None]
-    v_low, v_high = centroids_of(codes_of(v, block, row), v.centroids, v_words, v.BITS, TYPE, v.PERMUTE)
+    v_low, v_high = centroids_of(codes_of(v, block, row, D), v, v_words, TYPE)
     out_low = dot(p, v_low, out_low * shrink, TYPE)
     out_high = dot(p, v_high, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high, ahead
@@ -169,8 +169,8 @@ def attend_wide_tile(
 @triton.jit
 def attend_piece(
     q, gains, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-    WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend with column tile `own` of a sequence to its stored tokens begin … end - 1, or as many of them as there are.
 
@@ -198,19 +198,19 @@ def attend_piece(
     end = tl.minimum(end, tl.minimum(length, tl.max(position, 0) + 1))
     vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
     gain = tl.load(gains + vector, live, 1.0) if gains is not None else 1.0
-    k_dims, v_dims, lives = tl.arange(0, k.W // 2), tl.arange(0, v.W // 2), live
+    dims, lives = tl.arange(0, D // 2), live
     peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
     part = vector if WHOLE else (place * HEADS + kv_head).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if WIDE:
         vector, part_row, lives = vector[:, None], part[:, None], live[:, None]
-        k_dims, v_dims = k_dims[None, :], v_dims[None, :]
-        low, high = tl.zeros((COLUMNS, v.W // 2), tl.float32), tl.zeros((COLUMNS, v.W // 2), tl.float32)
+        dims = dims[None, :]
+        low, high = tl.zeros((COLUMNS, D // 2), tl.float32), tl.zeros((COLUMNS, D // 2), tl.float32)
     else:
         vector, part_row, lives = vector[None, :], part[None, :], live[None, :]
-        k_dims, v_dims = k_dims[:, None], v_dims[:, None]
-        low, high = tl.zeros((v.W // 2, COLUMNS), tl.float32), tl.zeros((v.W // 2, COLUMNS), tl.float32)
-    at = q + vector * k.W + k_dims
-    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + k.W // 2, lives, 0.0)
+        dims = dims[:, None]
+        low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
+    at = q + vector * D + dims
+    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
     masked, ahead = begin, entries_of(table, begin, first, end, BLOCK, TOKENS, LOWER)
     if WIDE and SPAN is None:
         # Tiles that the first new token of the columns sees whole need no mask. With a window most tiles need one.
@@ -219,50 +219,50 @@ def attend_piece(
         for tile in tl.range(begin, masked, TOKENS):
             peak, total, widest, low, high, ahead = attend_wide_tile(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale, gains is not None, BLOCK, TOKENS, TYPE, False, LOWER, SPAN,
+                k, v, k_words, v_words, kv_head, scale, gains is not None, D, BLOCK, TOKENS, TYPE, False, LOWER, SPAN,
             )  # fmt: skip
     for tile in tl.range(masked, end, TOKENS):
         if WIDE:
             peak, total, widest, low, high, ahead = attend_wide_tile(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale, gains is not None, BLOCK, TOKENS, TYPE, True, LOWER, SPAN,
+                k, v, k_words, v_words, kv_head, scale, gains is not None, D, BLOCK, TOKENS, TYPE, True, LOWER, SPAN,
             )  # fmt: skip
         else:
             peak, total, widest, low, high, ahead = attend_tile(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
                 k, v, k_words, v_words, kv_head, scale,
-                gains is not None, BLOCK, TOKENS, TYPE, not tokens.ONE_EACH, LOWER, SPAN,
+                gains is not None, D, BLOCK, TOKENS, TYPE, not tokens.ONE_EACH, LOWER, SPAN,
             )  # fmt: skip
     tl.store(maxima + part, peak, live)
     tl.store(sums + part, total, live)
     if begin < end:
-        out = parts + part_row * v.W + v_dims
+        out = parts + part_row * D + dims
         tl.store(out, low * widest, lives)
-        tl.store(out + v.W // 2, high * widest, lives)
+        tl.store(out + D // 2, high * widest, lives)
 
 
 # What changes from batch to batch is no reason to compile anew.
 @triton.jit(do_not_specialize=["sequences", "table_width", "programs"])
 def attend_kernel(
     q, gains, parts, maxima, sums, tokens, sequences, block_table, table_width, k, v, scale, programs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-    WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
     Args:
-        q: [T, HEADS * GROUP, K_W], rotated, of TYPE.
+        q: [T, HEADS * GROUP, D], rotated, of TYPE.
         gains: [T, HEADS * GROUP] fp32 of `rotate.gains_of`; None of a rotation.
-        parts: [places, HEADS, COLUMNS, V_W] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, V_W], sums of
+        parts: [places, HEADS, COLUMNS, D] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, D], sums of
             exp2(logit - maximum) * v, rotated.
-        maxima, sums: the same without V_W; a part without tokens has maximum -inf and sum 0, its sums of v unset.
+        maxima, sums: the same without D; a part without tokens has maximum -inf and sum 0, its sums of v unset.
         tokens: of `arguments.Tokens`; k, v: of `arguments.Read`, v's words None where they are K's.
         WIDE: whether `attend_wide_tile` does it.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     stored, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
-    of_k = load_words(k.words, k.BITS, k.PERMUTE)
-    of_v = of_k if v.words is None else load_words(v.words, v.BITS, v.PERMUTE)
+    of_k = load_words(k)
+    of_v = of_k if v.words is None else load_words(v)
     if WHOLE:
         # The last tiles of a prompt see most and begin first.
         sequence, own = find_column_tile(columns, programs - 1 - program)
@@ -270,7 +270,7 @@ def attend_kernel(
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
                 q, gains, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
-                0, 2147483647, 0, kv_head, HEADS, GROUP, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
+                0, 2147483647, 0, kv_head, HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
     else:
         _, place, stop = share_of(stored, columns, program, programs)
@@ -281,6 +281,6 @@ def attend_kernel(
             attend_piece(
                 q, gains, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
-                HEADS, GROUP, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
+                HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
             place += count

@@ -54,9 +54,9 @@ def attention_tile(
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
         group: query heads of a KV head.
-        width: columns of a vector of K or V, the wider: head_dim of a rotation.
+        width: of a vector, head_dim.
         capability: from `available.capability`.
-        bits: of a level of K or V, the wider.
+        bits: from `widest_level`.
         crowded: whether queries have gains, or V words of its own (`words_of_v`): both take registers.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
@@ -91,13 +91,18 @@ def _blackwell_tile(one_each: bool, columns: int, width: int, bits: int, crowded
     if width > 128:
         return AttentionTile(columns, 64, warps=8, registers=_ALL_REGISTERS)
     if not one_each:  # 64 rows spill, most of all in pages of 16 tokens, and so do 32 columns that are not rows
-        # Copied ahead, the codes of learned nibbles at head_dim 64 spill seven numbers once.
+        # Not copied ahead: earlier kernels of learned keys at head_dim 64 spilled seven numbers once.
         return AttentionTile(32, 32, True, stages=1) if crowded else AttentionTile(32, 64, True)
     if width < 128:
         return AttentionTile(columns, 128)
     if crowded:
         return AttentionTile(columns, 64, registers=_ALL_REGISTERS)
     return AttentionTile(columns, 64, stages=3)
+
+
+def widest_level(of_k: Layout, of_v: Layout) -> int:
+    """Bits of a level of K or V, the wider; learned keys, whose centroids need no loads, are no wider than 4."""
+    return max(min(of.bits, _NARROW) if of.learned else of.bits for of in (of_k, of_v))
 
 
 def words_of_v(of_k: Layout, of_v: Layout, capability: int) -> Tensor | None:
@@ -140,15 +145,11 @@ class MergeTile:
     warps: int = 4
 
 
-def merge_tile(whole: bool, head_dim: int, columns: int) -> MergeTile:
-    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16.
-
-    Args:
-        columns: of a part; head_dim of a rotation.
-    """
+def merge_tile(whole: bool, head_dim: int) -> MergeTile:
+    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16."""
     if whole:
         return MergeTile(16, 1, 32, 1)
-    width = min(head_dim, _MATRIX_TILE // columns)
+    width = min(head_dim, _MATRIX_TILE // head_dim)
     return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8)
 
 
@@ -201,7 +202,7 @@ def query_columns(one_each: bool, width: int, operand: tl.dtype) -> int:
 def store_warps(width: int, operands: Collection[tl.dtype], bits: int, learned: bool) -> int:
     """Warps of a program that quantizes 16 vectors.
 
-    With four it would spill at head_dim 256, with FP32 operands, or wide levels, and take 208 registers for learned nibbles.
+    With four it would spill at head_dim 256, with FP32 operands, or wide levels, and take many registers for learned keys.
     """
     return 8 if width > 128 or bits > _NARROW or tl.float32 in operands or learned else 4
 
@@ -211,9 +212,9 @@ def row_warps(size: int) -> int:
     return max(1, min(16, size // 512))
 
 
-def permutes(q: Tensor, words: Tensor | None) -> bool:
-    """Whether centroids are looked up in registers: FP16 ones that fit words, and not in the interpreter, which has no PTX."""
-    return words is not None and q.is_cuda and attention_operand(q) == tl.float16
+def permutes(q: Tensor, of: Layout) -> bool:
+    """Whether centroids come of registers: FP16 ones that fit words, or are learned; not in the interpreter: it has no PTX."""
+    return (of.words is not None or of.learned is not None) and q.is_cuda and attention_operand(q) == tl.float16
 
 
 def schedule_size(sequences: int, capability: int) -> int:

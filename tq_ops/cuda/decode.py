@@ -1,12 +1,13 @@
 """Decode attention in CUDA C++ (`csrc/decode.cu`): what it takes, its launch, and the memory that it needs.
 
 It does what `attention.attend_kernel` and `merge_kernel` do for one new token a sequence, in one launch. The Triton kernels
-stay for prompts, FP32, some numbers of learned nibbles, and wherever CUDA C++ cannot be compiled.
+stay for prompts, FP32, head_dim 64 but for tq4, and wherever CUDA C++ cannot be compiled.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -15,10 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from haarkv.codebooks.cubic import WIDTHS
 from haarkv.tq_ops.cuda import nvrtc
 from haarkv.tq_ops.cuda.available import capability, processors
+from haarkv.tq_ops.cuda.halves import halves_of
 from haarkv.tq_ops.cuda.kept import Part, kept_in
-from haarkv.tq_ops.cuda.layout import Layout, Rotated, width_of
+from haarkv.tq_ops.cuda.layout import Layout, Rotated, columns_of
+from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.warn import warn
@@ -30,7 +34,7 @@ TILE = 256
 _SPAN = 32  # of those a warp's; a window begins within one
 MOST_BLOCKS = 128
 """Thread blocks that share a KV head's work, at most: the weights of so many parts fit in shared memory while they merge."""
-_MOST_GROUP, _MOST_NUMBERS = 16, 2048  # query heads of a KV head; those times a vector's levels: more would spill
+_MOST_GROUP, _MOST_NUMBERS = 16, 2048  # query heads of a KV head; those times head_dim: more would spill
 _WIDEST_LOAD = 16
 _SEQUENCES = 1024  # that a cache's counters have room for at first
 
@@ -48,7 +52,7 @@ class Arguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in (
             "q", "out", "rotation", "parts", "part_maxima", "part_sums", "arrived", "positions", "seq_lens", "block_table",
-            "k_centroids", "v_centroids", "in_bf16", "in_bf16_maxima", "in_bf16_sums", "gains", "mean",
+            "k_centroids", "v_centroids", "in_bf16", "in_bf16_maxima", "in_bf16_sums", "gains",
         )),
         ("k", _Side), ("v", _Side), ("sequences", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float),
     ]  # fmt: skip
@@ -67,10 +71,7 @@ class Shape(NamedTuple):
     processor_blocks: int
     tail: int
     sink: int
-    k_levels: int
-    v_levels: int
-    gains: int
-    mean: int
+    k_learned: int
     window: int = 0
 
 
@@ -82,13 +83,12 @@ _RESERVED = 1024
 def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> bool:
     """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
     group, head_dim = q.shape[1] // cache.shape(layer).num_kv_heads, q.shape[2]
-    bits = {k.bits, v.bits}
-    compiles = (bits <= {4} or (head_dim > 64 and bits <= {*_BITS})) and k.levels % 32 == v.levels % 64 == 0
-    widest = max(k.levels, v.levels)
-    fits = group <= _MOST_GROUP and _columns(group) * widest <= _MOST_NUMBERS and cache.block_size % 16 == 0
+    bits = {v.bits} if k.learned else {k.bits, v.bits}
+    compiles = (bits <= {4} and not k.learned) or (head_dim > 64 and bits <= {*_BITS})
+    fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and cache.block_size % 16 == 0
     if not (compiles and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc.missing():
         return False
-    if shared_bytes(group, v.levels) > nvrtc.most_shared_bytes(q.device):
+    if shared_bytes(group, head_dim) > nvrtc.most_shared_bytes(q.device):
         return False
     if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
         return False
@@ -101,9 +101,8 @@ def shape_of(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -
     group = q.shape[1] // of.num_kv_heads
     return Shape(
         of.num_kv_heads, group, of.head_dim, k.bits, v.bits, cache.block_size, int(v.rotation.dtype == torch.float32),
-        blocks_a_processor(group, k.levels, v.levels, nvrtc.processor_shared_bytes(q.device)),
-        kept.tail if kept else 0, kept.sink if kept else 0, k.levels, v.levels,
-        int(k.learned is not None), int(v.learned is not None), of.window or 0,
+        blocks_a_processor(group, of.head_dim, nvrtc.processor_shared_bytes(q.device)),
+        kept.tail if kept else 0, kept.sink if kept else 0, int(k.learned is not None), of.window or 0,
     )  # fmt: skip
 
 
@@ -124,25 +123,20 @@ def _is_usable(shape: Shape, device: torch.device) -> bool:
     return True
 
 
-def blocks_a_processor(group: int, k_levels: int, v_levels: int, memory: int) -> int:
+def blocks_a_processor(group: int, head_dim: int, memory: int) -> int:
     """Thread blocks that a processor holds at once: two of 128 registers a thread, or one where that is too few.
 
     Args:
-        k_levels, v_levels: of a vector of K and of V.
         memory: shared memory of a processor. A consumer GPU's holds one.
     """
-    of_registers = 2 if _columns(group) * max(k_levels, v_levels) <= 8 * 128 else 1
-    return max(1, min(of_registers, memory // (shared_bytes(group, v_levels) + _RESERVED)))
+    of_registers = 2 if _columns(group) * head_dim <= 8 * 128 else 1
+    return max(1, min(of_registers, memory // (shared_bytes(group, head_dim) + _RESERVED)))
 
 
-def shared_bytes(group: int, levels: int) -> int:
-    """Dynamic shared memory of a thread block: the table of pairs, four warps' outputs, and all warps' maxima and sums.
-
-    Args:
-        levels: of a vector of V.
-    """
+def shared_bytes(group: int, head_dim: int) -> int:
+    """Dynamic shared memory of a thread block: the table of pairs, four warps' outputs, and all warps' maxima and sums."""
     columns = _columns(group)
-    return 65536 + 4 * columns * levels * 4 + 2 * 8 * columns * 4
+    return 65536 + 4 * columns * head_dim * 4 + 2 * 8 * columns * 4
 
 
 def _columns(group: int) -> int:
@@ -152,19 +146,27 @@ def _columns(group: int) -> int:
 def compiled(target: str, *values: int) -> bytes:
     """What NVRTC makes of `csrc/decode.cu` for the values of a `Shape`."""
     shape = Shape(*values)
-    macros = {name.upper(): value for name, value in shape._asdict().items()}
+    macros: dict[str, int | str] = {name.upper(): value for name, value in shape._asdict().items()}
+    if shape.k_learned:
+        columns = columns_of(LEARNED[shape.k_bits])
+        cubic = (tuple(number & 0xFFFF for number in halves_of(bits, place=1)[2:]) for bits in WIDTHS)
+        macros |= {"K_COLUMNS": _rows(columns.units), "K_PARTS": _rows(columns.parts), "K_CUBIC": _rows(cubic)}
     # What is written down here and there is compared as it is compiled.
     macros |= {
-        "K_WIDTH": width_of(shape.k_levels), "V_WIDTH": width_of(shape.v_levels),
-        "SHARED_BYTES": shared_bytes(shape.group, shape.v_levels), "ARGUMENT_BYTES": ctypes.sizeof(Arguments),
+        "SHARED_BYTES": shared_bytes(shape.group, shape.head_dim), "ARGUMENT_BYTES": ctypes.sizeof(Arguments),
         "BLOCK_THREADS": THREADS, "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
     }  # fmt: skip
     return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
 
 
+def _rows(rows: Iterable[tuple[int, ...]]) -> str:
+    """Tuples as C++ initializes an array of structures with them."""
+    return ",".join(f"{{{','.join(map(str, row))}}}" for row in rows)
+
+
 @cache
 def _kernel(shape: Shape, device: torch.device) -> nvrtc.Kernel:
-    shared = shared_bytes(shape.group, shape.v_levels)
+    shared = shared_bytes(shape.group, shape.head_dim)
     return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared, device)
 
 
@@ -218,7 +220,7 @@ def attend(
     blocks = count_blocks(sequences, heads, most_tokens, shape.processor_blocks, device)
     columns = _columns(shape.group)
     slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
-    sums = torch.empty(slots * columns * v.levels, dtype=torch.float32, device=device)
+    sums = torch.empty(slots * columns * shape.head_dim, dtype=torch.float32, device=device)
     maxima, totals = torch.empty(2, slots * columns, dtype=torch.float32, device=device)
     out = torch.empty_like(q)
 
@@ -230,7 +232,7 @@ def attend(
         rotated.queries, out, v.rotation, sums, maxima, totals, _counters_of(cache, sequences, heads, device), batch.positions,
         batch.seq_lens, table, k.centroids, v.centroids,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        rotated.gains, v.learned.mean if v.learned else None,
+        rotated.gains,
     )  # fmt: skip
     arguments = Arguments(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),

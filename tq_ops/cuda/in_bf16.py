@@ -3,8 +3,7 @@
 They lie in the model's own domain, as `tq_ops.kv.kept` says, so that every backend reads the same cache. Attention over them
 is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window reaches, and
 nothing else. Its sums of V are brought into V's rotated domain, where `merge.merge_kernel` and csrc/merge.cuh add them to
-those of packed tokens. Learned coordinates may be fewer than a vector's numbers, so beside those they stay as they are, and
-are added behind the way back.
+those of packed tokens.
 """
 
 import triton
@@ -60,10 +59,10 @@ def kept_kernel(
 
     Args:
         q: [T, HEADS * GROUP, D] in the model's domain.
-        parts: [T, HEADS * GROUP, D] fp32, sums of exp2(logit - maximum) * v, with a matrix rotated.
+        parts: [T, HEADS * GROUP, D] fp32, sums of exp2(logit - maximum) * v, rotated.
         tokens: of `arguments.Tokens`.
         maxima, sums: [T, HEADS * GROUP] fp32; of a sequence without tokens the maximum is -inf and the sums are 0.
-        matrix: [D, D] fp32 of `layout.into_rotated`; None of learned coordinates of V.
+        matrix: [D, D] fp32 of `layout.into_rotated`.
         k_mean: [HEADS, D] fp32 of learned coordinates of K: packed logits lack what the query makes of it, and so do maxima
             here. None of a rotation.
         scale: softmax_scale * log2(e).
@@ -126,17 +125,12 @@ def kept_kernel(
                 peak -= scale * tl.sum(of_q * tl.load(k_mean + kv_head * D + at), 1)
         tl.store(maxima + part, peak, live)
         tl.store(sums + part, total, live)
-        if matrix is not None:
-            width = tl.arange(0, WIDTH)[None, :]
-            out, of_half = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
-            # TF32 keeps as many bits as the FP16 of the rotated queries.
-            precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
-            for piece in tl.static_range(D // WIDTH):
-                rotated = tl.dot(low, tl.load(of_half + piece * WIDTH), input_precision=precision)
-                of_high = tl.load(of_half + (D // 2) * D + piece * WIDTH)
-                rotated = tl.dot(high, of_high, rotated, input_precision=precision)
-                tl.store(out + piece * WIDTH, rotated, live[:, None])
-        else:
-            out = parts + part[:, None] * D + halves
-            tl.store(out, low, live[:, None])
-            tl.store(out + D // 2, high, live[:, None])
+        width = tl.arange(0, WIDTH)[None, :]
+        out, of_half = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
+        # TF32 keeps as many bits as the FP16 of the rotated queries.
+        precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
+        for piece in tl.static_range(D // WIDTH):
+            rotated = tl.dot(low, tl.load(of_half + piece * WIDTH), input_precision=precision)
+            of_high = tl.load(of_half + (D // 2) * D + piece * WIDTH)
+            rotated = tl.dot(high, of_high, rotated, input_precision=precision)
+            tl.store(out + piece * WIDTH, rotated, live[:, None])

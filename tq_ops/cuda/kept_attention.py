@@ -18,7 +18,7 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     """Attention over the tokens in BF16, one launch, without waiting for the device.
 
     Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
-    in TF32, beside learned coordinates of V not at all; the rest is FP32.
+    in TF32; the rest is FP32.
 
     Args:
         q: [T, Hq, D] bf16 or fp32 in the model's domain.
@@ -29,10 +29,8 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
     tile = choices.kept_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
-    of_k, of_v = (
-        layout_of(kv_format, layer, head_dim, q.device) for kv_format in (cache.k_format(layer), cache.v_format(layer))
-    )
-    matrix = None if of_v.learned else into_rotated(cache.v_format(layer), layer, head_dim, q.device)
+    of_k = layout_of(cache.k_format(layer), layer, head_dim, q.device)
+    matrix = into_rotated(cache.v_format(layer), layer, head_dim, q.device)
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
     new = tokens_of(batch, kept, cache.shape(layer).window, triton.next_power_of_2(sequences))

@@ -9,16 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from haarkv.codebooks import cubic
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.columns import EIGHTHS, Column, widths_of
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
 
 def kernel_order(described: Description) -> Tensor:
-    """The level in each of the N columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [N] int64."""
-    narrow = min(4, *planes(described.bits), 8)
-    parts = list(torch.arange(described.levels).view(8 // narrow, -1))
+    """The level in each of the D columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [D] int64."""
+    if described.columns:
+        eighths = torch.arange(described.levels).view(EIGHTHS, -1)
+        parts = [eighths[part.eighth] for column in described.columns for part in column.parts]
+    else:
+        parts = list(torch.arange(described.levels).view(8 // min(4, *planes(described.bits), 8), -1))
     return torch.cat([_laced(parts[: len(parts) // 2]), _laced(parts[len(parts) // 2 :])])
 
 
@@ -29,15 +34,31 @@ def _laced(parts: list[Tensor]) -> Tensor:
     return parts[0]
 
 
-_FEWEST, _MOST = 32, 256
-"""Learned nibbles of a vector: half of them fill a tensor core's operand, and twice as many would not fit in registers."""
+class Columns(NamedTuple):
+    """Columns of levels as kernels are compiled for them, none of planes.
+
+    Attributes:
+        units: of each column the bytes of a unit, where it begins in D / 8 bytes, its first of the eight parts, and how many.
+        parts: shift and bits of each part.
+    """
+
+    units: tuple[tuple[int, int, int, int], ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
 
 
-def _learned(head_dim: int) -> range:
-    return range(_FEWEST, min(_MOST, 3 * head_dim) + 1, 16)
+NO_COLUMNS = Columns()
 
 
-READS = Reads("the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=_learned)
+def columns_of(columns: tuple[Column, ...]) -> Columns:
+    """Those of a description."""
+    units, begin, first = [], 0, 0
+    for one in columns:
+        units.append((one.nbytes, begin, first, len(one.parts)))
+        begin, first = begin + one.nbytes, first + len(one.parts)
+    return Columns(tuple(units), tuple((part.shift, part.bits) for one in columns for part in one.parts))
+
+
+READS = Reads("the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True)
 """What the kernels read and write."""
 NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
@@ -50,54 +71,50 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
 
 @dataclass(frozen=True)
 class Learned:
-    """What learned coordinates have beside a rotation, in the kernels' order; columns without a level hold zeros.
+    """What learned coordinates have beside a rotation, coordinates in the kernels' order.
 
     Attributes:
         mean: [H, D] fp32, as in `Coordinates`.
-        forward: [H, D, W] bf16, for each level the coordinate that it belongs to.
-        numbers: [H, 4 * W + 5] fp32. For each level: its coordinate's share and weight where it is that one's first level,
-            else 0; the weight where no later level refines it, else 0; its stage. Then the second and the third stage's step,
-            and the three gains.
+        forward: [H, D, D] bf16.
+        weights: [H, D] fp32.
+        widths: [D] int32, bits of each coordinate's level.
+        gains: [3] fp32.
         largest: [H, D] fp32, of each row of the rotation its largest number's size.
     """
 
     mean: Tensor
     forward: Tensor
-    numbers: Tensor
+    weights: Tensor
+    widths: Tensor
+    gains: Tensor
     largest: Tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A format of 2 to 8 bits a level, one FP16 scale a vector.
+    """A format of 2 to 8 bits a level, or learned keys; one FP16 scale a vector.
 
     Levels are kept in the order of `kernel_order`. The columns of the rotation are in that order, and nothing else knows how a
-    format orders them. Each half of the N levels is as wide as a power of two, so N = 96 takes W = 128 columns, of which those
-    beyond either half stand for nothing.
+    format orders them.
 
     Attributes:
-        bits: of a level, which say how its planes lie.
-        levels: N, levels of a vector; D of a rotation.
-        rotation: [D, D] bf16, `y = x @ rotation` in the kernels' order. Of learned
-            coordinates [H, D, W], by which queries are multiplied, and transposed the sums of V.
-        centroids: [2**bits] fp32.
-        words: [n] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`; None where they can only be loaded.
-        boundaries: [2**bits - 1] fp32, ascending.
-        learned: of learned coordinates; None of a rotation.
+        bits: of a level, which say how its planes lie; the mean of learned keys.
+        rotation: [D, D] bf16, `y = x @ rotation` in the kernels' order. Of learned keys [H, D, D], by which queries are
+            multiplied.
+        centroids: [2**bits] fp32; of learned keys those of 1 bit, of 2 bits, and so on to 6.
+        words: [n] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`; None where they are not looked up so.
+        boundaries: [2**bits - 1] fp32, ascending; of learned keys likewise of each width.
+        columns: of learned keys; none where levels lie in planes.
+        learned: of learned keys; None of a rotation.
     """
 
     bits: int
-    levels: int
     rotation: Tensor
     centroids: Tensor
     words: Tensor | None
     boundaries: Tensor
+    columns: Columns = NO_COLUMNS
     learned: Learned | None = None
-
-    @property
-    def width(self) -> int:
-        """W, columns in which the levels lie."""
-        return self.rotation.shape[-1]
 
     @property
     def matrices(self) -> int:
@@ -114,9 +131,9 @@ class Rotated(NamedTuple):
     """Queries in the domain of the codes.
 
     Attributes:
-        queries: [T, Hq, W] fp16 in a BF16 model, else fp32.
-        gains: [T, Hq] fp32, powers of two by which those of learned coordinates were divided, so that FP16 holds them; None of
-            a rotation.
+        queries: [T, Hq, D] fp16 in a BF16 model, else fp32.
+        gains: [T, Hq] fp32, powers of two by which those for learned keys were divided, so that FP16 holds them; None of a
+            rotation.
     """
 
     queries: Tensor
@@ -125,9 +142,10 @@ class Rotated(NamedTuple):
 
 def unset_queries(tokens: int, heads: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Rotated:
     """Unset, for queries of a model of this dtype."""
+    head_dim = layout.rotation.shape[-1]
     kept = torch.float16 if dtype == torch.bfloat16 else torch.float32
     gains = torch.empty(tokens, heads, dtype=torch.float32, device=device) if layout.learned else None
-    return Rotated(torch.empty(tokens, heads, layout.width, dtype=kept, device=device), gains)
+    return Rotated(torch.empty(tokens, heads, head_dim, dtype=kept, device=device), gains)
 
 
 def words_of(centroids: Tensor) -> Tensor | None:
@@ -175,52 +193,42 @@ def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.d
 @cache
 def _layout(described: Description, layer: int, device: torch.device) -> Layout:
     order = kernel_order(described)
-    learned = None
     if described.transform.coordinates:
-        coordinates = described.transform.coordinates(layer)
-        rotation, learned = _spread(coordinates.rows.mT, order), _learned_of(coordinates, order, device)
-    else:
-        rotation = described.transform.on(layer, described.head_dim, torch.device("cpu"))[:, order]
+        return _learned_layout(described, described.transform.coordinates(layer), order, device)
     centroids = numbers_on(described.centroids, device)
     return Layout(
         bits=described.bits,
-        levels=described.levels,
-        rotation=rotation.to(device, torch.bfloat16).contiguous(),
+        rotation=_matrix(described.transform.on(layer, described.head_dim, torch.device("cpu")), order, device),
         centroids=centroids,
         words=words_of(centroids),
         boundaries=numbers_on(described.boundaries, device),
-        learned=learned,
     )
 
 
-def width_of(levels: int) -> int:
-    """W, columns in which N levels lie: twice a power of two."""
-    return 2 << (levels // 2 - 1).bit_length()
-
-
-def _spread(of_levels: Tensor, order: Tensor) -> Tensor:
-    """[..., N] of levels -> [..., W] of the kernels' columns, zeros in those that stand for none."""
-    low, high = of_levels[..., order].chunk(2, dim=-1)
-    half = width_of(of_levels.shape[-1]) // 2
-    return torch.cat([torch.nn.functional.pad(part, (0, half - part.shape[-1])) for part in (low, high)], dim=-1)
-
-
-def _learned_of(of: Coordinates, order: Tensor, device: torch.device) -> Learned:
-    heads, dim = of.mean.shape
-    assert len(of.steps) == len(of.gains) == 3, "the kernels go through three stages at three gains"
-    stage, owner = of.owners // dim, of.owners % dim
-    first, weight = stage == 0, of.weights.gather(1, owner)
-    last = torch.zeros(heads, dim, dtype=torch.int64).scatter_reduce_(1, owner, stage, "amax").gather(1, owner) == stage
-    of_levels = (of.shares.gather(1, owner) * first, weight * first, weight * last, stage.float())
-    numbers = (
-        *(_spread(part, order) for part in of_levels),
-        *(torch.tensor(part).expand(heads, -1) for part in (of.steps[1:], of.gains)),
-    )  # fmt: skip
-    forward = _spread(of.forward.gather(2, owner.unsqueeze(1).expand(heads, dim, -1)), order)
-    assert torch.equal(forward.bfloat16().float(), forward), "coordinates are BF16 numbers"
-    return Learned(
-        mean=of.mean.to(device).contiguous(),
-        forward=forward.to(device, torch.bfloat16).contiguous(),
-        numbers=torch.cat(numbers, dim=1).to(device).contiguous(),
-        largest=of.rows.abs().amax(1).to(device),
+def _learned_layout(described: Description, of: Coordinates, order: Tensor, device: torch.device) -> Layout:
+    assert len(of.gains) == 3, "the kernels try three gains"
+    widths = torch.tensor(widths_of(described.columns), dtype=torch.int32).repeat_interleave(described.head_dim // EIGHTHS)
+    return Layout(
+        bits=described.bits,
+        rotation=_matrix(of.rows.mT, order, device),
+        centroids=torch.cat([cubic.centroids(bits) for bits in cubic.WIDTHS]).to(device),
+        words=None,
+        boundaries=torch.cat([cubic.boundaries(bits) for bits in cubic.WIDTHS]).to(device),
+        columns=columns_of(described.columns),
+        learned=Learned(
+            mean=of.mean.to(device).contiguous(),
+            forward=_matrix(of.forward, order, device),
+            weights=of.weights[:, order].to(device),
+            widths=widths[order].to(device),
+            gains=torch.tensor(of.gains, device=device),
+            largest=of.rows.abs().amax(1).to(device),
+        ),
     )
+
+
+def _matrix(matrix: Tensor, order: Tensor, device: torch.device) -> Tensor:
+    """[..., D, D] bf16, its columns in the kernels' order."""
+    ordered = matrix[..., order]
+    rounded = ordered.to(torch.bfloat16)
+    assert torch.equal(rounded.float(), ordered), "matrices are of BF16 numbers"
+    return rounded.to(device).contiguous()

@@ -1,14 +1,20 @@
-"""Looking up the centroids of a tile of codes: byte permutations on a GPU for 2, 3 and 4 bits, loads for all else.
+"""The centroids of a tile of codes: byte permutations on a GPU for 2, 3 and 4 bits, arithmetic for learned keys, else loads.
 
 Instructions a coordinate, of a tile that lies in registers: 1.3 for 2 bits, 1.6 for 3, 2.5 for 4. `prmt` picks four bytes of
 eight by the nibbles of an index, so that eight levels fit one table of high bytes and one of low bytes; sixteen need the sign
 apart. In FP32, in the interpreter, which has no PTX, and from 5 bits on, each centroid is a load.
+
+Those of learned keys are a cubic of the level. FP16 ones on a GPU are made two at a time, as `halves` says: 3.5 instructions a
+coordinate. In FP32 and in the interpreter the same is plain arithmetic.
 """
 
 import triton
 import triton.language as tl
 
+from haarkv.codebooks.cubic import FACTORS, WIDTHS
+from haarkv.tq_ops.cuda.halves import column_asm
 from haarkv.tq_ops.cuda.planes import lace, level_of
+from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 
 # Four bytes of codes in $4, their low levels' centroids in $0 and $1, their high levels' in $2 and $3, two FP16 each.
 # Level n >= 8 is +c[n & 7], level n < 8 is -c[~n & 7]: eight magnitudes fill two words of high bytes ($5, $9) and two of
@@ -88,15 +94,23 @@ _EIGHT_TYPES = tl.constexpr((tl.float16,) * 8)
 _EIGHT_OPERANDS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 19))
 
 
+_FACTORS = tl.constexpr(tuple(FACTORS[bits] for bits in WIDTHS))
+# By 10 * B + column. Flat, since kernels are given no tuples of strings.
+_ASM_OF_COLUMNS = {10 * bits + n: column_asm(one) for bits, columns in LEARNED.items() for n, one in enumerate(columns)}
+_COLUMN_ASM = tl.constexpr({key: asm for key, (asm, _) in _ASM_OF_COLUMNS.items()})
+_COLUMN_OPERANDS = tl.constexpr({key: operands for key, (_, operands) in _ASM_OF_COLUMNS.items()})
+_PART_TYPES = tl.constexpr(((), (), (tl.float16,) * 2, (tl.float16,) * 3, (tl.float16,) * 4, (tl.float16,) * 5))
+
+
 @triton.jit
-def load_words(words, BITS: tl.constexpr, PERMUTE: tl.constexpr):
-    """The words of `Layout.words` as scalars, to be kept in registers."""
-    count: tl.constexpr = 5 if BITS == 4 else 2 * (BITS - 1)
+def load_words(side):
+    """The words of `Layout.words` as scalars, to be kept in registers; side is of `arguments.Read`."""
+    count: tl.constexpr = 5 if side.BITS == 4 else 2 * (side.BITS - 1)
     found = (0,)
-    if PERMUTE:
-        found = (tl.load(words),)
+    if side.PERMUTE and side.COLUMNS == 0:
+        found = (tl.load(side.words),)
         for index in tl.static_range(1, count):
-            found = found + (tl.load(words + index),)  # noqa: RUF005
+            found = found + (tl.load(side.words + index),)  # noqa: RUF005
     return found
 
 
@@ -129,12 +143,48 @@ def _loaded(tiles, table, first: tl.constexpr, BITS: tl.constexpr, TYPE: tl.cons
 
 
 @triton.jit
-def centroids_of(tiles, table, words, BITS: tl.constexpr, TYPE: tl.constexpr, PERMUTE: tl.constexpr):
+def cubic(level, BITS: tl.constexpr):
+    """Centroids fp32 of levels of BITS bits, as `codebooks.cubic.centroids`; what lies above those bits counts nothing."""
+    m = (2 * (level & (2**BITS - 1)) + (1 - 2**BITS)).to(tl.float32)
+    return m * (_FACTORS[BITS - 1][0] + _FACTORS[BITS - 1][1] * (m * m))
+
+
+@triton.jit
+def _of_column(units, side, column: tl.constexpr, TYPE: tl.constexpr):
+    """Centroids of each part of a column of units [rows, D / 8]: a tuple."""
+    first: tl.constexpr = side.UNITS[column][2]
+    count: tl.constexpr = side.UNITS[column][3]
+    if side.PERMUTE:
+        asm: tl.constexpr = 10 * side.BITS + column
+        found = tl.inline_asm_elementwise(
+            _COLUMN_ASM[asm], _COLUMN_OPERANDS[asm], [units], dtype=_PART_TYPES[count], is_pure=True,
+            pack=4 // side.UNITS[column][0],
+        )  # fmt: skip
+    else:
+        units = units.to(tl.int32)
+        found = (cubic(units, side.PARTS[first][1]).to(TYPE),)
+        for part in tl.static_range(first + 1, first + count):
+            found = found + (cubic(units >> side.PARTS[part][0], side.PARTS[part][1]).to(TYPE),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def centroids_of(tiles, side, words, TYPE: tl.constexpr):
     """Centroids of both halves [rows, D/2] of vectors whose codes are `tiles` of `planes.load_codes`.
 
-    With PERMUTE they are FP16, from `words` of `load_words`; without, those of `table` [2**BITS] fp32 as TYPE.
+    Args:
+        side: of `arguments.Read`; without PERMUTE centroids are those of its table, or of the cubic, as TYPE.
+        words: of `load_words`.
     """
-    if not PERMUTE:
+    table = side.centroids
+    BITS: tl.constexpr = side.BITS
+    if side.COLUMNS > 0:
+        parts = _of_column(tiles[0], side, 0, TYPE)
+        for column in tl.static_range(1, side.COLUMNS):
+            parts = parts + _of_column(tiles[column], side, column, TYPE)
+        low = _laced((parts[0], parts[1], parts[2], parts[3]), 4)
+        high = _laced((parts[4], parts[5], parts[6], parts[7]), 4)
+    elif not side.PERMUTE:
         narrow: tl.constexpr = min(BITS & -BITS, 4)
         low = _loaded(tiles, table, 0, BITS, TYPE)
         high = _loaded(tiles, table, 4 // narrow, BITS, TYPE)

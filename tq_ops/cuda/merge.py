@@ -9,8 +9,8 @@ from haarkv.tq_ops.cuda.schedule import pieces_of, share_of, tiles_of
 
 @triton.jit(do_not_specialize=["count", "sequences", "programs"])
 def merge_kernel(
-    parts, maxima, sums, out, rotation, mean, count, tokens, sequences, programs, in_bf16, in_bf16_maxima, in_bf16_sums,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    parts, maxima, sums, out, rotation, count, tokens, sequences, programs, in_bf16, in_bf16_maxima, in_bf16_sums,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """out [count, HEADS * GROUP, D] of the parts of `attention.attend_kernel`, rotated back.
@@ -19,17 +19,14 @@ def merge_kernel(
     and writes PIECES times WIDTH of their columns. ROWS is 1 unless WHOLE.
 
     Args:
-        rotation: [D, W]; of learned coordinates [HEADS, D, W], and mean [HEADS, D] fp32, else None.
+        rotation: [D, D].
         tokens: of `arguments.Tokens`.
-        in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `in_bf16.kept_kernel`, beside learned coordinates not
-            rotated; None where nothing is kept.
+        in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `in_bf16.kept_kernel`; None where nothing is kept.
     """
-    LEARNED: tl.constexpr = mean is not None
     KEPT: tl.constexpr = in_bf16 is not None
-    beside: tl.constexpr = LEARNED and KEPT
     begin = tl.program_id(1) * (WIDTH * PIECES)
     if WHOLE:
-        token, head, matrix = vectors_of(tl.program_id(0), count, HEADS * GROUP, HEADS if LEARNED else 1, ROWS)
+        token, head, _ = vectors_of(tl.program_id(0), count, HEADS * GROUP, 1, ROWS)
         row, live, pieces = token * (HEADS * GROUP) + head, token < count, 1
         base = row.to(tl.int64)
     else:
@@ -37,7 +34,6 @@ def merge_kernel(
         row = vector + tl.arange(0, ROWS)
         live = row < count * (HEADS * GROUP)
         token, head = vector // (HEADS * GROUP), vector % (HEADS * GROUP)
-        matrix = head // GROUP if LEARNED else 0
         sequence, column = token, head % GROUP
         if not tokens.ONE_EACH:
             index = tl.arange(0, tokens.SIZE)
@@ -48,16 +44,13 @@ def merge_kernel(
         unit, _, _ = share_of(stored, columns, 0, programs)
         first, pieces = pieces_of(stored, columns, unit, sequence, column // COLUMNS)
         base = ((first * HEADS + head // GROUP).to(tl.int64) * COLUMNS + column % COLUMNS) + tl.zeros((ROWS,), tl.int64)
-    dims = tl.arange(0, W // 2)[None, None, :]
+    dims = tl.arange(0, D // 2)[None, None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    low, high = tl.zeros((ROWS, W // 2), tl.float32), tl.zeros((ROWS, W // 2), tl.float32)
-    kept = total + 1.0
+    low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
     if KEPT:
-        peak = tl.load(in_bf16_maxima + row, live, -float("inf"))
-        if not beside:
-            total = tl.load(in_bf16_sums + row, live, 0.0)
-            of_kept = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
-            low, high = tl.load(of_kept, live[:, None], 0.0), tl.load(of_kept + D // 2, live[:, None], 0.0)
+        peak, total = tl.load(in_bf16_maxima + row, live, -float("inf")), tl.load(in_bf16_sums + row, live, 0.0)
+        of_kept = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+        low, high = tl.load(of_kept, live[:, None], 0.0), tl.load(of_kept + D // 2, live[:, None], 0.0)
     for first in range(0, pieces, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[None, :]
         there = live[:, None] & (split < pieces)
@@ -68,26 +61,16 @@ def merge_kernel(
         shrink, grow = tl.exp2(peak - finite), tl.exp2(peaks - finite[:, None])
         total = total * shrink + tl.sum(tl.load(sums + part, there, 0.0) * grow, 1)
         # A part without tokens left its sums of v unset.
-        at, filled, grow = parts + part[:, :, None] * W + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
+        at, filled, grow = parts + part[:, :, None] * D + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
         low = low * shrink[:, None] + tl.sum(tl.load(at, filled, 0.0) * grow, 1)
-        high = high * shrink[:, None] + tl.sum(tl.load(at + W // 2, filled, 0.0) * grow, 1)
+        high = high * shrink[:, None] + tl.sum(tl.load(at + D // 2, filled, 0.0) * grow, 1)
         peak = new_peak
-        if beside:
-            kept *= shrink
-    packed = total
-    if beside:
-        total += kept * tl.load(in_bf16_sums + row, live, 0.0)
     # A row that saw no token is padding.
     total = tl.where(total == 0, 1.0, total)[:, None]
     low, high = low / total, high / total
     at = out + row[:, None].to(tl.int64) * D
     for piece in tl.static_range(PIECES):
         column = begin + piece * WIDTH
-        back = rotate_columns(low, high, rotation + matrix * (D * W), column, ROWS, W, D, WIDTH, tl.float32, True)
+        back = rotate_columns(low, high, rotation, column, ROWS, D, WIDTH, tl.float32, True)
         column += tl.arange(0, WIDTH)[None, :]
-        if LEARNED:
-            back += packed[:, None] / total * tl.load(mean + matrix * D + column)
-        if beside:
-            of_kept = tl.load(in_bf16 + row[:, None].to(tl.int64) * D + column, live[:, None], 0.0)
-            back += kept[:, None] / total * of_kept
         tl.store(at + column, rounded(back, out.dtype.element_ty), live[:, None])

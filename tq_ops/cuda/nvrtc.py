@@ -36,7 +36,7 @@ def missing() -> str | None:
     return None
 
 
-def compiled(folder: Path, name: str, target: str, defines: Mapping[str, int]) -> bytes:
+def compiled(folder: Path, name: str, target: str, defines: Mapping[str, int | str]) -> bytes:
     """What NVRTC makes of a source file.
 
     Args:

@@ -159,11 +159,11 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
 
 def rotate(q: Tensor, layout: Layout) -> Rotated:
     """Queries [T, Hq, D] in the domain of the codes."""
-    (tokens, heads, head_dim), width = q.shape, layout.width
+    tokens, heads, head_dim = q.shape
     out, largest = unset_queries(tokens, heads, layout, q.dtype, q.device), layout.learned.largest if layout.learned else None
     exact = layout.rotation.dtype == q.dtype == torch.bfloat16
-    rotate_kernel[(tiles_of(tokens, heads, layout), width // _WIDTH)](
-        q.contiguous(), *out, layout.rotation, largest, tokens, HEADS=heads, MATRICES=layout.matrices, D=head_dim, W=width,
+    rotate_kernel[(tiles_of(tokens, heads, layout), head_dim // _WIDTH)](
+        q.contiguous(), *out, layout.rotation, largest, tokens, HEADS=heads, MATRICES=layout.matrices, D=head_dim,
         TYPE=choices.rotation_operand(q, exact), ROWS=ROWS, WIDTH=_WIDTH, **choices.COMPILED,
     )  # fmt: skip
     return out
@@ -203,7 +203,7 @@ def _attend_in_parts(
     v_words = choices.words_of_v(of_k, of_v, gpu)
     crowded = rotated.gains is not None or v_words is not None
     tile = choices.attention_tile(
-        triton.cdiv(tokens, sequences), group, max(of_k.width, of_v.width), operand, gpu, max(of_k.bits, of_v.bits), crowded
+        triton.cdiv(tokens, sequences), group, head_dim, operand, gpu, choices.widest_level(of_k, of_v), crowded
     )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
@@ -213,25 +213,26 @@ def _attend_in_parts(
     whole = not one_each and tokens * group >= programs * tile.columns
     programs = column_tiles if whole else programs
     parts_shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
-    parts = torch.empty(*parts_shape, of_v.width, dtype=torch.float32, device=q.device)
+    parts = torch.empty(*parts_shape, head_dim, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(parts_shape, dtype=torch.float32, device=q.device) for _ in range(2))
     new = tokens_of(batch, kept, shape.window, choices.schedule_size(sequences, gpu))
     same = {
-        "HEADS": heads, "GROUP": group, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole, **choices.COMPILED,
+        "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole,
+        **choices.COMPILED,
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
         *rotated, parts, maxima, sums, new, sequences, table, table.shape[1],
-        read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k.words)),
-        read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v.words)), scale, programs,
+        read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k)),
+        read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v)), scale, programs,
         BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **same,
     )  # fmt: skip
-    out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim, of_v.width)
+    out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
     tiles = tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
     merge.merge_kernel[(tiles, head_dim // (merging.width * merging.pieces))](
-        parts, maxima, sums, out, of_v.rotation, of_v.learned.mean if of_v.learned else None, tokens, new, sequences, programs,
+        parts, maxima, sums, out, of_v.rotation, tokens, new, sequences, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        D=head_dim, W=of_v.width, ROWS=merging.rows, AT_ONCE=merging.at_once, WIDTH=merging.width, PIECES=merging.pieces,
+        ROWS=merging.rows, AT_ONCE=merging.at_once, WIDTH=merging.width, PIECES=merging.pieces,
         num_warps=merging.warps, **same,
     )  # fmt: skip
     return out
@@ -270,8 +271,8 @@ def rotate_and_append(
     rotated = unset_queries(tokens, heads.num_heads, of_k, heads.dtype, qkv.device)
     queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
-    width = choices.query_columns(tokens == batch.seq_lens.shape[0], of_k.width, q_type)
-    of_q = tiles_of(tokens, heads.num_heads, of_k) * (of_k.width // width)
+    width = choices.query_columns(tokens == batch.seq_lens.shape[0], shape.head_dim, q_type)
+    of_q = tiles_of(tokens, heads.num_heads, of_k) * (shape.head_dim // width)
     prologue.prologue_kernel[(sum(tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,)](
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, *rotated,
         of_k.rotation, of_k.learned.largest if of_k.learned else None, keeping=keeping(kept, batch),

@@ -9,8 +9,8 @@ says which by its own binary digits. Its lowest digit is `narrow`; of 8 bits it 
 So a kernel loads each byte once, and one shift takes a part out of it. It holds a vector as two halves of D/2 columns, in each
 half of the parts laced together, a pair of pairs. `layout.kernel_order` is that order of columns; rotations have it folded in.
 
-Vectors of N learned nibbles lie like those of 4 bits and N coordinates. Kernels hold W columns, a power of two: what is beyond
-N/2 in either half is not read, stands for level 0 of a coordinate that is 0, and is not written.
+Learned keys lie in columns, as `tq_ops.formats.columns` says: eight parts of D / 8 coordinates, each of its own width, and one
+shift takes each out as well. `layout.Columns` names them for kernels.
 """
 
 import triton
@@ -54,25 +54,40 @@ def lace(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_codes(codes, at, N: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """The tiles of vectors of N levels in W columns whose bytes begin at `at` [rows]: a tuple of [rows, n] uint8."""
-    narrow: tl.constexpr = min(BITS & -BITS, 4)
-    n: tl.constexpr = W * narrow // 8
-    place = tl.arange(0, n)[None, :]
-    byte = codes + at[:, None] + place
-    if N == W:
-        tiles = (tl.load(byte),)
+def units_at(side, at, column: tl.constexpr, D: tl.constexpr):
+    """Pointers [rows, D / 8] to the units of a column of vectors whose bytes begin at `at` [rows]: uint8 or uint16."""
+    codes, unit = side.codes, tl.arange(0, D // 8)[None, :]
+    place = at[:, None] + side.UNITS[column][1] * (D // 8)
+    if side.UNITS[column][0] == 2:
+        # Every vector and every column begins at an even byte.
+        codes, place = codes.to(tl.pointer_type(tl.uint16), bitcast=True), place // 2
+    return codes + (place + unit)
+
+
+@triton.jit
+def load_codes(side, at, D: tl.constexpr):
+    """The tiles of vectors whose bytes begin at `at` [rows]: a tuple of [rows, n] uint8, or uint16 of columns of two bytes.
+
+    Args:
+        side: of `arguments.Read`.
+    """
+    if side.COLUMNS > 0:
+        tiles = (tl.load(units_at(side, at, 0, D)),)
+        for column in tl.static_range(1, side.COLUMNS):
+            tiles = tiles + (tl.load(units_at(side, at, column, D)),)  # noqa: RUF005
     else:
-        tl.static_assert(BITS == 4, "only levels of 4 bits are fewer than their columns")
-        tiles = (tl.load(byte, place < N // 2, 0),)
-    for tile in tl.static_range(1, BITS // narrow):
-        tiles = tiles + (tl.load(byte + tile * n),)  # noqa: RUF005
+        narrow: tl.constexpr = min(side.BITS & -side.BITS, 4)
+        n: tl.constexpr = D * narrow // 8
+        byte = side.codes + at[:, None] + tl.arange(0, n)[None, :]
+        tiles = (tl.load(byte),)
+        for tile in tl.static_range(1, side.BITS // narrow):
+            tiles = tiles + (tl.load(byte + tile * n),)  # noqa: RUF005
     return tiles
 
 
 @triton.jit
 def level_of(tiles, part: tl.constexpr, BITS: tl.constexpr):
-    """Levels [rows, n] int32 of one part."""
+    """Levels [rows, n] int32 of one part of planes."""
     narrow: tl.constexpr = min(BITS & -BITS, 4)
     wide: tl.constexpr = BITS & ~narrow if BITS & ~narrow else BITS  # bits of the first plane
     m: tl.constexpr = wide // narrow
@@ -83,17 +98,34 @@ def level_of(tiles, part: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, at, live, low, high, N: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """Pack N levels, low and high [rows, W/2] int32, into the bytes that begin at `at` [rows]."""
+def packed_units(level, into, column: tl.constexpr):
+    """Units [rows, D / 8] int32 of a column, of the levels of the eight parts."""
+    first: tl.constexpr = into.UNITS[column][2]
+    count: tl.constexpr = into.UNITS[column][3]
+    unit = level[first]
+    for part in tl.static_range(first + 1, first + count):
+        unit = unit | (level[part] << into.PARTS[part][0])
+    return unit
+
+
+@triton.jit
+def store_columns(into, at, live, low, high, D: tl.constexpr):
+    """As `store_codes`, of levels of several widths; `into` is of `arguments.Write`."""
+    level = parts_of(low, 4) + parts_of(high, 4)
+    for column in tl.static_range(into.COLUMNS):
+        pointer = units_at(into, at, column, D)
+        tl.store(pointer, packed_units(level, into, column).to(pointer.dtype.element_ty), live[:, None])
+
+
+@triton.jit
+def store_codes(codes, at, live, low, high, D: tl.constexpr, BITS: tl.constexpr):
+    """Pack levels, low and high [rows, D/2] int32, into planes whose bytes begin at `at` [rows]."""
     narrow: tl.constexpr = min(BITS & -BITS, 4)
-    n: tl.constexpr = W * narrow // 8
+    n: tl.constexpr = D * narrow // 8
     wide: tl.constexpr = BITS & ~narrow if BITS & ~narrow else BITS
     m: tl.constexpr = wide // narrow
     level = parts_of(low, 4 // narrow) + parts_of(high, 4 // narrow)
-    place = tl.arange(0, n)[None, :]
-    byte, live = codes + at[:, None] + place, live[:, None]
-    if N != W:
-        live = live & (place < N // 2)
+    byte, live = codes + at[:, None] + tl.arange(0, n)[None, :], live[:, None]
     for tile in tl.static_range(m):
         packed = level[tile] & (2**wide - 1)
         for place in tl.static_range(1, 8 // wide):

@@ -43,22 +43,22 @@ def roped(low, high, cos, sin, token, live, D: tl.constexpr):
 @triton.jit
 def rotate_queries(
     program, qkv, bias, weight, eps, cos, sin, tokens, queries, rotated, gains, rotation, largest,
-    HEADS: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, ROUNDED: tl.constexpr, TYPE: tl.constexpr,
+    HEADS: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROUNDED: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns of ROWS rotated queries: program n makes part n % (W / WIDTH) of tile n / (W / WIDTH).
+    """WIDTH columns of ROWS rotated queries: program n makes part n % (D / WIDTH) of tile n / (D / WIDTH).
 
     The first part's program also stores the queries as they were before, where there is room in `queries`.
     """
-    token, head, matrix = vectors_of(program // (W // WIDTH), tokens, HEADS, MATRICES, ROWS)
+    token, head, matrix = vectors_of(program // (D // WIDTH), tokens, HEADS, MATRICES, ROWS)
     live, vector = token < tokens, (token * HEADS + head)[:, None].to(tl.int64)
     low, high = projected(qkv, bias, token, head * D, live, ROW, D)
     if weight is not None:
         low, high = normed(low, high, weight, eps, D)
     low, high = roped(low, high, cos, sin, token, live, D)
-    first = (program % (W // WIDTH)) * WIDTH
+    first = (program % (D // WIDTH)) * WIDTH
     low, high = rounded(low, ROUNDED), rounded(high, ROUNDED)
-    columns = rotate_columns(low, high, rotation + matrix * (D * W), first, ROWS, D, W, WIDTH, TYPE, False)
+    columns = rotate_columns(low, high, rotation + matrix * (D * D), first, ROWS, D, WIDTH, TYPE, False)
     if gains is not None:
         gain = gains_of(low, high, largest + matrix * D, D)
         columns = columns / gain[:, None]
@@ -69,7 +69,7 @@ def rotate_queries(
             at = queries + vector * D + tl.arange(0, D // 2)[None, :]
             tl.store(at, low, live[:, None])
             tl.store(at + D // 2, high, live[:, None])
-    at = rotated + vector * W + first + tl.arange(0, WIDTH)[None, :]
+    at = rotated + vector * D + first + tl.arange(0, WIDTH)[None, :]
     tl.store(at, rounded(columns, rotated.dtype.element_ty), live[:, None])
 
 
@@ -104,9 +104,9 @@ def prologue_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, ROUNDED: tl.constexpr, Q_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """From qkv [tokens, (HEADS + 2 * KV_HEADS) * D] fp32 to rotated queries [tokens, HEADS, K_W] and to codes and scales.
+    """From qkv [tokens, (HEADS + 2 * KV_HEADS) * D] fp32 to rotated queries [tokens, HEADS, D] and to codes and scales.
 
-    Grid: [tiles of K + tiles of V + tiles of queries * K_W / WIDTH], each of `vectors_of`. The programs of K and V come first,
+    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH], each of `vectors_of`. The programs of K and V come first,
     since each of them makes a vector's whole row of codes; those of Q make WIDTH columns.
 
     Args:
@@ -119,8 +119,8 @@ def prologue_kernel(
     """
     program = tl.program_id(0)
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
-    together, apart = tl.cdiv(tokens * KV_HEADS, ROWS), KV_HEADS * tl.cdiv(tokens, ROWS)
-    of_k, of_v = apart if k.LEARNED else together, apart if v.LEARNED else together
+    of_v = tl.cdiv(tokens * KV_HEADS, ROWS)
+    of_k = KV_HEADS * tl.cdiv(tokens, ROWS) if k.LEARNED else of_v
     if program < of_k:
         store_projected(
             program, 0, qkv, bias, k_norm, eps, cos, sin, tokens, k, keeping, sequences, slots, fault, layer,
@@ -134,5 +134,5 @@ def prologue_kernel(
     else:
         rotate_queries(
             program - of_k - of_v, qkv, bias, q_norm, eps, cos, sin, tokens, queries, rotated, gains, rotation, largest,
-            HEADS, KV_HEADS if k.LEARNED else 1, width, D, k.W, ROWS, WIDTH, ROUNDED, Q_TYPE,
+            HEADS, KV_HEADS if k.LEARNED else 1, width, D, ROWS, WIDTH, ROUNDED, Q_TYPE,
         )  # fmt: skip

@@ -1,14 +1,13 @@
 """Quantize and append: one launch rotates K and V of all new tokens and heads and writes codes and scales to their slots.
 
-A vector of learned coordinates is multiplied by the coordinate of each level, in the order of the levels. So each level is
-chosen where it is stored: its column goes through its coordinate's stages up to its own.
+Both are multiplied by a matrix whose columns are in the kernels' order, so each level is chosen where it is packed.
 """
 
 import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda.in_bf16 import keep
-from haarkv.tq_ops.cuda.planes import store_codes
+from haarkv.tq_ops.cuda.planes import store_codes, store_columns
 from haarkv.tq_ops.cuda.rotate import power_of_two, rotate_columns, rounded, vectors_of
 
 
@@ -57,8 +56,8 @@ def by_rotation(
     """Levels [ROWS, D/2] of both halves of rotated vectors, and their scales [ROWS] fp32."""
     low, high, norm = exact_norm(low, high)
     low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D, D // 2, TYPE, False)
-    rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D, D // 2, TYPE, False)
+    rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
+    rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
     low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
     low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
     length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
@@ -66,57 +65,51 @@ def by_rotation(
 
 
 @triton.jit
-def refined(y, gain, numbers, first, centroids, boundaries, W: tl.constexpr, BITS: tl.constexpr):
-    """Levels [ROWS, W/2] of a half whose first column is `first`, at a gain, and two sums [ROWS] over its coordinates.
+def fitted(y, gain, weight, width, centroids, boundaries):
+    """Levels [ROWS, D/2] of half of the coordinates, at a gain, and two sums [ROWS] over these.
 
     Args:
-        y: [ROWS, W/2], the coordinate of each level.
-        numbers: one head's row of `layout.Learned.numbers`.
+        y: [ROWS, D/2], of deviation 1.
+        weight, width: [1, D/2], of each coordinate, and bits of its level.
+        centroids, boundaries: of all widths, as in `layout.Layout`.
     Returns:
         levels; the weighted product of y and of what they restore, and the weighted square of that.
     """
-    column = first + tl.arange(0, W // 2)
-    weight, stage = tl.load(numbers + 2 * W + column)[None, :], tl.load(numbers + 3 * W + column)[None, :]
-    left = gain * y
-    level = levels(left, boundaries, BITS)
-    restored = tl.load(centroids + level)
-    left -= restored
-    for finer in tl.static_range(1, 3):
-        step = tl.load(numbers + 4 * W + finer - 1)
-        next_level = levels(tl.div_rn(left, step + tl.zeros(y.shape, tl.float32)), boundaries, BITS)
-        more = step * tl.load(centroids + next_level)
-        level = tl.where(stage >= finer, next_level, level)
-        restored = tl.where(stage >= finer, restored + more, restored)
-        left -= more
+    level, value = tl.zeros(y.shape, tl.int32), gain * y
+    of_width = (1 << width) - 1 - width  # the first of its boundaries
+    for bit in tl.static_range(6):
+        half = (1 << width) >> (bit + 1)
+        higher = level + half
+        boundary = tl.load(boundaries + of_width + higher - 1, half > 0, float("inf"))
+        level = tl.where(value >= boundary, higher, level)
+    restored = tl.load(centroids + ((1 << width) - 2) + level)
     restored_weight = restored * weight
     return level, tl.sum(restored_weight * y, 1), tl.sum(restored_weight * restored, 1)
 
 
 @triton.jit
-def by_coordinates(
-    low, high, mean, forward, numbers, centroids, boundaries,
-    D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
-    """As `by_rotation`, of learned coordinates; mean, forward and numbers are one head's, as in `layout.Learned`."""
-    dim, column = tl.arange(0, D // 2), tl.arange(0, W // 2)
-    low, high = low - tl.load(mean + dim)[None, :], high - tl.load(mean + D // 2 + dim)[None, :]
+def by_coordinates(low, high, into, matrix, D: tl.constexpr, ROWS: tl.constexpr):
+    """As `by_rotation`, of learned keys; `into` is of `arguments.Write`, and `matrix` the head of all these vectors."""
+    half, dim = tl.arange(0, D // 2), matrix * D + tl.arange(0, D // 2)
+    low, high = low - tl.load(into.mean + dim)[None, :], high - tl.load(into.mean + D // 2 + dim)[None, :]
     low, high, gamma = exact_norm(low, high)
     low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
-    y_low = rotate_columns(low, high, forward, 0, ROWS, D, W, W // 2, TYPE, False)
-    y_high = rotate_columns(low, high, forward, W // 2, ROWS, D, W, W // 2, TYPE, False)
-    shares = tl.load(numbers + column)[None, :], tl.load(numbers + W // 2 + column)[None, :]
-    rho = tl.sqrt_rn(tl.sum(y_low * y_low * shares[0], 1) + tl.sum(y_high * y_high * shares[1], 1))
-    weights = tl.load(numbers + W + column)[None, :], tl.load(numbers + W + W // 2 + column)[None, :]
-    length = gamma * tl.sqrt_rn(tl.sum(y_low * y_low * weights[0], 1) + tl.sum(y_high * y_high * weights[1], 1))
+    forward = into.forward + matrix * (D * D)
+    y_low = rotate_columns(low, high, forward, 0, ROWS, D, D // 2, into.TYPE, False)
+    y_high = rotate_columns(low, high, forward, D // 2, ROWS, D, D // 2, into.TYPE, False)
+    rho = tl.sqrt_rn((tl.sum(y_low * y_low, 1) + tl.sum(y_high * y_high, 1)) / D)
+    weight_low, weight_high = tl.load(into.weights + dim)[None, :], tl.load(into.weights + D // 2 + dim)[None, :]
+    length = gamma * tl.sqrt_rn(tl.sum(y_low * y_low * weight_low, 1) + tl.sum(y_high * y_high * weight_high, 1))
     divisor = tl.where(rho > 0, rho, 1.0)[:, None]
     y_low, y_high = tl.div_rn(y_low, divisor), tl.div_rn(y_high, divisor)
-    level_low, level_high = tl.zeros((ROWS, W // 2), tl.int32), tl.zeros((ROWS, W // 2), tl.int32)
+    width_low, width_high = tl.load(into.widths + half)[None, :], tl.load(into.widths + D // 2 + half)[None, :]
+    level_low, level_high = tl.zeros((ROWS, D // 2), tl.int32), tl.zeros((ROWS, D // 2), tl.int32)
     kept, best = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), -1.0, tl.float32)
     # A loop and not three copies of it, which take three times as long to compile.
     for attempt in tl.range(0, 3):
-        gain = tl.load(numbers + 4 * W + 2 + attempt)
-        next_low, along_low, kept_low = refined(y_low, gain, numbers, 0, centroids, boundaries, W, BITS)
-        next_high, along_high, kept_high = refined(y_high, gain, numbers, W // 2, centroids, boundaries, W, BITS)
+        gain = tl.load(into.gains + attempt)
+        next_low, along_low, kept_low = fitted(y_low, gain, weight_low, width_low, into.centroids, into.boundaries)
+        next_high, along_high, kept_high = fitted(y_high, gain, weight_high, width_high, into.centroids, into.boundaries)
         along, next_kept = along_low + along_high, kept_low + kept_high
         fit = tl.div_rn(along * along, next_kept)
         better = fit > best
@@ -138,7 +131,7 @@ def append(
     With STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
 
     Args:
-        matrix: of learned coordinates the head of all these vectors.
+        matrix: of learned keys the head of all these vectors.
         into: of `arguments.Write`.
     Returns:
         [ROWS], which vectors are stored, or would be without WRITE.
@@ -150,10 +143,7 @@ def append(
         low, high = tl.where(low - low == 0, low, 0.0), tl.where(high - high == 0, high, 0.0)
         left_out = tl.zeros(bad.shape, tl.int1)
     if into.LEARNED:
-        low, high, scale = by_coordinates(
-            low, high, into.mean + matrix * D, into.forward + matrix * (D * into.W), into.numbers + matrix * (4 * into.W + 5),
-            into.centroids, into.boundaries, D, into.W, into.BITS, ROWS, into.TYPE,
-        )  # fmt: skip
+        low, high, scale = by_coordinates(low, high, into, matrix, D, ROWS)
     else:
         low, high, scale = by_rotation(
             low, high, into.forward, into.centroids, into.boundaries, D, into.BITS, ROWS, into.TYPE
@@ -166,8 +156,11 @@ def append(
     live = live & (left_out == 0)
     if WRITE:
         block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
-        at = block * into.codes_stride + row * (into.N * into.BITS // 8)
-        store_codes(into.codes, at, live, low, high, into.N, into.W, into.BITS)
+        at = block * into.codes_stride + row * (D * into.BITS // 8)
+        if into.LEARNED:
+            store_columns(into, at, live, low, high, D)
+        else:
+            store_codes(into.codes, at, live, low, high, D, into.BITS)
         tl.store(into.scales + block * into.scales_stride + row, scale.to(tl.float16), live)
     return live
 

@@ -48,18 +48,18 @@ def vectors_of(tile, tokens, HEADS: tl.constexpr, MATRICES: tl.constexpr, ROWS: 
 @triton.jit
 def rotate_columns(
     low, high, rotation, first,
-    ROWS: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, BACK: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Columns first … first + WIDTH - 1 of `x @ rotation`, or of `x @ rotation.T` with BACK: [ROWS, WIDTH] fp32.
 
     Args:
         low, high: [ROWS, D/2], the halves of x; a single row is multiplied without tensor cores, which take 16.
-        rotation: pointer to [D, ACROSS] bf16 or fp32, with BACK to [ACROSS, D].
+        rotation: pointer to [D, D] bf16 or fp32.
     """
     i, column = tl.arange(0, D // 2)[:, None], first + tl.arange(0, WIDTH)[None, :]
     # BACK reads the same matrix along its other axis.
-    at = rotation + (column * D + i if BACK else i * ACROSS + column)
-    across: tl.constexpr = (D // 2) * (1 if BACK else ACROSS)
+    at = rotation + (column * D + i if BACK else i * D + column)
+    across: tl.constexpr = (D // 2) * (1 if BACK else D)
     if ROWS == 1:
         product = tl.trans(low) * tl.load(at).to(tl.float32) + tl.trans(high) * tl.load(at + across).to(tl.float32)
         return tl.sum(product, 0)[None, :]
@@ -90,25 +90,24 @@ def gains_of(low, high, largest, D: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def rotate_kernel(
     q, out, gains, rotation, largest, tokens,
-    HEADS: tl.constexpr, MATRICES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, MATRICES: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, HEADS, W] = q [tokens, HEADS, D] @ rotation [MATRICES, D, W], rounded to out's dtype.
+    """out [tokens, HEADS, D] = q [tokens, HEADS, D] @ rotation [MATRICES, D, D], rounded to out's dtype.
 
     Of learned coordinates they are divided by their gains [tokens, HEADS] fp32 of `gains_of`, which are stored as well; else
     `gains` is None.
 
-    Grid: [tiles of `vectors_of`, W / WIDTH].
+    Grid: [tiles of `vectors_of`, D / WIDTH].
     """
     token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, MATRICES, ROWS)
     first, live = tl.program_id(1) * WIDTH, (token < tokens)[:, None]
     vector = (token * HEADS + head)[:, None].to(tl.int64)
     at = q + vector * D + tl.arange(0, D // 2)[None, :]
     low, high = tl.load(at, live, 0.0), tl.load(at + D // 2, live, 0.0)
-    rotated = rotate_columns(low, high, rotation + matrix * (D * W), first, ROWS, D, W, WIDTH, TYPE, False)
+    rotated = rotate_columns(low, high, rotation + matrix * (D * D), first, ROWS, D, WIDTH, TYPE, False)
     if gains is not None:
         gain = gains_of(low, high, largest + matrix * D, D)
         rotated = rotated / gain[:, None]
         tl.store(gains + token * HEADS + head, gain, token < tokens)
-    at = out + vector * W + first + tl.arange(0, WIDTH)[None, :]
+    at = out + vector * D + first + tl.arange(0, WIDTH)[None, :]
     tl.store(at, rounded(rotated, out.dtype.element_ty), live)

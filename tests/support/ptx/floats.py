@@ -1,4 +1,4 @@
-"""Floating point: FP32 arithmetic with its rounding, and conversions between FP32, FP16, BF16 and integers."""
+"""Floating point: arithmetic of FP32 and of FP16 pairs with its rounding; conversions of FP32, FP16, BF16 and integers."""
 
 from __future__ import annotations
 
@@ -44,6 +44,16 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return total.astype(np.float32)
 
 
+def of_pairs(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """A function of float64 on each of two FP16 numbers in a word, rounded once: float64 holds what FP16 numbers make."""
+
+    def of_words(*words: np.ndarray) -> np.ndarray:
+        pairs = (np.ascontiguousarray(word, np.uint32)[..., None].view(np.float16).astype(np.float64) for word in words)
+        return np.ascontiguousarray(function(*pairs).astype(np.float16)).view(np.uint32)[..., 0]
+
+    return of_words
+
+
 def _smaller(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where((x == y) & np.signbit(x), x, np.fmin(x, y))
 
@@ -59,12 +69,13 @@ _FUNCTIONS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "rsqrt": (1, lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)),
 }  # fmt: skip
 """How many operands an FP32 instruction has, and what it does with them."""
+_OF_PAIRS = {"mul": (2, of_pairs(np.multiply)), "fma": (3, of_pairs(lambda a, b, c: a * b + c))}
 _MAGNITUDES = {"bf16": np.uint16(0x7FFF), "bf16x2": np.uint32(0x7FFF7FFF)}
 """What the magnitude of a BF16 number, or of two, keeps of its bits."""
 
 
 def build(ins: Instruction) -> Run:
-    """An instruction on FP32, or the magnitude of BF16 numbers.
+    """An instruction on FP32 or FP16 pairs, or the magnitude of BF16 numbers.
 
     Raises:
         Unknown: another type, a rounding mode or an opcode that is not known here.
@@ -77,6 +88,8 @@ def build(ins: Instruction) -> Run:
         count, function = 1, lambda a: a & bits
     elif ins.opcode in _FUNCTIONS and kind == "f32":
         count, function = _FUNCTIONS[ins.opcode]
+    elif ins.opcode in _OF_PAIRS and kind == "f16x2":
+        count, function = _OF_PAIRS[ins.opcode]
     else:
         raise Unknown(ins.name)
     target = destination(ins.operands[0], bits_of(kind))

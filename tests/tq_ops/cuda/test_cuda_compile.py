@@ -63,12 +63,12 @@ BOUNDS = {
     (90, "decode 64"): Bounds(184, 39 * 1024, 36, 4, 2.1, 0.080, 2, 2),
     # measured                  171 / 177     28,800     24     10 / 2    1.97 / 2.23     0.0464 / 0.0464
     (90, "prefill 128"): Bounds(184, 30 * 1024, 16, 2, 2.4, 0.055),
-    # measured; K 128, V 64   178           61,440     48      6        1.90           0.0640 (Triton 3.9)
-    (90, "decode of learned nibbles 128"): Bounds(192, 62 * 1024, 40, 6, 2.1, 0.070, 2, 2),
-    # measured                121 / 128     20,480     40; with four warps instead of eight 208 (Triton 3.9)
-    # With 128 registers two programs share a processor. Triton 3.6's ptxas keeps to that and spills four numbers once, some
-    # 240 cycles; with more registers prompts would have half as many programs at once.
-    (90, "prologue of learned nibbles 128"): Bounds(128, 21 * 1024, 32, spilled=8),
+    # measured; K lr4, V tq3                 220             65,536     32      7        1.65           0.0652 (Triton 3.9)
+    (90, "decode of learned keys 128"): Bounds(240, 66 * 1024, 32, 6, 1.9, 0.072, 2, 2),
+    # measured                                196             28,288     24      14       1.84           0.0454 (Triton 3.9)
+    (90, "prefill of learned keys 128"): Bounds(216, 30 * 1024, 16, 2, 2.1, 0.050),
+    # measured                                 127             20,480     40 (Triton 3.9); with 128 two share a processor
+    (90, "prologue of learned keys 128"): Bounds(128, 21 * 1024, 32, spilled=8),
     # measured                   96           20,480     72
     (90, "prologue 128"): Bounds(128, 21 * 1024, 64),
     # measured                96              20,480     64
@@ -91,8 +91,8 @@ BOUNDS = {
     (100, "decode 64"): Bounds(192, 31 * 1024, 36, 4, 1.4, 0.118, 1),
     # measured; 256 threads     165 / 165     59,680     48      4        1.95 / 1.95     0.0330 / 0.0356
     (100, "decode 256"): Bounds(192, 59 * 1024, 48, 4, 2.1, 0.040, 1),
-    # measured                  210 / 214     20,480     24      3        0.79 / 0.90     0.0840 / 0.0882
-    (100, "decode of learned nibbles 128"): Bounds(224, 21 * 1024, 24, 3, 1.0, 0.097, 1),
+    # measured                                193             29,856     32      6        1.73           0.0432 (Triton 3.9)
+    (100, "decode of learned keys 128"): Bounds(216, 31 * 1024, 32, 6, 1.9, 0.048, 1),
     # measured                  218 / 229     37,120    128     8 / 4     1.92 / 1.94     0.0798 / 0.0786
     (100, "prefill 128"): Bounds(240, 37 * 1024, 128, 4, 2.1, 0.088),
     # measured                168             38,912     32      4        1.97           0.0696 (Triton 3.9)

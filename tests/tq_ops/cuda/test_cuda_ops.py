@@ -5,17 +5,24 @@ Compiled where there is a GPU, in Triton's interpreter elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cuda_caches import DEVICE, as_bytes, attention_error, check_stored, on_device, padded, same, within
 from learned_slow import other_than_golden
 from op_tables import LAYER, Case, filled, poisoned_cache, relative
+from ptx.floats import of_pairs
 
+from haarkv.codebooks import cubic
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.cuda.halves import column_asm
 from haarkv.tq_ops.cuda.layout import READS, layout_of
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import unsupported
@@ -49,6 +56,12 @@ WINDOWS = [
     # Gemma's shape.
     Case("tq4", 256, 4, 1, 128, (600, 3), (1, 1), window=512),
 ]
+LEARNED = [
+    Case("k=lr2,v=tq8", 64, 2, 2, 8, (60, 3), (1, 1)),
+    Case("k=lr3,v=tq3", 256, 1, 1, 16, (40,), (3,), pages=True),
+    Case("k=lr4,v=tq2", 128, 2, 2, 128, (30, 3), (1, 1), tail=5, sink=2),
+    Case("k=lr5,v=tq4", 64, 8, 2, 8, (40,), (9,)),
+]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +69,7 @@ WINDOWS = [
     [
         *(pytest.param(case, dtype, marks=GPU_ONLY) for case in LONG for dtype in (FP32, BF16)),
         *((case, (FP32, BF16)[number % 2]) for number, case in enumerate(WINDOWS)),
+        *((case, (FP32, BF16)[number % 2]) for number, case in enumerate(LEARNED)),
         *(
             pytest.param(case, (BF16, FP32)[number % 2], marks=[] if DEVICE.type == "cuda" else pytest.mark.cuda_long)
             for number, case in enumerate(WINDOWS)
@@ -64,7 +78,7 @@ WINDOWS = [
     ids=str,
 )
 def test_attention_equals_the_references(case, dtype):
-    """At length, and in sliding windows."""
+    """At length, in sliding windows, and of learned keys of every width."""
     assert attention_error(ops, case, dtype) <= within(dtype)
 
 
@@ -193,6 +207,9 @@ STORES = [
     *(Case(kv, 128, 1, 1, 16, (0,), (4,), pages=True) for kv in ("k=tq5,v=tq6", "k=tq2,v=tq3")),
     Case("tq4", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
     Case("tq4", 64, 1, 3, 8, (60, 2), (11, 4), window=12),
+    *(Case(f"k=lr{bits},v=tq4", 64, 1, 2, 8, (0, 0), (5, 1)) for bits in (2, 4)),
+    Case("k=lr3,v=tq3", 128, 1, 2, 16, (3,), (4,), pages=True),
+    Case("k=lr5,v=tq2", 256, 1, 2, 8, (0,), (5,)),
 ]
 
 
@@ -204,8 +221,9 @@ def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else
     check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
 
 
-def test_the_golden_bytes_of_learned_nibbles_are_stored(golden):
-    assert not other_than_golden(ops, golden("learned/lr"), 80, DEVICE)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_the_golden_bytes_of_learned_keys_are_stored(golden, bits):
+    assert not other_than_golden(ops, golden("learned/lr"), bits, DEVICE)
 
 
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))])
@@ -271,6 +289,13 @@ def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
     assert "not manthan3" in reason("manthan3")
     assert "head_dim of 64, 128 or 256, not 96" in reason("tq4", 96)
     assert reason(KVSpec("tq4", tail=8, sink=4)) is None
+    learned = made_up.calibration(2, 1, 128)
+    assert {reason(KVSpec(f"k=lr{bits},v=tq3", calibration=learned)) for bits in (2, 3, 4, 5)} == {None}
+
+
+def of_halves(function: Callable[..., np.ndarray]) -> Callable[..., int]:
+    """What a function makes of the two FP16 numbers in each word, rounded once."""
+    return lambda *words: int(of_pairs(function)(*(np.array([word], np.uint32) for word in words))[0])
 
 
 def ran(ptx: str, registers: dict[str, int]) -> dict[str, int]:
@@ -284,7 +309,8 @@ def ran(ptx: str, registers: dict[str, int]) -> dict[str, int]:
     does = {
         "mov.b32": lambda a: a, "not.b32": lambda a: ~a, "and.b32": int.__and__, "or.b32": int.__or__, "xor.b32": int.__xor__,
         "shr.u32": int.__rshift__, "shl.b32": int.__lshift__, "sub.u32": int.__sub__, "prmt.b32": prmt,
-        "mad.lo.u32": lambda a, b, c: a * b + c,
+        "mad.lo.u32": lambda a, b, c: a * b + c, "mul.rn.f16x2": of_halves(np.multiply),
+        "fma.rn.f16x2": of_halves(lambda a, b, c: a * b + c),
     }  # fmt: skip
     for line in ptx.replace("{", "").replace("}", "").split(";"):
         name, *operands = line.replace(",", " ").split() or [".reg"]
@@ -315,3 +341,24 @@ def test_the_look_up_by_permutations_gives_the_centroids_of_any_codes(name):
                 level = octets[0] >> (bits * part) & (2**bits - 1)
             found = torch.tensor([registers[f"${2 * part + pair}"] for pair in range(2)]).int().view(torch.float16)
             assert torch.equal(found, layout.centroids.half()[level])
+
+
+@pytest.mark.parametrize(
+    "column",
+    [pytest.param(one, id=f"lr{bits}-{n}") for bits, columns in COLUMNS.items() for n, one in enumerate(columns)],
+)
+def test_arithmetic_on_two_halves_gives_the_nearest_fp16_number_of_every_level(column):
+    """The PTX itself, run here on units with every level of each part among them."""
+    drawn = torch.randint(0, 256**column.nbytes, (200, 4 // column.nbytes), generator=torch.Generator().manual_seed(0))
+    for part in column.parts:
+        of_part = (2**part.bits - 1) << part.shift
+        drawn[:64] = drawn[:64] & ~of_part | (torch.arange(64) % 2**part.bits << part.shift).unsqueeze(1)
+    tables = [cubic.centroids(part.bits).half() for part in column.parts]
+    words = 2 // column.nbytes  # of two centroids of a part
+    for units in drawn.tolist():
+        given = sum(unit << (8 * column.nbytes * place) for place, unit in enumerate(units))
+        registers = ran(column_asm(column)[0], {f"${words * len(column.parts)}": given})
+        for number, (part, table) in enumerate(zip(column.parts, tables, strict=True)):
+            found = [registers[f"${words * number + word}"] for word in range(words)]
+            levels = [unit >> part.shift & (2**part.bits - 1) for unit in units]
+            assert torch.equal(torch.tensor(found, dtype=torch.int64).int().view(torch.float16), table[levels])

@@ -88,6 +88,6 @@ def test_the_device_finds_the_same_pieces(stored, columns, programs, window):
     ids=["sm_90", "sm_80", "sm_86, sm_89 and sm_120", "a group whose sums take all registers"],
 )
 def test_no_more_thread_blocks_share_the_work_than_processors_hold(group, memory, at_once):
-    assert decode.blocks_a_processor(group, 128, 128, memory * 1024) == at_once
+    assert decode.blocks_a_processor(group, 128, memory * 1024) == at_once
     processors, device = 4, torch.device("cpu")
     assert decode.count_blocks(1, 1, 2**20, at_once, device) == at_once * processors

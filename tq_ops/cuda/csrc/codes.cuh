@@ -1,7 +1,7 @@
 // Codes: where they lie, how a warp loads them, and the table that makes pairs of centroids of them.
 #pragma once
 
-#include "shapes.cuh"
+#include "learned.cuh"
 
 // Where a thread block's shared memory begins; what lies before it is the driver's. The kernel stops where that is not so.
 #if __CUDA_ARCH__ >= 900
@@ -50,29 +50,9 @@ __device__ __forceinline__ word pair_of(word codes, int i, word place) {
     return out;
 }
 
-// Codes and scales are read once: they need no place in L1.
-template <int N> __device__ __forceinline__ void load_codes(word (&out)[N], const unsigned char* at) {
-    if constexpr (N % 2)
-        for (int i = 0; i < N; i++) asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(out[i]) : "l"(at + 4 * i));
-    if constexpr (N % 4 == 2)
-        for (int i = 0; i < N; i += 2)
-            asm("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(out[i]), "=r"(out[i + 1]) : "l"(at + 4 * i));
-    if constexpr (N % 4 == 0)
-        for (int i = 0; i < N; i += 4)
-            asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-                : "=r"(out[i]), "=r"(out[i + 1]), "=r"(out[i + 2]), "=r"(out[i + 3])
-                : "l"(at + 4 * i));
-}
-
-__device__ __forceinline__ word load_scale(const half_bits* at) {
-    half_bits out;
-    asm("ld.global.nc.L1::no_allocate.b16 %0, [%1];" : "=h"(out) : "l"(at));
-    return out;
-}
-
 // Codes and scales of 32 tokens, as this lane holds them.
 struct Codes {
-    word k[2][2][stored(K_WORDS, K_BITS)];  // of token_of_row(g) and 8 tokens further, of either 16
+    word k[2][2][K_STORED];                 // of token_of_row(g) and 8 tokens further, of either 16
     word v[2][4][stored(V_WORDS, V_BITS)];  // of tokens t, t + 4, t + 8 and t + 12
     word scales;                            // of token `lane`: K's, and V's above it; 0 past the end
 };
@@ -98,14 +78,14 @@ __device__ __forceinline__ Place place_of(const int* table, int head, int token,
 
 // A lane's share of a token's codes: the `share`-th of `SHARES` equal parts of each plane. The plane of the third bits has
 // half the bytes of the other, each for two of those, so two shares read the same ones.
-template <int LEVELS, int BITS, int SHARES, int N>
+template <int BITS, int SHARES, int N>
 __device__ __forceinline__ void load_share(word (&out)[N], const unsigned char* vector, int share) {
-    if constexpr (BITS == 4) load_codes(out, vector + share * (LEVELS / 2 / SHARES));
-    if constexpr (BITS == 2) load_codes(out, vector + share * (LEVELS / 4 / SHARES));
+    if constexpr (BITS == 4) load_codes(out, vector + share * (HEAD_DIM / 2 / SHARES));
+    if constexpr (BITS == 2) load_codes(out, vector + share * (HEAD_DIM / 4 / SHARES));
     if constexpr (BITS == 3) {
         word pairs[N / 2], thirds[N / 2];
-        load_codes(pairs, vector + share * (LEVELS / 4 / SHARES));
-        load_codes(thirds, vector + LEVELS / 4 + share % (SHARES / 2) * (LEVELS / 4 / SHARES));
+        load_codes(pairs, vector + share * (HEAD_DIM / 4 / SHARES));
+        load_codes(thirds, vector + HEAD_DIM / 4 + share % (SHARES / 2) * (HEAD_DIM / 4 / SHARES));
         for (int i = 0; i < N / 2; i++) out[i] = pairs[i], out[N / 2 + i] = thirds[i];
     }
 }
@@ -129,10 +109,10 @@ __device__ __forceinline__ void spread(word (&out)[M], const word (&codes)[N], i
 }
 
 // The column, in the order of layout.kernel_order, of the level in the low half of byte `i` of word `w` of a share; that in
-// the high half is half of all levels further.
-template <int LEVELS, int BITS, int SHARES> __device__ __forceinline__ int column_of_level(int share, int w, int i) {
-    if constexpr (BITS == 4) return share * (LEVELS / 2 / SHARES) + 4 * w + i;
-    int byte = share % (SHARES / (BITS == 3 ? 2 : 1)) * (LEVELS / 4 / SHARES) + w / 2 * 4 + i;
+// the high half is HEAD_DIM / 2 further.
+template <int BITS, int SHARES> __device__ __forceinline__ int column_of_level(int share, int w, int i) {
+    if constexpr (BITS == 4) return share * (HEAD_DIM / 2 / SHARES) + 4 * w + i;
+    int byte = share % (SHARES / (BITS == 3 ? 2 : 1)) * (HEAD_DIM / 4 / SHARES) + w / 2 * 4 + i;
     return BITS == 2 ? 2 * byte + w % 2 : 4 * byte + w % 2 + share / (SHARES / 2) * 2;
 }
 
@@ -157,8 +137,13 @@ __device__ __forceinline__ void load_k(Codes& codes, const Arguments& given, con
     }
     for (int r = 0; r < 2; r++) {
         const unsigned char* at = codes_of(given.k, place, r, K_VECTOR) + token_of_row(g) * K_VECTOR;
-        load_share<K_LEVELS, K_BITS, 4>(codes.k[r][0], at, t);
-        load_share<K_LEVELS, K_BITS, 4>(codes.k[r][1], at + 8 * K_VECTOR, t);
+        for (int i = 0; i < 2; i++) {
+#if K_LEARNED
+            load_units(codes.k[r][i], at + 8 * i * K_VECTOR, t);
+#else
+            load_share<K_BITS, 4>(codes.k[r][i], at + 8 * i * K_VECTOR, t);
+#endif
+        }
     }
 }
 
@@ -166,6 +151,6 @@ __device__ __forceinline__ void load_v(Codes& codes, const Arguments& given, con
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int r = 0; r < 2; r++) {
         const unsigned char* at = codes_of(given.v, place, r, V_VECTOR) + t * V_VECTOR;
-        for (int i = 0; i < 4; i++) load_share<V_LEVELS, V_BITS, 8>(codes.v[r][i], at + 4 * i * V_VECTOR, g);
+        for (int i = 0; i < 4; i++) load_share<V_BITS, 8>(codes.v[r][i], at + 4 * i * V_VECTOR, g);
     }
 }

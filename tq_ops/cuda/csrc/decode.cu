@@ -2,9 +2,9 @@
 //
 // Compiled at run time for one shape. Defined by the caller: HEADS KV heads, GROUP query heads of each (up to 16), HEAD_DIM
 // (64, 128 or 256; 64 for 4 bits alone), K_BITS and V_BITS of a level (2, 3 or 4), BLOCK tokens of a block (a multiple of 16),
-// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32, TAIL newest and SINK first tokens that are seen in BF16, K_LEVELS
-// and V_LEVELS of a vector in K_WIDTH and V_WIDTH columns of the matrices; GAINS where K has learned coordinates, MEAN where V
-// has; WINDOW tokens that a query sees, 0 for all.
+// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32, TAIL newest and SINK first tokens that are seen in BF16, WINDOW
+// tokens that a query sees, 0 for all. Of learned keys K_LEARNED is 1 and K_BITS is the mean, 2 to 5; K_COLUMNS, K_PARTS and
+// K_CUBIC then say what learned.cuh needs.
 //
 // How it works. `mma.m16n8k16` multiplies 16 rows by 8 columns; the columns are the query heads of a group.
 //   Q.K   A = K, 16 tokens x 16 coordinates.  A lane's two numbers of a register are the coordinates j and j + D/2 of one
@@ -25,8 +25,8 @@
 // Tokens that are seen in BF16 are left out here. An earlier launch, of window.py, attended to them; whoever writes a
 // sequence's output adds what it left.
 //
-// Learned coordinates: so many levels of 4 bits, for K a multiple of 32 and for V of 64, rather than HEAD_DIM of them. Of each
-// head the matrix is another, logits are multiplied by the gain of their query, and V's mean is added last.
+// Learned keys: a lane loads a quarter of each column, and makes centroids by arithmetic, two in a register. Logits are
+// multiplied by the gain of their query.
 
 #include "merge.cuh"
 #include "work.cuh"
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
     if ((__cvta_generic_to_shared(shared) & 0xffffff) != SHARED_BASE) __trap();
     int head = blockIdx.y, block = blockIdx.x;
     Centroids centroids = load_centroids(given);
-    if (block == 0) fetch_rotation(given, head);
+    if (block == 0) fetch_rotation(given);
     int tiles = find_sequence(given, 0x7fffffff).first_tile;
     float* y = &scratch().sums[0][0][0];
     // A sequence without tokens pads the batch, or all of its tokens are seen in BF16.

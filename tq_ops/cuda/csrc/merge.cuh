@@ -9,16 +9,16 @@ struct Scratch {
 };
 
 static_assert(TABLE_BYTES + sizeof(Scratch) == SHARED_BYTES, "shared_bytes of decode.py");
-static_assert(COLUMNS * (V_LEVELS + MOST_BLOCKS) * 4 <= sizeof(Scratch::sums), "an output, and the weights of its parts");
+static_assert(COLUMNS * (HEAD_DIM + MOST_BLOCKS) * 4 <= sizeof(Scratch::sums), "an output, and the weights of its parts");
 
 __device__ __forceinline__ Scratch& scratch() { return *(Scratch*)(shared + TABLE_BYTES); }
 
 // The query head of a lane's number `sum` of the output, and its column in layout.kernel_order.
-__device__ __forceinline__ int column_of(int sum, int lane) { return sum / (4 * V_STEPS) * 8 + lane % 4 * 2 + sum % 2; }
+__device__ __forceinline__ int column_of(int sum, int lane) { return sum / (4 * STEPS) * 8 + lane % 4 * 2 + sum % 2; }
 
 __device__ __forceinline__ int place_in_vector(int sum, int lane) {
-    int step = sum / 4 % V_STEPS;
-    return sum % 4 / 2 * V_BYTES + column_of_level<V_LEVELS, V_BITS, 8>(lane / 4, step / 4, step % 4);
+    int step = sum / 4 % STEPS;
+    return sum % 4 / 2 * BYTES + column_of_level<V_BITS, 8>(lane / 4, step / 4, step % 4);
 }
 
 // All warps' states in warp 0's: `out` in units of 1, `peak` the thread block's, `total` of all tokens and equal in all lanes
@@ -43,7 +43,7 @@ __device__ __forceinline__ void fold_warps(State& state) {
             for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, at.maxima[w][column]);
             for (int w = 0; w < WARPS; w++) total += at.totals[w][column] * exp2_fast(at.maxima[w][column] - peak);
             float grow = exp2_fast(state.peak[n][c] - peak) * state.unit;
-            for (int step = 0; step < V_STEPS; step++)
+            for (int step = 0; step < STEPS; step++)
                 for (int i = c; i < 4; i += 2) state.out[n][step][i] *= grow;
             state.peak[n][c] = peak;
             state.total[n][c] = total;
@@ -51,9 +51,11 @@ __device__ __forceinline__ void fold_warps(State& state) {
     for (int half = WARPS / 2; half; half /= 2) {
         float* own = &state.out[0][0][0];
         if (half <= warp && warp < 2 * half)
+#pragma unroll
             for (int i = 0; i < SUMS; i++) at.sums[warp - half][i][lane] = own[i];
         __syncthreads();
         if (warp < half)
+#pragma unroll
             for (int i = 0; i < SUMS; i++) own[i] += at.sums[warp][i][lane];
         __syncthreads();
     }
@@ -73,18 +75,15 @@ __device__ __forceinline__ void load_rotation(float (&out)[8], const Arguments& 
 #endif
 }
 
-// Where the matrix of a head begins: that of learned coordinates is its own.
-__device__ __forceinline__ int matrix_of(int head) { return MEAN ? head * (HEAD_DIM * V_WIDTH) : 0; }
-
 // The rotation is needed last, by whoever merges, and lies in no cache: ask for it first.
-__device__ __forceinline__ void fetch_rotation(const Arguments& given, int head) {
-    constexpr int NUMBER = ROTATION_FP32 ? 4 : 2, SIZE = HEAD_DIM * V_WIDTH * NUMBER;
+__device__ __forceinline__ void fetch_rotation(const Arguments& given) {
+    constexpr int SIZE = HEAD_DIM * HEAD_DIM * (ROTATION_FP32 ? 4 : 2);
     for (int i = 128 * threadIdx.x; i < SIZE; i += 128 * THREADS)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)given.rotation + matrix_of(head) * NUMBER + i));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)given.rotation + i));
 }
 
-// Writes the output of a sequence and KV head, of which `y` [COLUMNS][V_LEVELS] holds the normalized sums, in
-// layout.kernel_order. With MEAN those are of packed tokens alone, and the shares of either are where `add_in_bf16` left them.
+// Writes the output of a sequence and KV head, of which `y` [COLUMNS][HEAD_DIM] holds the normalized sums, in
+// layout.kernel_order.
 __device__ __forceinline__ void write_out(const float* y, const Arguments& given, int sequence, int head) {
     half_bits* out = given.out + (long long)(sequence * HEADS + head) * GROUP * HEAD_DIM;
     // Back is `y @ rotation.T`: a thread multiplies a row of the matrix by a share of the columns.
@@ -94,30 +93,19 @@ __device__ __forceinline__ void write_out(const float* y, const Arguments& given
     int column = threadIdx.x / HEAD_DIM * SHARE;
     float sums[SHARE] = {};
 #pragma unroll 4
-    for (int i = 0; i < V_LEVELS; i += 8) {
+    for (int i = 0; i < HEAD_DIM; i += 8) {
         float row[8];
-        // Either half of the levels is as wide in the matrix as a power of two.
-        int at = i + (i >= V_BYTES ? (V_WIDTH - V_LEVELS) / 2 : 0);
-        load_rotation(row, given, matrix_of(head) + coordinate * V_WIDTH + at);
+        load_rotation(row, given, coordinate * HEAD_DIM + i);
         for (int n = 0; n < SHARE; n++) {
             float numbers[8];
             // Columns past the group's are there, and their sums are not used.
             for (int j = 0; j < 8; j += 4)
-                *(float4*)(numbers + j) = *(const float4*)(y + (column + n) % COLUMNS * V_LEVELS + i + j);
+                *(float4*)(numbers + j) = *(const float4*)(y + (column + n) % COLUMNS * HEAD_DIM + i + j);
             for (int j = 0; j < 8; j++) sums[n] += numbers[j] * row[j];
         }
     }
     for (int n = 0; n < SHARE; n++)
-        if (column + n < GROUP) {
-            int place = (column + n) * HEAD_DIM + coordinate;
-            float sum = sums[n];
-            if (MEAN) sum += given.mean[head * HEAD_DIM + coordinate];
-            if (MEAN && KEPT) {
-                long long vectors = (long long)(sequence * HEADS + head) * GROUP * HEAD_DIM;
-                sum = sum * scratch().maxima[2][column + n] + given.in_bf16[vectors + place] * scratch().totals[2][column + n];
-            }
-            out[place] = to_bf16(sum);
-        }
+        if (column + n < GROUP) out[(column + n) * HEAD_DIM + coordinate] = to_bf16(sums[n]);
 }
 
 // Parts of a sequence: of thread block `first`, its second slot, and the first slot of those after it.
@@ -129,6 +117,7 @@ __device__ __forceinline__ void leave_part(const State& state, const Arguments& 
     int lane = threadIdx.x % 32;
     if (threadIdx.x < 32) {
         const float* own = &state.out[0][0][0];
+#pragma unroll
         for (int i = 0; i < SUMS; i++) given.parts[(slot * SUMS + i) * 32 + lane] = own[i];
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int c = 0; c < 2; c++)
@@ -161,33 +150,24 @@ __device__ __forceinline__ void note_packed(int column, float peak, float total)
     scratch().totals[1][column] = total;
 }
 
-// Adds what a sequence saw in BF16 to `y`, the normalized sums of its packed tokens, or to nothing where it has none. With
-// MEAN `write_out` adds it, behind the way back; for that this leaves the share of packed tokens and the weight of the others.
+// Adds what a sequence saw in BF16 to `y`, the normalized sums of its packed tokens, or to nothing where it has none.
 __device__ __forceinline__ void add_in_bf16(float* y, const Arguments& given, int sequence, int head, bool some) {
-    constexpr int NUMBERS = MEAN ? 1 : HEAD_DIM;  // of a column
-    for (int i = threadIdx.x; i < GROUP * NUMBERS; i += THREADS) {
-        int column = i / NUMBERS;
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
+        int column = i / HEAD_DIM;
         long long vector = (long long)(sequence * HEADS + head) * GROUP + column;
         float peak = given.in_bf16_maxima[vector], packed_peak = some ? scratch().maxima[1][column] : LEAST_PEAK;
         float most = fmaxf(peak, packed_peak), grow = exp2_fast(peak - most);
         float packed = some ? scratch().totals[1][column] * exp2_fast(packed_peak - most) : 0.0f;
         float total = packed + grow * given.in_bf16_sums[vector];
-        if (MEAN) {
-            scratch().maxima[2][column] = total == 0.0f ? 0.0f : packed / total;
-            scratch().totals[2][column] = total == 0.0f ? 0.0f : grow / total;
-            continue;
-        }
         float sum = (some ? y[i] * packed : 0.0f) + grow * given.in_bf16[vector * HEAD_DIM + i % HEAD_DIM];
         y[i] = total == 0.0f ? 0.0f : sum / total;
     }
-    if (MEAN && !some)
-        for (int i = threadIdx.x; i < COLUMNS * V_LEVELS; i += THREADS) y[i] = 0.0f;
 }
 
 // The output of a sequence whose parts lie in thread blocks first ... last.
 __device__ __forceinline__ void merge_parts(float* y, const Arguments& given, int head, int first, int last) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* weights = y + COLUMNS * V_LEVELS;  // [parts, COLUMNS]
+    float* weights = y + COLUMNS * HEAD_DIM;  // [parts, COLUMNS]
     for (int column = warp; column < COLUMNS; column += WARPS) {
         float peak = MINUS_INFINITY, total = 0.0f;
         for (int b = first + lane; b <= last; b += 32)
@@ -210,7 +190,7 @@ __device__ __forceinline__ void merge_parts(float* y, const Arguments& given, in
 #pragma unroll 8
         for (int b = first; b <= last; b++)
             sum += weights[(b - first) * COLUMNS + column] * __ldcg(given.parts + slot_of(b, first, head) * SUMS * 32 + i);
-        y[column * V_LEVELS + place_in_vector(i / 32, i % 32)] = sum;
+        y[column * HEAD_DIM + place_in_vector(i / 32, i % 32)] = sum;
     }
 }
 
@@ -221,9 +201,10 @@ __device__ __forceinline__ void normalize(float* y, const State& state) {
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int c = 0; c < 2; c++)
                 if (lane < 4) note_packed(8 * n + 2 * lane + c, state.peak[n][c], state.total[n][c]);
+#pragma unroll
         for (int i = 0; i < SUMS; i++) {
-            float total = state.total[i / (4 * V_STEPS)][i % 2];
-            y[column_of(i, lane) * V_LEVELS + place_in_vector(i, lane)] = own[i] / total;
+            float total = state.total[i / (4 * STEPS)][i % 2];
+            y[column_of(i, lane) * HEAD_DIM + place_in_vector(i, lane)] = own[i] / total;
         }
     }
 }

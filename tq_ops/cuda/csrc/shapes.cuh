@@ -5,16 +5,17 @@ typedef unsigned int word;
 typedef unsigned short half_bits;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, SPAN = 32, TILE = SPAN * WARPS;
-constexpr int K_BYTES = K_LEVELS / 2, V_BYTES = V_LEVELS / 2;  // of a vector of two levels a byte
-constexpr int COLUMN_TILES = (GROUP + 7) / 8;                  // of 8 query heads
+constexpr int BYTES = HEAD_DIM / 2;            // of a vector of two levels a byte
+constexpr int COLUMN_TILES = (GROUP + 7) / 8;  // of 8 query heads
 constexpr int COLUMNS = 8 * COLUMN_TILES;
-constexpr int K_WORDS = K_BYTES / 16;  // of two levels a byte, that a lane holds of K's token: a quarter
-constexpr int V_WORDS = V_BYTES / 32;  // and of V's: an eighth
+constexpr int K_WORDS = BYTES / 16;  // of two levels a byte, that a lane holds of K's token: a quarter
+constexpr int V_WORDS = BYTES / 32;  // and of V's: an eighth
 __device__ constexpr int stored(int words, int bits) { return bits == 2 ? words / 2 : words; }  // of those, as they are stored
-constexpr int K_VECTOR = K_LEVELS * K_BITS / 8, V_VECTOR = V_LEVELS * V_BITS / 8;               // bytes
-constexpr int K_STEPS = K_LEVELS / 16, V_STEPS = V_LEVELS / 16;  // products of Q.K, and of P.V, for 16 tokens
-constexpr int SUMS = 4 * V_STEPS * COLUMN_TILES;                 // a lane's numbers of the output
-static_assert(K_LEVELS % 32 == 0 && V_LEVELS % 64 == 0, "a lane's share of a vector is whole words");
+constexpr int K_VECTOR = HEAD_DIM * K_BITS / 8, V_VECTOR = HEAD_DIM * V_BITS / 8;               // bytes
+constexpr int K_STORED = K_LEARNED ? K_VECTOR / 16 : stored(K_WORDS, K_BITS);
+constexpr int STEPS = HEAD_DIM / 16;            // products of Q.K, and of P.V, for 16 tokens
+constexpr int SUMS = 4 * STEPS * COLUMN_TILES;  // a lane's numbers of the output
+static_assert(!K_LEARNED || HEAD_DIM >= 128, "a lane's share of a column is whole words");
 constexpr int PAIRS = 256, PAIR_STRIDE = 256;  // bytes from a pair to the next: 32 lanes of K's, then of V's
 constexpr int TABLE_BYTES = PAIRS * PAIR_STRIDE;
 constexpr bool KEPT = TAIL + SINK > 0;     // some tokens are seen in BF16
@@ -73,6 +74,39 @@ __device__ __forceinline__ float sum_of_tokens(float x) {
     return x;
 }
 
+// Codes and scales are read once: they need no place in L1.
+template <int N> __device__ __forceinline__ void load_codes(word (&out)[N], const unsigned char* at) {
+    if constexpr (N % 2)
+        for (int i = 0; i < N; i++) asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(out[i]) : "l"(at + 4 * i));
+    if constexpr (N % 4 == 2)
+        for (int i = 0; i < N; i += 2)
+            asm("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(out[i]), "=r"(out[i + 1]) : "l"(at + 4 * i));
+    if constexpr (N % 4 == 0)
+        for (int i = 0; i < N; i += 4)
+            asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                : "=r"(out[i]), "=r"(out[i + 1]), "=r"(out[i + 2]), "=r"(out[i + 3])
+                : "l"(at + 4 * i));
+}
+
+__device__ __forceinline__ word load_scale(const half_bits* at) {
+    half_bits out;
+    asm("ld.global.nc.L1::no_allocate.b16 %0, [%1];" : "=h"(out) : "l"(at));
+    return out;
+}
+
+// Two FP16 numbers times two, and plus two.
+__device__ __forceinline__ word times(word a, word b) {
+    word out;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+__device__ __forceinline__ word times_plus(word a, word b, word c) {
+    word out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
 struct Side {
     const unsigned char* codes;
     const half_bits* scales;
@@ -80,9 +114,9 @@ struct Side {
 };
 
 struct Arguments {
-    const half_bits* q;                      // [sequences, HEADS * GROUP, K_WIDTH] FP16, rotated, in layout.kernel_order
+    const half_bits* q;                      // [sequences, HEADS * GROUP, D] FP16, rotated, in layout.kernel_order
     half_bits* out;                          // [sequences, HEADS * GROUP, D] BF16
-    const void* rotation;                    // [D, V_WIDTH] BF16 or FP32, with MEAN of each head
+    const void* rotation;                    // [D, D] BF16 or FP32
     float* parts;                            // [gridDim.x, HEADS, 2, SUMS, 32]
     float* part_maxima;                      // [gridDim.x, HEADS, 2, COLUMNS], in units of log2
     float* part_sums;                        // likewise
@@ -93,8 +127,7 @@ struct Arguments {
     const float *k_centroids, *v_centroids;  // [16]
     const float* in_bf16;                    // [sequences, HEADS * GROUP, D], what was seen in BF16, as window.py leaves it
     const float *in_bf16_maxima, *in_bf16_sums;  // [sequences, HEADS * GROUP], in units of log2, and of probabilities
-    const float* gains;                          // [sequences, HEADS * GROUP], of the queries; only with GAINS
-    const float* mean;                           // [HEADS, D] of V; only with MEAN
+    const float* gains;                          // [sequences, HEADS * GROUP], of the queries; only with K_LEARNED
     Side k, v;
     int sequences, table_width;
     float scale;  // softmax scale times log2(e)

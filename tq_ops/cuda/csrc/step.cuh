@@ -7,34 +7,59 @@ struct State {
     float peak[COLUMN_TILES][2],
         total[COLUMN_TILES][2];  // of columns 2 * (lane % 4) and the next; `total` of this lane's tokens
     float unit;                  // a power of two: `out` is in units of it
-    float out[COLUMN_TILES][V_STEPS][4];
+    float out[COLUMN_TILES][STEPS][4];
 };
 
 // The queries of this lane's column of each tile, as the products' right operand.
-__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][K_STEPS][2], const Arguments& given, int sequence,
+__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& given, int sequence,
                                              int head) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int n = 0; n < COLUMN_TILES; n++) {
         int column = 8 * n + g;
-        const half_bits* at = given.q + ((long long)(sequence * HEADS + head) * GROUP + column) * K_WIDTH;
-        for (int step = 0; step < K_STEPS; step++) {
+        const half_bits* at = given.q + ((long long)(sequence * HEADS + head) * GROUP + column) * HEAD_DIM;
+        for (int step = 0; step < STEPS; step++) {
             for (int i = 0; i < 2; i++) {
-                const half_bits* low = at + column_of_level<K_LEVELS, K_BITS, 4>(t, step / 2, step % 2 * 2 + i);
-                q[n][step][i] = column < GROUP ? low[0] | (word)low[K_WIDTH / 2] << 16 : 0;
+#if K_LEARNED
+                Pair pair = pair_at(2 * step + i);
+                int low = column_of_pair(pair, t), high = low + 4 * pair.step;
+#else
+                int low = column_of_level<K_BITS, 4>(t, step / 2, step % 2 * 2 + i), high = low + HEAD_DIM / 2;
+#endif
+                q[n][step][i] = column < GROUP ? at[low] | (word)at[high] << 16 : 0;
             }
         }
     }
 }
 
+#if K_LEARNED
+template <int STEP = 0>
+__device__ __forceinline__ void multiply_units(float (&logits)[COLUMN_TILES][2][4], const Codes& codes, int r,
+                                               const word (&q)[COLUMN_TILES][STEPS][2]) {
+    word a0 = centroids_of_pair<2 * STEP>(codes.k[r][0]), a1 = centroids_of_pair<2 * STEP>(codes.k[r][1]);
+    word a2 = centroids_of_pair<2 * STEP + 1>(codes.k[r][0]), a3 = centroids_of_pair<2 * STEP + 1>(codes.k[r][1]);
+    for (int n = 0; n < COLUMN_TILES; n++) multiply(logits[n][r], a0, a1, a2, a3, q[n][STEP][0], q[n][STEP][1]);
+    if constexpr (STEP + 1 < STEPS) multiply_units<STEP + 1>(logits, codes, r, q);
+}
+
 __device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], const Codes& codes,
-                                           const word (&q)[COLUMN_TILES][K_STEPS][2]) {
+                                           const word (&q)[COLUMN_TILES][STEPS][2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        for (int n = 0; n < COLUMN_TILES; n++)
+            for (int i = 0; i < 4; i++) logits[n][r][i] = 0.0f;
+        multiply_units(logits, codes, r, q);
+    }
+}
+#else
+__device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], const Codes& codes,
+                                           const word (&q)[COLUMN_TILES][STEPS][2]) {
     word lane = threadIdx.x % 32, place = lane * 4;
     for (int r = 0; r < 2; r++) {
         word rows[2][K_WORDS];
         for (int i = 0; i < 2; i++) spread<K_BITS, 4>(rows[i], codes.k[r][i], lane % 4);
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int i = 0; i < 4; i++) logits[n][r][i] = 0.0f;
-        for (int step = 0; step < K_STEPS; step++) {
+        for (int step = 0; step < STEPS; step++) {
             int w = step / 2, i = step % 2 * 2;
             word a0 = pair_of(rows[0][w], i, place), a1 = pair_of(rows[1][w], i, place);
             word a2 = pair_of(rows[0][w], i + 1, place), a3 = pair_of(rows[1][w], i + 1, place);
@@ -42,6 +67,7 @@ __device__ __forceinline__ void multiply_k(float (&logits)[COLUMN_TILES][2][4], 
         }
     }
 }
+#endif
 
 // Turns logits into probabilities times V's scale, as P.V's right operand, and brings the state up to them. Of the tokens
 // those from `left` on do not count, nor do the first `unseen`; one at least does.
@@ -66,7 +92,7 @@ __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&lo
                 for (int i = 0; i < 2; i++) {
                     float& logit = logits[n][r][2 * i + c];
                     logit *= k_scale[r][i];
-                    if (GAINS) logit *= gains[n][c];
+                    if (K_LEARNED) logit *= gains[n][c];
                     if (left < SPAN && 16 * r + 8 * i + row >= left) logit = MINUS_INFINITY;
                     if (LOWER && 16 * r + 8 * i + row < unseen) logit = MINUS_INFINITY;
                     peak = fmaxf(peak, logit);
@@ -89,7 +115,7 @@ __device__ __forceinline__ void soften(word (&p)[COLUMN_TILES][2][2], float (&lo
             }
         // Once a context's largest logit has been seen, there is nothing to shrink.
         if (__any_sync(ALL, shrink[0] != 1.0f || shrink[1] != 1.0f))
-            for (int step = 0; step < V_STEPS; step++)
+            for (int step = 0; step < STEPS; step++)
                 for (int i = 0; i < 4; i++) state.out[n][step][i] *= shrink[i % 2];
     }
     state.unit = unit;
@@ -123,7 +149,7 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
                                        int first) {
     for (int n = 0; n < COLUMN_TILES; n++) {
         for (int c = 0; c < 2; c++) state.peak[n][c] = MINUS_INFINITY, state.total[n][c] = 0.0f;
-        for (int step = 0; step < V_STEPS; step++)
+        for (int step = 0; step < STEPS; step++)
             for (int i = 0; i < 4; i++) state.out[n][step][i] = 0.0f;
     }
     state.unit = LEAST_UNIT;
@@ -135,10 +161,10 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
     Place place = place_of(table, head, token, end), next = place_of(table, head, token + TILE, end);
     load_k(codes, given, place, end - token);
     load_v(codes, given, place);
-    word q[COLUMN_TILES][K_STEPS][2];
+    word q[COLUMN_TILES][STEPS][2];
     load_queries(q, given, sequence, head);
     float gains[COLUMN_TILES][2] = {};
-    if (GAINS)
+    if (K_LEARNED)
         for (int n = 0; n < COLUMN_TILES; n++)
             for (int c = 0; c < 2; c++) {
                 int column = 8 * n + threadIdx.x % 4 * 2 + c;
