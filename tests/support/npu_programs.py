@@ -51,7 +51,7 @@ def verify(simulator, case):
 
 TQ4 = formats.get("tq4")
 MEAN_AT = 1
-"""The token whose first vector is the mean, where coordinates are learned."""
+"""The token whose first key is the mean, where coordinates are learned."""
 
 
 def _fields(kv_format, blocks, kv_heads):
@@ -72,8 +72,7 @@ def empty_cache(blocks, kv_heads, pair=(TQ4, TQ4), layer=0):
             fractions = torch.rand(tensor.shape, generator=generator)
             tensor.copy_(fractions if tensor.is_floating_point() else whole)
         named |= side.tensors(prefix, fields)
-        named |= side.domain_tensors(prefix, kv_format, layer, torch.device("cpu"))
-    return named
+    return named | side_of(pair[0], layer).domain_tensors(pair[0], layer, torch.device("cpu"))
 
 
 def scatter(case_cache, x, prefix, slots, layer, kv_heads, kv_format=TQ4):

@@ -25,11 +25,11 @@ class Domain:
 
     Attributes:
         rotation, rotation_fp16: [128, 128] BF16 and FP16.
-        forward, numbers, places, rows: of learned nibbles, as `tq_ops.npu.learned.domain_tensors` makes them.
+        forward, numbers, places, rows: of learned keys, as `tq_ops.npu.learned.domain_tensors` makes them.
     """
 
     rotation: object
-    rotation_fp16: object
+    rotation_fp16: object = None
     forward: object = None
     numbers: object = None
     places: object = None
@@ -44,16 +44,16 @@ class CacheSide:
         vectors, scales: the side's two arguments of the program; without scales the second is not read.
         domain: of its tiles.
     Attributes:
-        width: numbers of a vector in a tile.
+        by_token: whether tiles are [step, 128]; else [128, step], of K alone.
         kept_dtype: of queries as they are kept until all of a tile's keys are stored.
         query_dtype: of queries as the cube takes them beside the tiles.
     """
 
     kept_dtype = query_dtype = pypto.DT_BF16
+    by_token = True
 
     def __init__(self, side, vectors, scales, domain):
         self.side, self.stored_vectors, self.stored_scales, self.domain = side, vectors, scales, domain
-        self.width = side.width
 
     # -- Storing -------------------------------------------------------------------------------------------------------
     def room(self, count, name):
@@ -117,7 +117,7 @@ class CacheSide:
         return rows
 
     def tiles(self, place, shape):
-        """[step, width] of each head of the iteration, as the cube takes them."""
+        """[step, 128] of each head of the iteration, as the cube takes them; see `by_token`."""
         raise NotImplementedError
 
     def scales(self, place, shape):
@@ -143,7 +143,7 @@ class CacheSide:
         return values
 
     def ready(self, q, rows, shape, out):
-        """Fill `out` [rows, heads, width] with kept queries [rows, heads, 128] as the cube takes them; once a query.
+        """Fill `out` [rows, heads, 128] with kept queries [rows, heads, 128] as the cube takes them; once a query.
 
         The vector tile is for [rows, heads, 128].
         """
@@ -156,7 +156,7 @@ class CacheSide:
         return query
 
     def finish(self, value, head, shape):
-        """What queries of a KV head attended to, [rows, width] FP32 -> BF16 in the model's own domain; once a query."""
+        """What queries of a KV head attended to, [rows, 128] FP32 -> BF16 in the model's own domain; once a query."""
         return pypto.cast(value, pypto.DT_BF16)
 
 
