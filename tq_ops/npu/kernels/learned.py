@@ -8,7 +8,7 @@ import pypto
 from haarkv.tq_ops.formats.columns import EIGHTHS
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
-from haarkv.tq_ops.npu.kernels.side import ScaledSide
+from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
 from haarkv.tq_ops.npu.kernels.tq4 import LARGEST_FP16, LEAST_NORM, STEEP
 from haarkv.tq_ops.npu.learned import LEVEL_ROWS, LIFT, MEAN, SHARED, SPAN, TRIES, WEIGHTS, cubic_of, pieces
 
@@ -100,7 +100,7 @@ class LearnedKeys(ScaledSide):
         pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [_UNITS, _UNITS])
         places = pypto.view(self.domain.places, [width, nbytes], [0, 0])
         byte = pypto.matmul(levels, places, pypto.DT_FP32)
-        pypto.set_vec_tile_shapes(_fitting(tokens, 32), nbytes)
+        pypto.set_vec_tile_shapes(_fitting(tokens, 32), whole_lines(nbytes))
         signed = byte - pypto.clip(byte - 127.0, 0.0, 1.0) * 256.0
         return pypto.cast(pypto.cast(signed, pypto.DT_FP16), pypto.DT_INT8)
 
@@ -145,7 +145,7 @@ def restored(codes, layout):
     A byte read as signed is brought to the middle of its range first, in steps of `SPAN / 256`: all that follows is symmetric.
     """
     tokens, nbytes = codes.shape
-    pypto.set_vec_tile_shapes(tokens, nbytes)
+    pypto.set_vec_tile_shapes(tokens, whole_lines(nbytes))
     byte = pypto.transpose(pypto.cast(codes, pypto.DT_FP16), 0, 1)
     pypto.set_vec_tile_shapes(nbytes, tokens)
     raised = byte * (SPAN / 256) + (SPAN / 2 + SPAN / 512)

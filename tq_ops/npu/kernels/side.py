@@ -11,6 +11,7 @@ import torch
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, bf16_as_fp16, rotate_queries, unrotate
 
+_LINE = 32
 DTYPES = {
     torch.int8: pypto.DT_INT8,
     torch.float16: pypto.DT_FP16,
@@ -34,6 +35,11 @@ class Domain:
     numbers: object = None
     places: object = None
     rows: object = None
+
+
+def whole_lines(count):
+    """So many bytes in whole lines of the unified buffer: tiles come in those, whatever the tensor's own width."""
+    return -(-count // _LINE) * _LINE
 
 
 class CacheSide:
@@ -87,7 +93,7 @@ class CacheSide:
             new: of `room`, filled.
         """
         vectors, scales = self.side.vectors, self.side.scales
-        pypto.set_vec_tile_shapes(16, vectors.width)
+        pypto.set_vec_tile_shapes(16, whole_lines(vectors.width))
         block = slot // BLOCK
         offset = slot % BLOCK
         for head in range(kv_heads):
