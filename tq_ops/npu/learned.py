@@ -70,6 +70,28 @@ class Layout:
         return head_dim // EIGHTHS * sum(column.nbytes for column in self.columns)
 
     @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of each eighth, how many rows of a tile its units lie apart: as many as a unit of its column has bytes.
+
+        The rows between hold what no query asks for.
+        """
+        by_eighth = {part.eighth: column.nbytes for column in self.columns for part in column.parts}
+        return tuple(by_eighth[eighth] for eighth in range(EIGHTHS))
+
+    def width(self, head_dim: int) -> int:
+        """Rows of a tile."""
+        return head_dim // EIGHTHS * sum(self.strides)
+
+    def rows(self, head_dim: int) -> Tensor:
+        """[D] int64, the row of each coordinate in a tile."""
+        units = torch.arange(head_dim // EIGHTHS)
+        parts, first = [], 0
+        for stride in self.strides:
+            parts.append(first + stride * units)
+            first += stride * len(units)
+        return torch.cat(parts)
+
+    @cached_property
     def lower_pieces(self) -> tuple[Piece, ...]:
         """The lower parts of levels that two bytes share."""
         held = (piece for column in self.columns for byte in pieces(column) for piece in byte)
@@ -176,14 +198,16 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
         forward: [H * D, D] bf16.
         numbers: [3 * H + 11, TRIES * D] fp32: means, weights, lifts (each the same in all columns), and `LEVEL_ROWS`.
         places: as `places_of` makes it.
-        rows: [H * D, D] fp32, each coordinate times the factor of its centroids, divided by the head's lift. A lift is the
-            power of two above the longest row: queries by rows are no longer than the queries, so FP16 holds them.
+        rows: [H * width, D] fp32, by rows of a tile, each coordinate times the factor of its centroids, divided by the head's
+            lift. A lift is the power of two above the longest row: queries by rows are no longer than the queries, so FP16
+            holds them.
     """
     coordinates = coordinates_of(kv_format, head_dim, layer)
     assert coordinates is not None, f"{kv_format.name} has no learned coordinates"
     layout = layout_of(kv_format, head_dim)
     factors = torch.tensor([cubic_of(bits).factor for bits in layout.widths]).repeat_interleave(head_dim // EIGHTHS)
-    rows = coordinates.rows * factors.unsqueeze(-1)
+    rows = torch.zeros(len(coordinates.rows), layout.width(head_dim), head_dim)
+    rows[:, layout.rows(head_dim)] = coordinates.rows * factors.unsqueeze(-1)
     lift = torch.ldexp(torch.ones(len(rows)), torch.frexp(rows.norm(dim=-1).amax(1)).exponent).unsqueeze(1)
     tensors = {
         "forward": coordinates.forward.flatten(0, 1).to(torch.bfloat16),

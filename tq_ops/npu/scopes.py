@@ -50,11 +50,16 @@ class AttentionShape:
         """M tile of the cube: 16 pads a small group; a larger one is cut evenly."""
         return 32 if self.queries % 32 == 0 else 16
 
-    def score_cube(self) -> tuple[list[int], list[int], list[int]]:
-        """Tiles (M, K, N) of q @ k.T: as many keys as fit, so that all unpacking of a head feeds one task."""
+    def score_cube(self, width: int = HEAD_DIM) -> tuple[list[int], list[int], list[int]]:
+        """Tiles (M, K, N) of q @ k.T: as many keys as fit, so that all unpacking of a head feeds one task.
+
+        Args:
+            width: numbers of a key, as the cube takes it; a power of two times an odd number that is left out of the tiles.
+        """
         keys = min(self.step_tokens, self.longest_cube)
-        k = min(HEAD_DIM, _L0B // (_BF16 * keys))
-        return [self.cube_rows] * 2, [k, min(HEAD_DIM, 4 * k)], [keys, keys]
+        even = width & -width
+        k = min(even, _L0B // (_BF16 * keys))
+        return [self.cube_rows] * 2, [k, min(even, 4 * k)], [keys, keys]
 
     def weigh_cube(self) -> tuple[list[int], list[int], list[int]]:
         """Tiles (M, K, N) of p @ v: probabilities are loaded once, values 1,024 at a time."""

@@ -49,6 +49,7 @@ class Side:
         vectors: the field that holds a vector.
         scales: the field that holds one number a vector; None if there is none.
         most_heads: KV heads of one iteration of decode, at most; the cost model likes so many.
+        width: numbers of a vector as the cube meets it.
         layout: how levels of learned coordinates lie; None where nothing is learned.
     """
 
@@ -56,6 +57,7 @@ class Side:
     vectors: Stored
     scales: Stored | None
     most_heads: int
+    width: int = HEAD_DIM
     layout: Layout | None = None
 
     @property
@@ -115,7 +117,7 @@ def learned(kv_format: KVFormat) -> Side:
     """The side of a format of learned keys."""
     layout = layout_of(kv_format, HEAD_DIM)
     codes = Stored("codes", torch.int8, layout.nbytes(HEAD_DIM))
-    return Side(kv_format.name, codes, Stored("scale", torch.float16, BLOCK_SIZE), 8, layout)
+    return Side(kv_format.name, codes, Stored("scale", torch.float16, BLOCK_SIZE), 8, layout.width(HEAD_DIM), layout)
 
 
 def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:

@@ -60,14 +60,14 @@ def _ready(q, stored_k, q_ready, attended, layer):
     attended[:] = pypto.cast(pypto.full([rows, heads, HEAD_DIM], 0.0, pypto.DT_FP32), pypto.DT_BF16)
 
 
-def _queries(q_ready, first_row, first_head, shape):
-    """Queries [unit * group, 128] of one unit, token by token, for each KV head of the iteration."""
-    pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
+def _queries(q_ready, width, first_row, first_head, shape):
+    """Queries [unit * group, width] of one unit, token by token, for each KV head of the iteration."""
+    pypto.set_vec_tile_shapes(16, shape.group, width)
     queries = []
     for head in range(shape.heads_at_once):
         begin = [first_row, (first_head + head) * shape.group, 0]
-        part = pypto.clone(pypto.view(q_ready, [shape.unit_tokens, shape.group, HEAD_DIM], begin))
-        queries.append(pypto.reshape(part, [shape.queries, HEAD_DIM]))
+        part = pypto.clone(pypto.view(q_ready, [shape.unit_tokens, shape.group, width], begin))
+        queries.append(pypto.reshape(part, [shape.queries, width]))
     return queries
 
 
@@ -152,7 +152,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
             q = pypto.tensor([rows, heads, HEAD_DIM], stored_k.kept_dtype, "q")
             k = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "k")
             v = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "v")
-            q_ready = pypto.tensor([rows, heads, HEAD_DIM], stored_k.query_dtype, "q_ready")
+            q_ready = pypto.tensor([rows, heads, side_k.width], stored_k.query_dtype, "q_ready")
             new_k = stored_k.room(vectors, "new_k")
             new_v = stored_v.room(vectors, "new_v")
             attended = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_BF16, "attended")
@@ -182,7 +182,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                         place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
                         # Row r of the table is 0 up to column step + its token, then -1e30.
                         hidden_keys = pypto.view(mask, [queries, step], [0, step - (start - t * step).min(step)])
-                        queries_of_unit = _queries(q_ready, u * unit, g * at_once, shape)
+                        queries_of_unit = _queries(q_ready, side_k.width, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
                             attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=True)
                         else:

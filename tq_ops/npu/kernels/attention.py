@@ -75,7 +75,7 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
 
     Args:
         softmax: of `softmaxes`.
-        queries: one [M, 128] a head, as the cube takes them.
+        queries: one [M, K's width] a head, as the cube takes them.
         keys, values: `CacheSide`s.
         mask: [M, step] FP32, added to the logits.
         first: whether this is the unit's first step.
@@ -85,7 +85,7 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
     key_tiles, key_scales = keys.tiles(place, shape), keys.scales(place, shape)
     value_tiles, value_scales = values.tiles(place, shape), values.scales(place, shape)
     for head in range(shape.heads_at_once):
-        pypto.set_cube_tile_shapes(*shape.score_cube())
+        pypto.set_cube_tile_shapes(*shape.score_cube(keys.side.width))
         raw = pypto.matmul(queries[head], key_tiles[head], pypto.DT_FP32, b_trans=keys.by_token)
         pypto.set_vec_tile_shapes(16, step)
         score = _scaled(raw, keys.scale_row(key_scales, place, head, shape, HEAD_DIM**-0.5)) + mask

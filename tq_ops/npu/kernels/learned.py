@@ -23,7 +23,7 @@ _STEPS = 1.5 * 2.0**10
 class LearnedKeys(ScaledSide):
     """K in a cache of learned keys: codes [blocks * Hkv * 128, bytes] INT8, scale [blocks * Hkv, 128] FP16.
 
-    Tiles lie by coordinate, [128, step]: the levels of an eighth are rows then, and take what their own lines take.
+    Tiles lie by coordinate, [width, step]: the levels of an eighth are rows then, and take what their own lines take.
     """
 
     by_token = False
@@ -83,9 +83,10 @@ class LearnedKeys(ScaledSide):
         pypto.set_vec_tile_shapes(rows, HEAD_DIM)
         level, kept = _nearest(level, restored, weighted, y, tokens)
         parts = [level]
-        if self.side.layout.lower_pieces:
-            upper = pypto.view(level_row("upper"), [1, HEAD_DIM], [0, 0])
-            parts.append(pypto.floor(level * upper))
+        if split := self.side.layout.lower_pieces:
+            upper = level * pypto.view(level_row("upper"), [1, HEAD_DIM], [0, 0])
+            # Down to a whole number: to the next one, once less than half has been taken away.
+            parts.append((upper - (0.5 - 0.5 ** (1 + max(piece.bits for piece in split))) + _WHOLE) - _WHOLE)
         levels = pypto.tensor([tokens, len(parts) * HEAD_DIM], pypto.DT_FP16, f"levels{head}")
         for index, values in enumerate(parts):
             pypto.assemble(pypto.cast(values, pypto.DT_FP16), [0, index * HEAD_DIM], levels)
@@ -106,15 +107,15 @@ class LearnedKeys(ScaledSide):
 
     # -- Reading -------------------------------------------------------------------------------------------------------
     def tiles(self, place, shape):
-        """Centroids by coordinate, [128, step] FP16 of each head of the iteration, without scale and factors."""
+        """Centroids by coordinate, [width, step] FP16 of each head of the iteration, without scale and factors."""
         return [self._tile(place, head, shape) for head in range(shape.heads_at_once)]
 
     def _tile(self, place, head, shape):
-        width, blocks = self.side.vectors.width, shape.step_tokens // BLOCK
-        out = pypto.tensor([HEAD_DIM, shape.step_tokens], pypto.DT_FP16, f"keys{head}")
+        nbytes, blocks = self.side.vectors.width, shape.step_tokens // BLOCK
+        out = pypto.tensor([self.side.width, shape.step_tokens], pypto.DT_FP16, f"keys{head}")
         for index in range(blocks):
             row = (place.tile(index, shape) + head) * BLOCK
-            codes = pypto.view(self.stored_vectors, [BLOCK, width], [row, 0])
+            codes = pypto.view(self.stored_vectors, [BLOCK, nbytes], [row, 0])
             # One task a block: cut where tiles change their shape, each eighth would go through memory.
             pypto.set_pass_options(sg_set_scope=head * blocks + index + 1)
             pypto.assemble(restored(codes, self.side.layout), [0, index * BLOCK], out)
@@ -126,21 +127,25 @@ class LearnedKeys(ScaledSide):
         return row * pypto.view(self.domain.numbers, [1, 1], [LIFT * shape.num_kv_heads + place.head + head, 0])
 
     def ready(self, q, rows, shape, out):
-        group = shape.group
+        group, width = shape.group, self.side.width
         for head in range(shape.num_kv_heads):
             pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
             own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
-            pypto.set_cube_tile_shapes([_sixteens(rows * group)] * 2, [64, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
-            coordinates = pypto.view(self.domain.rows, [HEAD_DIM, HEAD_DIM], [head * HEAD_DIM, 0])
+            lanes = min(width & -width, HEAD_DIM)
+            pypto.set_cube_tile_shapes([_sixteens(rows * group)] * 2, [64, HEAD_DIM], [lanes, lanes])
+            coordinates = pypto.view(self.domain.rows, [width, HEAD_DIM], [head * width, 0])
             flat = pypto.reshape(own, [rows * group, HEAD_DIM])
             ready = pypto.matmul(flat, coordinates, pypto.DT_FP32, b_trans=True)
-            pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
-            ready = pypto.cast(pypto.reshape(ready, [rows, group, HEAD_DIM]), pypto.DT_FP16)
+            pypto.set_vec_tile_shapes(4, group, width)
+            ready = pypto.cast(pypto.reshape(ready, [rows, group, width]), pypto.DT_FP16)
             pypto.assemble(ready, [0, head * group, 0], out)
 
 
+# -- Restoring centroids ---------------------------------------------------------------------------------------------------
+
+
 def restored(codes, layout):
-    """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [128, tokens] FP16, each over its factor.
+    """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [width, tokens] FP16, each over its factor.
 
     A byte read as signed is brought to the middle of its range first, in steps of `SPAN / 256`: all that follows is symmetric.
     """
@@ -152,21 +157,21 @@ def restored(codes, layout):
     middle = raised - _rounded(raised, SPAN)
     eighths, first = {}, 0
     for column in layout.columns:
-        for values, held in zip(_byte_rows(middle, first, column.nbytes, tokens), pieces(column), strict=True):
-            _unpack(values, held, eighths)
-        first += _UNITS * column.nbytes
-    level = _rows([eighths[eighth] for eighth in range(EIGHTHS)], tokens)
-    return _cubic(level, layout.widths, tokens)
-
-
-def _byte_rows(middle, first, nbytes, tokens):
-    """[16, tokens] of each byte of a column's unit; the two of a unit lie in rows one after the other."""
-    pypto.set_vec_tile_shapes(_UNITS, tokens)
-    rows = pypto.view(middle, [_UNITS * nbytes, tokens], [first, 0])
-    if nbytes == 1:
-        return [rows]
-    pair = pypto.reshape(rows, [_UNITS, nbytes * tokens])
-    return [pypto.view(pair, [_UNITS, tokens], [0, byte * tokens]) for byte in range(nbytes)]
+        rows = _UNITS * column.nbytes
+        pypto.set_vec_tile_shapes(rows, tokens)
+        # Of units of two bytes every other row is the byte that is meant. The upper one is read a row further, so that
+        # both lie in the same row.
+        for byte, held in enumerate(pieces(column)):
+            _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), held, eighths)
+        first += rows
+    # Eighths of equal width follow one another. Each run of them is done with before the next: of all rows at once the levels
+    # and what becomes of them would not fit in the unified buffer.
+    runs = []
+    for bits in sorted(set(layout.widths), reverse=True):
+        own = [eighth for eighth in range(EIGHTHS) if layout.widths[eighth] == bits]
+        level = _below([eighths[eighth] for eighth in own], _UNITS * sum(layout.strides[eighth] for eighth in own), tokens)
+        runs.append((level * level + cubic_of(bits).rise) * level)
+    return _below(runs, layout.width(HEAD_DIM), tokens)
 
 
 def _unpack(rest, held, eighths):
@@ -192,22 +197,10 @@ def _rounded(x, step):
     return (x + _STEPS * step) - _STEPS * step
 
 
-def _rows(parts, tokens):
-    """Parts [n, tokens] one below the other; where each is made, so that nothing is copied."""
-    pypto.set_vec_tile_shapes(HEAD_DIM, tokens)
+def _below(parts, rows, tokens):
+    """Parts [n, tokens] one below the other, [rows, tokens]: each is made where it belongs, and nothing is copied."""
+    pypto.set_vec_tile_shapes(rows, tokens)
     return pypto.concat(parts, 0) if len(parts) > 1 else parts[0]
-
-
-def _cubic(level, widths, tokens):
-    """`u * (u**2 + rise)` of levels u [128, tokens] about their middle; eighths of equal width follow one another."""
-    square = level * level
-    raised, first = [], 0
-    for bits in sorted(set(widths), reverse=True):
-        rows = widths.count(bits) * _UNITS
-        pypto.set_vec_tile_shapes(rows, tokens)
-        raised.append(pypto.view(square, [rows, tokens], [first, 0]) + cubic_of(bits).rise)
-        first += rows
-    return _rows(raised, tokens) * level
 
 
 # -- Choosing levels -----------------------------------------------------------------------------------------------------------

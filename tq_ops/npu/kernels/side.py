@@ -50,7 +50,7 @@ class CacheSide:
         vectors, scales: the side's two arguments of the program; without scales the second is not read.
         domain: of its tiles.
     Attributes:
-        by_token: whether tiles are [step, 128]; else [128, step], of K alone.
+        by_token: whether tiles are [step, 128]; else [width, step], of K alone.
         kept_dtype: of queries as they are kept until all of a tile's keys are stored.
         query_dtype: of queries as the cube takes them beside the tiles.
     """
@@ -149,7 +149,7 @@ class CacheSide:
         return values
 
     def ready(self, q, rows, shape, out):
-        """Fill `out` [rows, heads, 128] with kept queries [rows, heads, 128] as the cube takes them; once a query.
+        """Fill `out` [rows, heads, width] with kept queries [rows, heads, 128] as the cube takes them; once a query.
 
         The vector tile is for [rows, heads, 128].
         """
