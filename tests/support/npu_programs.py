@@ -10,7 +10,7 @@ from npu_verify import check_verified
 
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.npu.learned import coordinates_of
+from haarkv.tq_ops.npu.learned import Layout, coordinates_of
 from haarkv.tq_ops.npu.program import Argument, ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import side_of
@@ -158,6 +158,20 @@ class LookUp:
         import look_up_kernel
 
         return look_up_kernel.build(self, options)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Codes [128, bytes] INT8 of learned keys to centroids by coordinate, [width, 128] FP16."""
+
+    layout: Layout
+    name: str = "restored"
+    arguments: tuple = (Argument("codes"), Argument("out", output=True))
+
+    def build(self, **options):
+        import look_up_kernel
+
+        return look_up_kernel.build_restored(self, options)
 
 
 @dataclass(frozen=True)

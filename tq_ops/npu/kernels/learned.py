@@ -118,7 +118,7 @@ class LearnedKeys(ScaledSide):
             codes = pypto.view(self.stored_vectors, [BLOCK, nbytes], [row, 0])
             # One task a block: cut where tiles change their shape, each eighth would go through memory.
             pypto.set_pass_options(sg_set_scope=head * blocks + index + 1)
-            pypto.assemble(restored(codes, self.side.layout), [0, index * BLOCK], out)
+            restored(codes, self.side.layout, lambda values, row, at=index: pypto.assemble(values, [row, at * BLOCK], out))
             pypto.set_pass_options(sg_set_scope=-1)
         return out
 
@@ -144,8 +144,11 @@ class LearnedKeys(ScaledSide):
 # -- Restoring centroids ---------------------------------------------------------------------------------------------------
 
 
-def restored(codes, layout):
+def restored(codes, layout, put):
     """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [width, tokens] FP16, each over its factor.
+
+    Some rows at a time, each done with before the next: of all at once, levels and what becomes of them would not fit in the
+    unified buffer. Eighths of equal width follow one another, and are rows of one part. `put` takes a part and its first row.
 
     A byte read as signed is brought to the middle of its range first, in steps of `SPAN / 256`: all that follows is symmetric.
     """
@@ -164,14 +167,15 @@ def restored(codes, layout):
         for byte, held in enumerate(pieces(column)):
             _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), held, eighths)
         first += rows
-    # Eighths of equal width follow one another. Each run of them is done with before the next: of all rows at once the levels
-    # and what becomes of them would not fit in the unified buffer.
-    runs = []
+    first = 0
     for bits in sorted(set(layout.widths), reverse=True):
         own = [eighth for eighth in range(EIGHTHS) if layout.widths[eighth] == bits]
-        level = _below([eighths[eighth] for eighth in own], _UNITS * sum(layout.strides[eighth] for eighth in own), tokens)
-        runs.append((level * level + cubic_of(bits).rise) * level)
-    return _below(runs, layout.width(HEAD_DIM), tokens)
+        rows = _UNITS * sum(layout.strides[eighth] for eighth in own)
+        # Each eighth is made where it belongs: nothing is copied.
+        pypto.set_vec_tile_shapes(rows, tokens)
+        level = pypto.concat([eighths[eighth] for eighth in own], 0) if len(own) > 1 else eighths[own[0]]
+        put((level * level + cubic_of(bits).rise) * level, first)
+        first += rows
 
 
 def _unpack(rest, held, eighths):
@@ -195,12 +199,6 @@ def _unpack(rest, held, eighths):
 def _rounded(x, step):
     """FP16 to the next multiple of a power of two."""
     return (x + _STEPS * step) - _STEPS * step
-
-
-def _below(parts, rows, tokens):
-    """Parts [n, tokens] one below the other, [rows, tokens]: each is made where it belongs, and nothing is copied."""
-    pypto.set_vec_tile_shapes(rows, tokens)
-    return pypto.concat(parts, 0) if len(parts) > 1 else parts[0]
 
 
 # -- Choosing levels -----------------------------------------------------------------------------------------------------------
