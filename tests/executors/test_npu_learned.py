@@ -7,7 +7,7 @@ import torch
 from npu_checked import CONFIG, DECODE, PREFILL, check_layer, filled
 from npu_learned import learned_spec
 from npu_programs import needs_pypto, with_pypto
-from small_models import random_tokens, resized, small_model
+from small_models import cache_tensors, random_tokens, resized, small_model
 
 from haarkv.codebooks import cubic
 from haarkv.executors import catalog, npu
@@ -19,7 +19,8 @@ from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.formats.columns import Column, Part, pack_columns
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.npu import learned
-from haarkv.tq_ops.npu.device import SimRunner
+from haarkv.tq_ops.npu.device import SimRunner, open_runner
+from haarkv.tq_ops.npu.first_programs import StoreByProgram
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.layers.runner import validate
 
@@ -130,6 +131,21 @@ def test_a_layer_of_other_widths_or_of_a_fixed_format_does_so_too(kv, case):
     check_layer(*case, learned_spec(heads_of(case), kv))
 
 
+@with_pypto
+def test_the_store_alone_writes_what_the_cache_does():
+    """What `tq bringup` runs before a whole layer."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(4, 2, 128, generator=generator) for _ in "kv")
+    stored = []
+    for store in (StoreByProgram(open_runner("sim")), lambda k, v, cache, layer, batch: cache.write(layer, k, v, batch)):
+        cache, paging, sequences = filled(CONFIG, learned_spec(CONFIG), [3, 0], seed=1)
+        store(k, v, cache, 1, paging.batch(sequences, [3, 1]))
+        stored.append([tensor for *_, tensor in cache_tensors(cache)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*stored, strict=True))
+    before = cache_tensors(filled(CONFIG, learned_spec(CONFIG), [3, 0], seed=1)[0])
+    assert sum(not torch.equal(tensor, new) for (*_, tensor), new in zip(before, stored[0], strict=True)) == 4
+
+
 def validated(spec, modes=("teacher-forced",), steps=0):
     model = small_model(ONE_LAYER, dtype=torch.bfloat16)
     plan = spec.plan(1)
@@ -168,8 +184,8 @@ FAULTS = {
     "a missing mean": ("k_numbers", without_mean, "store_kv.k"),
     "two heads' rows exchanged": ("k_rows", lambda tensor: exchange(tensor, 192), "attention_mlp"),
     "levels at each other's places": ("k_places", lambda tensor: tensor.flip(1), "store_kv.k"),
-    "rows without the factors of their centroids": ("k_rows", lambda t: t / t.norm(dim=1, keepdim=True).clamp(min=1e-9), "attention_mlp"),
-}  # fmt: skip
+    "rows all of a length": ("k_rows", lambda t: t / t.norm(dim=1, keepdim=True).clamp(min=1e-9), "attention_mlp"),
+}
 
 
 @needs_pypto[1]

@@ -24,7 +24,7 @@ MEAN, WEIGHTS, LIFT, SHARED = range(4)
 TRIES = len(GAINS)
 """How often a row of `numbers` repeats itself: the sizes at which a vector is tried lie side by side."""
 SPAN = 8.0
-"""What the levels of a coordinate span in a program before they become centroids, whatever their width: FP16 holds their cubes."""
+"""What the levels of a coordinate span in a program before they become centroids. FP16 holds its cube."""
 _BYTE = 8
 _POWERS = 4
 
@@ -56,7 +56,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a format, as a program unpacks them."""
+    """The columns of a format, as a program unpacks them.
+
+    Widths descend by eighth, so those of a width follow one another. Units of the last column are single bytes.
+    """
 
     columns: tuple[Column, ...]
 
@@ -116,7 +119,7 @@ def pieces(column: Column) -> list[list[Piece]]:
 
 @dataclass(frozen=True)
 class Cubic:
-    """A centroid as a program restores it: `factor * u * (u**2 + rise)`, where u is the centred level, `SPAN / 2**bits` apart."""
+    """A centroid as a program restores it: `factor * u * (u**2 + rise)`; levels u lie `SPAN / 2**bits` apart, about 0."""
 
     factor: float
     rise: float

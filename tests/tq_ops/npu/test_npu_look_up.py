@@ -58,7 +58,7 @@ COUNTED = {2: (55, 1280), 3: (49, 1280), 4: (51, 1920), 5: (50, 2272)}
 
 @pytest.mark.parametrize("bits", COLUMNS)
 def test_every_byte_of_learned_keys_gives_the_centroids_of_its_levels(simulator, bits):
-    """Within 2**-10: three roundings to FP16, where the tables of the reference are FP32. Rows between hold anything finite."""
+    """Within 2**-10: three roundings to FP16, where the reference has FP32. Rows between hold anything finite."""
     layout = Layout(COLUMNS[bits])
     # Each byte of a vector runs through all values, the two of a unit by different steps.
     step = torch.arange(layout.nbytes(HEAD_DIM)) % 2 * 36 + 1
