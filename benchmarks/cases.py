@@ -223,7 +223,7 @@ def plain(kv: str) -> bool:
 
 
 def plan_of(kv: str, config: ModelConfig) -> KVPlan:
-    """The plan of a cache for a model; learned nibbles are of made-up coordinates, other ones in each copy of a layer.
+    """The plan of a cache for a model; learned keys are of made-up coordinates, other ones in each copy of a layer.
 
     Raises:
         InputError: as `parse_caches`, or it does not fit the model.

@@ -90,7 +90,7 @@ class Storage(NamedTuple):
 
 
 def names_in(text: str) -> list[str]:
-    """Formats with commas between: `bf16,tq4,k=lr128,v=lr64` names three. One that is none is refused."""
+    """Formats with commas between: `bf16,tq4,k=lr4,v=tq3` names three. One that is none is refused."""
     names = list(dict.fromkeys(part.strip() for part in re.split(r",(?!\s*v=)", text)))
     for name in names:
         formats.parse(name, made_up.calibration())  # of any model: which nibbles there are does not depend on it
@@ -134,6 +134,6 @@ def _made_up(config: ModelConfig, scratch: Path) -> Path:
     _, kv_heads, dim = heads(config)
     calibration = made_up.calibration(config.num_layers, kv_heads, dim)
     path = scratch / "made-up.safetensors"
-    file = CalibrationFile(calibration_of(calibration.k, calibration.v), shape_of(config), _ANY_WEIGHTS)
+    file = CalibrationFile(calibration_of(calibration.k), shape_of(config), _ANY_WEIGHTS)
     path.write_bytes(calibration_file.dumps(file))
     return path

@@ -33,7 +33,8 @@ def centroids(bits: int) -> Tensor:
     """[2**bits] fp32, ascending; computed in float64 and rounded once. Do not write to it."""
     a, b = FACTORS[bits]
     m = 2 * torch.arange(2**bits, dtype=torch.float64) + 1 - 2**bits
-    return (m * (a + b * m.square())).float()
+    table: Tensor = (m * (a + b * m.square())).float()
+    return table
 
 
 @cache

@@ -65,7 +65,7 @@ class Basis:
         """D."""
         return self.mean.shape[1]
 
-    def heads(self, part: slice) -> Basis:
+    def heads(self, part: slice | list[int]) -> Basis:
         """That of some KV heads."""
         return Basis(*(tensor[part] for tensor in (self.mean, self.forward, self.back, self.weights)))
 
@@ -104,6 +104,23 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
     return Basis(mean.float(), forward.float(), back.float(), weights.float())
 
 
+def tempered(metric: Tensor, damping: float = _DAMPING, power: float = POWER) -> Tensor:
+    """The metric as `learn` takes it, S S: [H, D, D] float64, of what it is given."""
+    found = []
+    for of_head in metric.double():
+        damped, _ = _damped(of_head, of_head, damping)
+        channel, root = _root(damped, power)
+        found.append(torch.outer(channel, channel) * (root @ root))
+    return torch.stack(found)
+
+
+def _root(metric: Tensor, power: float) -> tuple[Tensor, Tensor]:
+    """channel [D] and R**(power / 2) [D, D] of a metric."""
+    channel = metric.diagonal().sqrt()
+    values, vectors = torch.linalg.eigh(metric / torch.outer(channel, channel))
+    return channel, (vectors * values.clamp(min=_FLOOR).pow(power / 2)) @ vectors.T
+
+
 def _damped(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Both matrices with a share of their own diagonals added; a channel that never moved counts as one that hardly did."""
     found = []
@@ -116,16 +133,15 @@ def _damped(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Ten
 
 def _of_head(metric: Tensor, spread: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:
     """forward, back and weights of one head."""
-    channel = metric.diagonal().sqrt()
-    values, vectors = torch.linalg.eigh(metric / torch.outer(channel, channel))
-    root = (vectors * values.clamp(min=_FLOOR).pow(power / 2)) @ vectors.T
+    channel, root = _root(metric, power)
     weights, turned = torch.linalg.eigh(root @ (spread * torch.outer(channel, channel)) @ root)
     weights, turned = weights.flip(-1), turned.flip(-1)
     weights = weights.clamp(min=_FLOOR * float(weights[0]))
     # Turned among each other, the coordinates of an eighth weigh alike.
     eighths = weights.view(EIGHTHS, -1)
     alike = eighths.mean(1, keepdim=True).expand_as(eighths).flatten()
-    turned = turned @ torch.block_diag(*(_turn(eighth, eighths.shape[1]) for eighth in range(EIGHTHS)))
+    count = eighths.shape[1]
+    turned = torch.cat([part @ _turn(i, count) for i, part in enumerate(turned.split(count, 1))], 1)
     forward = channel.unsqueeze(1) * (root @ turned) / alike.sqrt()
     forward = (forward / forward.square().mean().sqrt() / math.sqrt(len(forward))).to(torch.bfloat16).double()
     back = torch.linalg.inv(forward).to(torch.bfloat16)

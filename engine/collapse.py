@@ -1,7 +1,8 @@
 """Whether a cache would lose so much of K or V that text suffers: judged by the weights, and by the first tokens of a prompt.
 
-Limits are where `tiny` with planted faults began to suffer and to collapse (docs/fidelity.md): its perplexity rose by 1 % at
-logits that are off by about 0.5, by a tenth to a third at 1.5 to 2.5.
+Limits are where `tiny` with faults planted in every layer began to suffer and to collapse (docs/fidelity.md): its perplexity
+rose by 1 % at logits that are off by about 0.5, by a tenth to a third at 1.5 to 2.5. One layer in so many is not the model:
+Qwen2.5-Coder-0.5B has 3 of 24 beyond that in tq4, one of them far, and writes right programs at a mean KL of 0.3.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from haarkv.tq_ops.kv.probe import logit_errors, lost_variation, stored_error, w
 from haarkv.tq_ops.table import OpTable, with_ops
 
 LEAST_TOKENS, MOST_TOKENS = 16, 128
+COLLAPSES = 1 / 4
+"""Share of the layers that collapse before text does."""
 SINKS = 4
 """First tokens of a sequence, whose vectors may be far larger than all others."""
 
@@ -78,7 +81,7 @@ class Loss:
 
     @property
     def garbage(self) -> bool:
-        """Whether text collapses."""
+        """Whether text would collapse, were all layers so."""
         return self.amount >= self.measure.garbage
 
 
@@ -279,7 +282,8 @@ class Guard:
             key = loss.layer, loss.side
             if key not in worst or loss.amount > worst[key].amount:
                 worst[key] = loss
-        if any(loss.garbage for loss in worst.values()) and not self.allow:
+        collapsed = {layer for (layer, _), loss in worst.items() if loss.garbage}
+        if len(collapsed) >= COLLAPSES * len(self.plan.layers) and not self.allow:
             line = describe(list(worst.values()), could_balance=self.could_balance)
             raise InputError(f"text would be garbage: {line}; --allow-collapse goes on all the same")
         new = [loss for key, loss in worst.items() if key not in self._said]

@@ -1,7 +1,7 @@
 """The ONNX executor: the graphs that `tq export` writes, run by ONNX Runtime over the weights and the cache as they lie.
 
-A graph reads the paged cache in place and returns what is to be stored of the new tokens, 66 bytes a vector, which is then
-put into its slots: nothing copies the cache.
+A graph reads the paged cache in place, and tokens in BF16 beside it, and returns what is to be stored of the new tokens,
+which is then put into its places: nothing copies the cache.
 """
 
 from __future__ import annotations
@@ -19,23 +19,15 @@ from torch import Tensor
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.qwen3_14b.onnx.learned import coordinate_values, learned_levels, mixed
-from haarkv.models.qwen3_14b.onnx.model import (
-    DEFAULT_OPSET,
-    FIELDS,
-    GraphSpec,
-    Sizes,
-    build,
-    cache_name,
-    new_name,
-    weight_values,
-)
-from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
-from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.model import UNSTORED, build
+from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec, Sizes, cache_name, new_name
+from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
+from haarkv.models.qwen3_14b.onnx.weights import stored_values, weight_values
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.onnx.reads import READS
@@ -91,7 +83,7 @@ def open_provider(word: str | None) -> Provider:
 
 
 class OnnxExecutor:
-    """Runs a model whose cache is `tq4` or learned nibbles.
+    """Runs a model whose cache is `tq2` to `tq8` or, of keys, `lr2` to `lr5`, with a tail and sinks in BF16 or none.
 
     Args:
         model: weights and shapes, FP32 or BF16.
@@ -118,13 +110,11 @@ class OnnxExecutor:
         self.weights = there.weights
         self._weights = dict(weight_values(there))
         self._sessions: dict[GraphSpec, _Session] = {}
-        self._coordinates: dict[tuple[KVFormat, int], dict[str, Tensor]] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
-        reason = graphs_unsupported(config) or unsupported(READS, plan, config.kv_shapes)
-        return reason or mixed(plan, config.heads.head_dim)
+        return graphs_unsupported(config) or unsupported(READS, plan, config.kv_shapes)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
@@ -132,10 +122,8 @@ class OnnxExecutor:
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         token, _, valid = pad_queries(batch)
-        every = range(self.config.num_layers)
         sizes = Sizes(tokens=1) if token.shape[1] == 1 else Sizes()
-        levels = self._levels(cache, every)
-        graph = GraphSpec(every, embed=True, head=False, opset=DEFAULT_OPSET, sizes=sizes, levels=levels)
+        graph = _graph(cache, range(self.config.num_layers), embed=True, sizes=sizes)
         hidden = torch.empty(*token.shape, self.config.hidden_size, dtype=self.weights.embedding.dtype, device=self.device)
         self._run(graph, {"input_ids": token_ids[token]}, {"hidden_out": hidden}, batch, cache)
         return hidden[valid]
@@ -154,9 +142,8 @@ class OnnxExecutor:
         token, _, valid = pad_queries(batch)
         out = torch.empty_like(hidden[token])
         for layer in span:
-            only = range(layer, layer + 1)
-            plan = GraphSpec(only, embed=False, head=False, opset=DEFAULT_OPSET, levels=self._levels(cache, only))
-            self._run(plan, {"hidden": hidden[token]}, {"hidden_out": out}, batch, cache)
+            graph = _graph(cache, range(layer, layer + 1))
+            self._run(graph, {"hidden": hidden[token]}, {"hidden_out": out}, batch, cache)
             hidden = out[valid]
         return hidden
 
@@ -165,42 +152,33 @@ class OnnxExecutor:
     ) -> None:
         """Run a graph on tensors where they lie, and store what it made of the new tokens."""
         _, _, valid = pad_queries(batch)
+        cache.require_room(batch)
         past = batch.seq_lens - batch.query_start_loc.diff()
         columns = max(1, -(-int(past.max()) // cache.block_size))
         given = {**inputs, "past_lens": past, "block_table": batch.block_table[:, :columns].clamp(min=0)}
+        kept = {layer: _kept(cache, layer) for layer in plan.span}
+        if any(plan.kept):
+            given |= _kept_places(kept[plan.span.start]["k_kept"], batch, past)
         new: dict[str, Tensor] = {}
         for layer in plan.span:
+            lead = (*valid.shape, cache.shape(layer).num_kv_heads)
             for stored, field in _fields(cache, layer).items():
                 given[cache_name(layer, stored)] = field
-                shape = (*valid.shape, cache.shape(layer).num_kv_heads, *field.shape[3:])
-                new[new_name(layer, stored)] = torch.empty(shape, dtype=field.dtype, device=self.device)
-        self._call(self._session(plan), given | self._coordinates_of(plan, cache), {**outputs, **new})
+                new[new_name(layer, stored)] = torch.empty(*lead, *field.shape[3:], dtype=field.dtype, device=self.device)
+            for stored, side in kept[layer].items():
+                given[cache_name(layer, stored)] = vectors = side.vectors.flatten(0, 2)
+                new[new_name(layer, stored)] = torch.empty(*lead, vectors.shape[1], dtype=vectors.dtype, device=self.device)
+        self._call(self._session(plan), given, {**outputs, **new})
+        made = {layer: {stored: new[new_name(layer, stored)][valid] for stored in plan.fields} for layer in plan.span}
         slots = batch.slot_mapping
-        vectors = {layer: {stored: new[new_name(layer, stored)][valid] for stored in FIELDS} for layer in plan.span}
-        for layer, fields in vectors.items():
-            _require_finite(fields, layer, slots)
-        block, offset = slots // cache.block_size, slots % cache.block_size
-        for layer, fields in vectors.items():
-            for stored, field in _fields(cache, layer).items():
-                field[block, :, offset] = fields[stored]
-
-    def _levels(self, cache: PagedKVCache, span: range) -> tuple[tuple[int, int], ...]:
-        """Learned nibbles of K and V in each layer, as a `GraphSpec` has them."""
-        return learned_levels(cache.plan, span, self.config.heads.head_dim)
-
-    def _coordinates_of(self, plan: GraphSpec, cache: PagedKVCache) -> dict[str, Tensor]:
-        """Learned coordinates of the layers of a graph, where it wants them; another cache may have others."""
-        if not plan.levels:
-            return {}
-        found: dict[str, Tensor] = {}
         for layer in plan.span:
-            for side, kv_format in zip("kv", cache.plan.layers[layer], strict=True):
-                key = (kv_format, layer)
-                if key not in self._coordinates:
-                    values = coordinate_values(layer, side, kv_format, self.config.heads.head_dim)
-                    self._coordinates[key] = {name: tensor.to(self.device) for name, tensor in values}
-                found |= self._coordinates[key]
-        return found
+            _require_finite(made[layer], layer, slots)
+        block, offset = slots // cache.block_size, slots % cache.block_size
+        for layer in plan.span:
+            for stored, field in _fields(cache, layer).items():
+                field[block, :, offset] = made[layer][stored]
+            for stored, side in kept[layer].items():
+                side.write(made[layer][stored], batch)
 
     def _call(self, session: _Session, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         kept = {name: tensor.contiguous() for name, tensor in inputs.items() if name in session.inputs}
@@ -231,8 +209,10 @@ class OnnxExecutor:
             options.enable_mem_reuse = False
             model = build(self._scopes, plan).SerializeToString()
             session = ort.InferenceSession(model, options, providers=[self._provider.name])
-            opened = _Session(session, session.io_binding(), {value.name for value in session.get_inputs()})
-            self._bind(opened.binding.bind_input, {name: self._weights[name] for name in self._weights.keys() & opened.inputs})
+            inputs = {value.name for value in session.get_inputs()}
+            every = self._weights | stored_values(self._scopes, plan, self.device)
+            opened = _Session(session, session.io_binding(), inputs, {name: every[name] for name in every.keys() & inputs})
+            self._bind(opened.binding.bind_input, opened.weights)
             self._sessions[plan] = opened
         return self._sessions[plan]
 
@@ -244,6 +224,41 @@ class _Session:
     session: Any
     binding: Any
     inputs: set[str]
+    weights: Mapping[str, Tensor]
+
+
+def _graph(cache: PagedKVCache, span: range, *, embed: bool = False, sizes: Sizes | None = None) -> GraphSpec:
+    """The graph of some layers that reads a cache."""
+    kept = _kept(cache, span.start).get("k_kept")
+    return GraphSpec(
+        span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
+        formats=cache.plan.layers[span.start : span.stop], kept=(kept.tail, kept.sink) if kept else (0, 0),
+    )  # fmt: skip
+
+
+def _kept_places(kept: Kept, batch: Batch, past: Tensor) -> dict[str, Tensor]:
+    """Where the tokens lie that queries may see in BF16: of each sequence its sinks, and the newest before this batch.
+
+    Args:
+        kept: of any layer and side, all being alike.
+        past: [B] int32, tokens that were stored before.
+    Returns:
+        `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
+        [B, sink + tail] int32, `UNSTORED` of those that are not there or are sinks as well.
+    """
+    _, heads, places, _ = kept.vectors.shape
+    first = torch.arange(kept.sink, device=past.device).expand(len(past), -1)
+    recent = past.long().unsqueeze(1) - kept.tail + torch.arange(kept.tail, device=past.device)
+    there = torch.cat([first < past.unsqueeze(1), recent >= kept.sink], dim=1)
+    positions = torch.cat([first, recent], dim=1)
+    head = batch.rows[:, None, None] * heads + torch.arange(heads, device=past.device)[:, None]
+    index = head * places + kept.places(positions.clamp(min=0)).unsqueeze(1)
+    return {"kept_index": index, "kept_positions": positions.masked_fill(~there, UNSTORED).to(torch.int32)}
+
+
+def _kept(cache: PagedKVCache, layer: int) -> dict[str, Kept]:
+    """A layer's tokens in BF16 by `KEPT_FIELDS`, where some stay so."""
+    return {stored: kept for stored, kept in zip(KEPT_FIELDS, cache.kept(layer), strict=True) if kept}
 
 
 def _fields(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:

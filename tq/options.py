@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.output import compiling, loading, warn
+from tq.output import compiling, loading, say, scoring, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.draft_choice import DraftSpec
@@ -176,7 +176,13 @@ def set_threads(threads: int | None) -> None:
 
 # -- The KV cache ----------------------------------------------------------------------------------------------------------
 
-kv_option = click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME.")
+kv_option = click.option(
+    "--kv", default="tq4", show_default=True,
+    help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
+)  # fmt: skip
+loss_option = click.option(
+    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.01]."
+)
 plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 calibration_option = click.option(
     "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lrN."
@@ -200,7 +206,7 @@ collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn
 
 def kv_options(kv: bool = True) -> Decorator:
     """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache."""
-    return together(kv_option, calibration_option, *_BESIDE, plan_option) if kv else together(*_BESIDE)
+    return together(kv_option, loss_option, calibration_option, *_BESIDE, plan_option) if kv else together(*_BESIDE)
 
 
 session_options = together(kv_options(), balance_option, collapse_option, executor_option(), run_options())
@@ -220,6 +226,10 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.tq_ops.kv.plan_file import load
 
+    if given.get("kv") == "auto" and given.get("kv_plan") is None:
+        return _chosen(given)
+    if given.get("kv_loss") is not None:
+        raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
     if (file := given.get("kv_plan")) is None:
         learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
         kv, tail, sink, skipped = given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"]
@@ -228,6 +238,30 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
         if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
             raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")
     return load(file)
+
+
+def _chosen(given: Mapping[str, Any]) -> KVSpec:
+    """The cache of `--kv auto`, chosen now or before; what was chosen now is said in one line."""
+    for name, option in written().items():
+        if name in ("calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
+            raise click.UsageError(f"--kv auto sets the whole cache; leave out {option}")
+    if "model" not in given:
+        raise click.UsageError("--kv auto is for commands that run one model; name a format")
+    from haarkv.validation.planning.auto import LOSS, steps
+    from haarkv.validation.planning.remembered import cache_for
+
+    set_threads(given.get("threads"))
+    layers = given.get("layers")
+    # What another executor runs is chosen here on what can show its keys and queries.
+    said = list[str]()
+    with scoring(steps(given["model"], layers)) as on_step:
+        spec = cache_for(
+            given["model"], loss=LOSS if given.get("kv_loss") is None else given["kv_loss"], layers=layers,
+            dtype=given.get("dtype"), device="cpu", on_step=on_step, on_choice=said.append,
+        )  # fmt: skip
+    for line in said:
+        say(line)
+    return spec
 
 
 seed_option = click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)

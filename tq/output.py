@@ -69,6 +69,11 @@ def warn(message: str) -> None:
     print(f"tq: warning: {one_line(message)}", file=sys.stderr)
 
 
+def say(message: str) -> None:
+    """Print one line on stderr that warns of nothing."""
+    print(f"tq: {one_line(message)}", file=sys.stderr)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
     """Print a title and a table, on stdout unless a console is given.
 

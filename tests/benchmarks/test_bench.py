@@ -172,9 +172,9 @@ def test_bench_decode_measures_what_it_names(run):
 
 def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
     """Layers that differ and tokens in BF16: what a plan has, without one having been chosen."""
-    code, out, _ = run("decode", "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,lr16", "--only", "step", "--no-peers")
+    code, out, _ = run("decode", "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,k=lr3,v=tq4", "--only", "step", "--no-peers")
     assert code == 0
-    for who in ("tq4/k=tq4,v=tq3+tail8", "lr16"):
+    for who in ("tq4/k=tq4,v=tq3+tail8", "k=lr3,v=tq4"):
         assert f"reference {who} at 40 tokens: " in out
     assert out.count("of reference tq4's time") == 2
 
@@ -185,7 +185,7 @@ def test_a_cache_of_the_benchmark_becomes_its_plan():
     assert names == [("tq4", "tq4"), ("bf16", "tq3"), ("tq4", "tq4")]
     assert (made.recent, made.sink) == (8, 2)
     assert plan_of("tq4", SMALL) == KVSpec("tq4").plan(SMALL.num_layers)
-    assert plan_of("lr16+tail8", SMALL).recent == 8
+    assert plan_of("k=lr3,v=tq4+tail8", SMALL).recent == 8
     for wrong in ("tq4+head3", "tq4+tail", "k=tq4", "", "tq4/", "tq9/tq4"):
         with pytest.raises(InputError):
             parse_caches([wrong])

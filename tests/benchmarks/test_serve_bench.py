@@ -83,7 +83,7 @@ def test_arguments_become_cases_prompts_outside_users_inside():
         (["--users", "1,x"], "'1,x'"),
         (["--users", "0"], "'0'"),
         (["--kv", "bf16,q9_0"], "q9_0"),
-        (["--kv", "bf16,k=lr128,v=q9_0"], "q9_0"),
+        (["--kv", "bf16,k=lr4,v=q9_0"], "q9_0"),
         (["--kv-plan", "a/plan.json", "--kv-plan", "b/plan.json"], "the same name"),
         (["--repeats", "0"], "--repeats"),
         ([], "vLLM is not installed in this Python; docs/serving.md says how"),
@@ -122,17 +122,17 @@ def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
 
 def test_storages_are_formats_pairs_of_them_learned_ones_and_plans(tmp_path):
     config = read_config("random:0.6b", 2)
-    names = names_in("bf16,k=lr128,v=lr64, k=q8_0,v=tq3,tq4,bf16")
-    assert names == ["bf16", "k=lr128,v=lr64", "k=q8_0,v=tq3", "tq4"]
+    names = names_in("bf16,k=lr4,v=tq3, k=q8_0,v=tq3,tq4,bf16")
+    assert names == ["bf16", "k=lr4,v=tq3", "k=q8_0,v=tq3", "tq4"]
     plan = tmp_path / "mine.json"
     plan.write_text(plan_file.dumps(KVSpec("tq3", skip_layers=(1,)).plan(2), shape_of(config)))
     found = storages(names, [plan], None, config, tmp_path, random=True)
     assert [of.name for of in found] == [*names, "mine"]
     learned = str(tmp_path / "made-up.safetensors")
-    assert found[1].flags == ("--kv", "k=lr128,v=lr64", "--calibration", learned)
+    assert found[1].flags == ("--kv", "k=lr4,v=tq3", "--calibration", learned)
     assert found[2].flags == ("--kv", "k=q8_0,v=tq3")
     assert found[4].flags == ("--kv-plan", str(plan))
-    with pytest.raises(InputError, match="k=lr128,v=lr64 needs coordinates of this model; give --calibration FILE"):
+    with pytest.raises(InputError, match="k=lr4,v=tq3 needs coordinates of this model; give --calibration FILE"):
         storages(names, [], None, config, tmp_path, random=False)
     with pytest.raises(InputError, match="made for another model"):
         storages(["tq4"], [plan], None, read_config("random:4b", 2), tmp_path, random=True)

@@ -1,12 +1,10 @@
-"""Learned coordinates: the closed form against brute force, nibbles against every other way to spend them."""
-
-from itertools import product
+"""Learned coordinates: the closed form against brute force, and what was added to it."""
 
 import pytest
 import torch
 
-from haarkv.codebooks import haar_rotation, lloyd_max
-from haarkv.codebooks.learned import errors, expected_cost, learn, refinements, stages
+from haarkv.codebooks import cubic
+from haarkv.codebooks.learned import EIGHTHS, expected_cost, learn, tempered
 
 
 def random_moment(dim, seed, heads=2, spread=3.0):
@@ -17,9 +15,9 @@ def random_moment(dim, seed, heads=2, spread=3.0):
     return (x * scale) @ (x * scale).mT / dim
 
 
-def learned(dim=8, heads=2, damping=0.0):
+def learned(dim=8, heads=2, damping=0.0, power=1.0):
     metric, spread = random_moment(dim, 1, heads), random_moment(dim, 2, heads)
-    return metric, spread, learn(metric, spread, torch.zeros(heads, dim), damping)
+    return metric, spread, learn(metric, spread, torch.zeros(heads, dim), damping, power)
 
 
 # -- The closed form ------------------------------------------------------------------------------------------------------
@@ -69,17 +67,17 @@ def test_no_other_subspace_costs_less():
 
 def test_the_scale_of_a_channel_changes_nothing_but_the_matrices():
     """An outlier channel whose queries are small: the same weights, the same coordinates of the scaled vectors."""
-    metric, spread, basis = learned(16, damping=1e-3)
-    scale = torch.ones(16, dtype=torch.float64)
+    metric, spread, basis = learned(8, damping=1e-3, power=0.4)
+    scale = torch.ones(8, dtype=torch.float64)
     scale[3], scale[7] = 64.0, 1 / 128.0
     outer = torch.outer(scale, scale)
-    planted = learn(metric / outer, spread * outer, torch.zeros(2, 16), 1e-3)
+    planted = learn(metric / outer, spread * outer, torch.zeros(2, 8), 1e-3, 0.4)
     assert torch.allclose(planted.weights, basis.weights, rtol=1e-5)
-    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(50, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for head in range(2):
         plain, scaled = x @ basis.forward[head].double(), (x * scale) @ planted.forward[head].double()
         factor = (plain * scaled).sum(0) / plain.square().sum(0)  # signs of eigenvectors are free
-        assert torch.allclose(factor.abs(), factor.abs()[:1].expand(16), rtol=0.02)
+        assert torch.allclose(factor.abs(), factor.abs()[:1].expand(8), rtol=0.02)
         assert torch.allclose(scaled, plain * factor, atol=0.03 * float(scaled.abs().max()))
 
 
@@ -110,70 +108,38 @@ def test_shapes_that_do_not_fit_are_refused():
         learn(random_moment(8, 1), random_moment(4, 2), torch.zeros(2, 8))
 
 
-# -- Nibbles --------------------------------------------------------------------------------------------------------------
-def test_the_scales_of_later_nibbles_are_the_best_for_a_gaussian():
-    """On drawn numbers, beside each scale's neighbours and the closed form's errors."""
-    book, dim = lloyd_max(4, 64), 64
-    x = torch.randn(2**20, generator=torch.Generator().manual_seed(0)) / dim**0.5
-
-    def left(rest, step):
-        return rest - step * book.centroids[torch.bucketize(rest / step, book.boundaries, right=True)]
-
-    rest = left(x, 1.0)
-    for step, error in zip(refinements()[1:], errors()[2:], strict=True):
-        found = float(left(rest, step).square().mean() * dim)
-        assert found == pytest.approx(error, rel=0.05)
-        for other in (0.8, 0.93, 1.07, 1.2):
-            assert float(left(rest, step * other).square().mean() * dim) > found
-        rest = left(rest, step)
+def test_the_metric_is_tempered_between_its_diagonal_and_itself():
+    metric = random_moment(8, 1)
+    diagonal = torch.diag_embed(metric.diagonal(dim1=-2, dim2=-1))
+    assert torch.allclose(tempered(metric, 0.0, 1.0), metric, rtol=1e-6)
+    assert torch.allclose(tempered(metric, 0.0, 0.0), diagonal, rtol=1e-6)
+    # Two halves of the power are the whole, by channels of diagonal 1.
+    channel = metric.diagonal(dim1=-2, dim2=-1).sqrt()
+    outer = channel.unsqueeze(-1) * channel.unsqueeze(-2)
+    half = tempered(metric, 0.0, 0.5) / outer
+    assert torch.allclose(half @ half * outer, metric, rtol=1e-6)
 
 
-def test_each_nibble_saves_less_than_the_one_before():
-    """Without this the greedy choice would not be the best one."""
-    saved = -torch.tensor(errors()).diff()
-    assert (saved > 0).all()
-    assert (saved.diff() < 0).all()
+def test_coordinates_of_an_eighth_weigh_alike_and_are_turned():
+    metric, spread = (random_moment(32, seed, spread=1.0) for seed in (1, 2))
+    basis = learn(metric, spread, torch.zeros(2, 32), 0.0)
+    by_eighth = basis.weights.view(2, EIGHTHS, -1)
+    assert torch.equal(by_eighth, by_eighth[..., :1].expand_as(by_eighth))
+    assert (by_eighth[..., 0].diff(dim=1) <= 0).all()
+    # Still uncorrelated and of equal spread all together: turning changes neither within an eighth, by its mean weight.
+    moments = basis.forward.double().mT @ spread @ basis.forward.double()
+    traces = moments.diagonal(dim1=-2, dim2=-1).view(2, EIGHTHS, -1).mean(-1)
+    assert torch.allclose(traces, traces[:, :1].expand_as(traces), rtol=0.05)
+    apart = moments.view(2, EIGHTHS, 4, EIGHTHS, 4)
+    for one in range(EIGHTHS):
+        for other in range(one):
+            assert (apart[:, one, :, other].abs() < 0.05 * traces[:, :1, None]).all()
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("nibbles", [0, 1, 3, 5, 8, 12, 15])
-def test_no_other_way_to_spend_nibbles_costs_less(seed, nibbles):
-    """Every one of 4**5 allocations is tried."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.exp(9 * torch.rand(1, 5, generator=generator)).sort(descending=True).values
-    weights *= 5 / weights.sum()
-    costs = [
-        sum(float(w) * errors()[k] for w, k in zip(weights[0], owned, strict=True))
-        for owned in product(range(4), repeat=5)
-        if sum(owned) == nibbles
-    ]
-    owners = stages(weights, nibbles)[0]
-    own = sum(float(w) * errors()[int((owners > i).sum())] for i, w in enumerate(weights[0]))
-    assert own == pytest.approx(min(costs), rel=1e-12)
-    assert float(expected_cost(weights, nibbles)[0]) == pytest.approx(own / 5, rel=1e-6)
-
-
-def test_owners_of_more_nibbles_come_first_and_every_nibble_is_spent():
-    weights = torch.exp(-torch.arange(128) / 9.0).repeat(2, 1)
-    weights[1] = 1.0
-    for nibbles in range(0, 385, 16):
-        owners = stages(weights, nibbles)
-        assert owners.sum(1).tolist() == [nibbles, nibbles]
-        assert (owners.diff(dim=1) <= 0).all()
-        assert owners.max() <= 128
-
-
-def test_equal_weights_are_a_rotation_with_one_nibble_each():
-    assert stages(torch.ones(1, 128), 128).tolist() == [[128, 0, 0]]
-    rotation = haar_rotation(0, 128).double()
-    eye = torch.eye(128, dtype=torch.float64).unsqueeze(0)
-    basis = learn(eye, eye, torch.zeros(1, 128), 0.0)
-    assert torch.allclose(basis.weights, torch.ones(1, 128))
-    assert (basis.forward.double() @ basis.back.double() - eye).abs().max() < 0.02
-    assert rotation.shape == basis.forward[0].shape
-
-
-@pytest.mark.parametrize("nibbles", [-1, 385])
-def test_more_nibbles_than_can_be_owned_are_refused(nibbles):
-    with pytest.raises(ValueError, match="nibbles"):
-        stages(torch.ones(1, 128), nibbles)
+def test_what_levels_leave_is_weighed():
+    weights = torch.linspace(8, 1, 16).expand(2, 16)
+    widths = (6, 5, 4, 4, 4, 3, 3, 3)
+    by_hand = sum(float(w) * cubic.ERRORS[widths[i // 2]] for i, w in enumerate(weights[0])) / float(weights[0].sum())
+    assert expected_cost(weights, widths).tolist() == pytest.approx([by_hand] * 2)
+    spent = torch.ones(2, 16)
+    assert float(expected_cost(weights, widths, spent)[0]) == pytest.approx(sum(map(cubic.ERRORS.__getitem__, widths)) / 8)

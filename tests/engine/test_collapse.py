@@ -181,3 +181,16 @@ class TestLoss:
         assert "--kv-sink 4" in collapse.describe([found])
         assert not collapse.key_loss(formats.get("tq4"), 0, k, q, 128**-0.5, sink=4).suffers
         assert not replace(found, amount=0.1).suffers
+
+
+@pytest.mark.parametrize("collapsed", [1, 2])
+def test_text_collapses_where_a_quarter_of_the_layers_does(collapsed):
+    """As Qwen2.5-Coder-0.5B shows, a few layers that lose their keys' biases are no garbage."""
+    guard, said = collapse.Guard(KVSpec("tq4").plan(8), {}, 0.1), []
+    losses = [collapse.Loss(layer, "K", "tq4", collapse.LOGITS, 8.3) for layer in range(collapsed)]
+    if collapsed == 1:
+        guard._judge(losses, said.append)
+        assert said == [f"K of layer 0 suffers in tq4: logits are off by 8.3 nats; {said[0].split('; ')[1]}"]
+        return
+    with pytest.raises(InputError, match="text would be garbage: K of layers 0 and 1 suffers"):
+        guard._judge(losses, said.append)

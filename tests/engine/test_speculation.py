@@ -364,7 +364,7 @@ def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny
         (("ngram", 4, "tq4"), "ngram has no cache"),
         (("self", 4, "bf16"), "needs a copy coarser than the cache"),
         (("self", 4, "tq9"), "tq9"),
-        (("self", 4, "lr64"), "no learned coordinates"),
+        (("self", 4, "k=lr3,v=tq4"), "no learned coordinates"),
         (("random:0.6b",), "has another tokenizer"),
     ],
 )

@@ -211,7 +211,7 @@ def test_another_place_is_refused_by_name(file, other, words):
 
 def test_tables_tell_rotations_and_coordinates_apart():
     shape = ModelShape.uniform(2, 1, 64, 32, 400)
-    specs = [KVSpec("lr64", calibration=calibration(2, 1, 64, seed)) for seed in (0, 1)]
+    specs = [KVSpec("k=lr3,v=tq4", calibration=calibration(2, 1, 64, seed)) for seed in (0, 1)]
     plans = [KVSpec("tq4").plan(2), KVSpec("tq3").plan(2)]
     plans += [spec.plan(2) for spec in specs]
     tables = [cache_file.origin_of(plan, shape, "w").tables for plan in plans]

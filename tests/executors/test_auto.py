@@ -1,5 +1,6 @@
 """`auto`: the fastest executor that this machine has and that can run what was asked for; cheap, and honest about the rest."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cuda import available
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning.candidates import require_candidates
+from haarkv.validation.planning.candidates import at, everywhere, require_candidates
 
 TINY = read_config("tiny")
 EVERYTHING = ("cuda", "npu", "cpu", "reference")
@@ -74,15 +76,16 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
     config = resized(TINY, head_dim=head_dim)
     learned = made_up.calibration(config.num_layers, config.heads.num_kv_heads, head_dim)
     names = []
-    for name in (*formats.names(), *(f"lr{nibbles}" for nibbles in range(32, 2 * head_dim + 1, 16))):
+    for name in (*formats.names(), *(f"lr{bits}" for bits in COLUMNS)):
         with suppress(InputError):
             require_candidates([name], config, learned)
             names.append(name)
-    assert {"q8_0", "q4_0", "fp8_e4m3", "tq3_0", "manthan3", "tq4_seed", "fp32", "lr32"} < set(names)
+    assert {"q8_0", "q4_0", "fp8_e4m3", "tq3_0", "manthan3", "tq4_seed", "fp32", "lr2"} < set(names)
     assert not {name for name in names if name.startswith(("kivi", "kvarn"))}
-    for name, other in zip(names, names[1:] + names[:1], strict=True):
-        layers = {1: f"k={name},v={other}", 2: f"k={other},v=bf16"}
-        for spec in (KVSpec(name, layers=layers), KVSpec(name, layers=layers, tail=32, sink=4, skip_layers=(-1,))):
+    values = at("v", names)
+    for name, other in zip(names, itertools.cycle(values[1:] + values[:1])):
+        layers, whole = {1: f"k={name},v={other}", 2: f"k={other},v=bf16"}, everywhere(name)
+        for spec in (KVSpec(whole, layers=layers), KVSpec(whole, layers=layers, tail=32, sink=4, skip_layers=(-1,))):
             assert chosen(replace(spec, calibration=learned), config) == catalog.Selection("cpu"), spec
 
 

@@ -61,7 +61,7 @@ CASES = [
     ("bfloat16", KVSpec("tq4", tail=128), LONG),
     ("bfloat16", KVSpec("tq3", layers={0: "k=tq8,v=bf16", 1: "k=bf16,v=tq5"}, tail=7, sink=3), 300),
     *(("bfloat16", KVSpec(kv), 300) for kv in ("tq2", "tq5", "tq8", "bf16")),
-    ("bfloat16", KVSpec("k=lr128,v=lr64", tail=16, calibration=LEARNED), 300),
+    ("bfloat16", KVSpec("k=lr4,v=tq3", tail=16, calibration=LEARNED), 300),
     ("float32", KVSpec("tq4", tail=16), 300),
     ("float32", KVSpec("fp32", layers={0: "k=tq6,v=fp32", 1: "k=fp32,v=tq3"}), 300),
     # Layers that the reference's ops run between those of the kernels.

@@ -40,7 +40,7 @@ CONFIG = small_config(num_layers=1, num_heads=4, head_dim=64)
 GEMMA = gemma_config(num_layers=2, head_dim=64, window=6)  # of its own head_dim in the tests of its ops
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
 MADE_UP = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
-LEARNED = KVSpec("k=lr80,v=lr48", tail=2, sink=1, calibration=MADE_UP)
+LEARNED = KVSpec("k=lr3,v=tq3", tail=2, sink=1, calibration=MADE_UP)
 PLAN = TQ4.plan(CONFIG.num_layers)
 
 

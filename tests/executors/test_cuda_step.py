@@ -68,8 +68,8 @@ def of_layer(spec: KVSpec, attention: list[str]) -> list[str]:
         ("qwen3", TQ4, ONE, False, TRITON), ("qwen2", TQ4, RAGGED, False, TRITON), ("gemma", TQ4, RAGGED, False, TRITON),
         ("qwen3", TAIL, RAGGED, True, NVRTC), ("qwen3", TAIL, RAGGED, False, TRITON),
         # Some numbers of learned nibbles `decode.takes` leaves to Triton.
-        *(("qwen3", KVSpec("k=lr96,v=lr64", **kept), RAGGED, True, NVRTC) for kept in ({}, {"tail": 5, "sink": 2})),
-        *(("qwen3", KVSpec("k=lr80,v=lr48", **kept), RAGGED, True, TRITON) for kept in ({}, {"tail": 5, "sink": 2})),
+        *(("qwen3", KVSpec("k=lr3,v=tq3", **kept), RAGGED, True, NVRTC) for kept in ({}, {"tail": 5, "sink": 2})),
+        *(("qwen3", KVSpec("k=lr3,v=tq3", **kept), RAGGED, True, TRITON) for kept in ({}, {"tail": 5, "sink": 2})),
     ],
     ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given),
 )  # fmt: skip
@@ -161,7 +161,7 @@ CASES = [
     (Case("k=tq3,v=tq2", 64, 2, 2, 16, (5, 0), (2, 1)), NORMED),
     (Case("tq4", 64, 2, 2, 8, (0, 9), (5, 1), tail=3, sink=2), BIASED),
     (Case("k=tq4,v=tq3", 128, 5, 2, 16, (3, 40, 0), (1, 1, 1), tail=9, sink=4), NORMED),
-    (Case("k=lr80,v=lr48", 64, 2, 2, 8, (9, 0), (2, 1), tail=3, sink=2), BIASED),
+    (Case("k=lr3,v=tq3", 64, 2, 2, 8, (9, 0), (2, 1), tail=3, sink=2), BIASED),
     (Case("tq4", 64, 4, 1, 8, (70, 3), (4, 1), window=20), NORMED),
     (Case("tq4", 256, 4, 1, 128, (530,), (1,), window=512), NORMED),
 ]
@@ -247,7 +247,7 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     ("kv", "kept"),
     [
         ("tq4", {}), ("tq4", {"tail": 3, "sink": 2}), ("tq4", {"window": 6}), ("tq4", {"tail": 3, "window": 6}),
-        ("k=lr80,v=lr64", {"tail": 3, "sink": 2}),
+        ("k=lr3,v=tq3", {"tail": 3, "sink": 2}),
     ],
     ids=str,
 )  # fmt: skip

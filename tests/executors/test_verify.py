@@ -37,7 +37,7 @@ OPEN = {"reference": ReferenceExecutor, "cpu": open_cpu, "onnx": open_onnx, "cud
 CASES = [
     ("reference", "float32", KVSpec("tq4", tail=3, sink=1)), ("reference", "float32", KVSpec("kivi2")),
     ("cpu", "float32", KVSpec("tq4")), ("cpu", "bfloat16", KVSpec("k=tq5,v=tq3", tail=3, sink=1)),
-    ("onnx", "float32", KVSpec("tq4")),
+    ("onnx", "float32", KVSpec("tq4")), ("onnx", "float32", KVSpec("k=tq6,v=tq4", tail=3, sink=1)),
     pytest.param("cuda", "float32", KVSpec("tq4", tail=2, sink=1), marks=pytest.mark.cuda_long),
 ]  # fmt: skip
 

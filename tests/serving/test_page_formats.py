@@ -39,9 +39,9 @@ pytestmark = pytest.mark.vllm_short
 SHAPE, LAYERS = Shape(), 6
 OF_SHAPE = ModelShape.uniform(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
 ONE_BY_ONE = (
-    "tq2", "tq3", "tq5", "tq6", "tq8", "bf16", "k=tq8,v=tq3", "k=bf16,v=lr64", "k=lr128,v=lr64",
+    "tq2", "tq3", "tq5", "tq6", "tq8", "bf16", "k=tq8,v=tq3", "k=bf16,v=tq3", "k=lr4,v=tq3",
 )  # fmt: skip
-MIXED = ("k=lr128,v=lr64", "bf16", "k=lr128,v=lr64", "tq3", "k=tq8,v=lr32", "k=lr96,v=lr32")
+MIXED = ("k=lr4,v=tq3", "bf16", "k=lr4,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr3,v=tq3")
 """As `tq plan` writes them, layer by layer."""
 
 
@@ -239,7 +239,7 @@ OPTIONS = {
         {"haarkv_kv": "kivi2"},
         "a kivi2 KV cache cannot serve .*: kivi2 is here to compare with",
     ),
-    "uncalibrated": ({"haarkv_kv": "lr128"}, "lr128 needs the coordinates that `tq calibrate` learns"),
+    "uncalibrated": ({"haarkv_kv": "k=lr3,v=tq4"}, "lr3 needs the coordinates that `tq calibrate` learns"),
     "no such file": ({"haarkv_kv_plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
     "no such layer": ({"haarkv_kv_skip_layers": [6]}, "there is no layer 6; the model has 6, counted from 0"),
     "no list": ({"haarkv_kv_skip_layers": "0"}, "haarkv_kv_skip_layers is a list of layers, not '0'"),
@@ -276,7 +276,7 @@ def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_cont
         path.write_bytes(calibration_file.dumps(CalibrationFile(held, shape, weights)))
         chosen._spec.cache_clear()
         chosen._plan.cache_clear()
-        return real_config(additional_config={"haarkv_kv": "lr128", "haarkv_calibration": str(path)}, **options)
+        return real_config(additional_config={"haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(path)}, **options)
 
     with pytest.raises(ValueError, match="calibration was made for another model: 6 layers of 2 KV heads of 128, hidden 99"):
         asked(ModelShape.uniform(LAYERS, 2, 128, 99, 4096))

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.vllm_server
 NEW_TOKENS = 64
 ASKED = prompts(20, (7, 40, 130, 200, 300))
 CONFIG = read_config("tiny")
-LEARNED = ("k=lr128,v=lr64",) * 6
+LEARNED = ("k=lr4,v=tq3",) * 6
 """3.125 bits."""
-MIXED = ("k=lr144,v=lr64", "bf16", "k=lr96,v=lr48", "tq3", "k=tq8,v=lr48", "k=lr128,v=lr80")
+MIXED = ("k=lr4,v=tq3", "bf16", "k=lr3,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr4,v=tq4")
 ITSELF = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
 
 

@@ -7,6 +7,6 @@ from haarkv.tq_ops.formats.made_up import basis, calibration, vectors
 __all__ = ["basis", "calibration", "vectors_of"]
 
 
-def vectors_of(of, layer, side, tokens, seed=0):
-    """Vectors [H, tokens, D] as a basis expects them."""
-    return vectors(getattr(of, side)[layer], tokens, torch.Generator().manual_seed(seed))
+def vectors_of(of, layer, tokens, seed=0):
+    """Keys [H, tokens, D] as a basis expects them."""
+    return vectors(of.k[layer], tokens, torch.Generator().manual_seed(seed))

@@ -30,7 +30,7 @@ from haarkv.validation.layers.parts import parts_of
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.self_test import WholeLayers
 
-FORMATS = ("tq4", "tq4", "tq4", "tq3", "tq2", "tq6", "tq8", "bf16", "tq4_seed", "k=bf16,v=tq4", "lr96", "k=lr160,v=lr64")
+FORMATS = ("tq4", "tq4", "tq4", "tq3", "tq2", "tq6", "tq8", "bf16", "tq4_seed", "k=bf16,v=tq4", "k=lr3,v=tq4", "k=lr5,v=tq3")
 TIES = {}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -182,9 +182,9 @@ def shaped_model(shape: int | str, dtype: torch.dtype, layers: int) -> DecoderMo
 
 FORMATS = ("tq4", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
-LEARNED = {64: "k=lr80,v=lr48", 128: "k=lr128,v=lr64", 256: "k=lr256,v=lr160", GEMMA: "k=lr256,v=lr160"}
+LEARNED = {64: "k=lr3,v=tq3", 128: "k=lr4,v=tq3", 256: "k=lr5,v=tq5", GEMMA: "k=lr5,v=tq5"}
 """By head_dim: nibbles that fill their columns and that do not."""
-WIDER = ("k=lr240,v=lr32", "k=tq4,v=lr96", "k=lr112,v=tq3")
+WIDER = ("k=lr5,v=tq3", "k=tq4,v=tq4", "k=lr4,v=tq3")
 OTHER_TAILS = (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=tq3", tail=32, sink=1))
 
 

@@ -1,4 +1,4 @@
-"""Learned nibbles by loops in float64: the slow path that the formats are compared with, and that wrote their golden bytes.
+"""Learned keys by loops in float64: the slow path that the formats are compared with, and that wrote their golden bytes.
 
 python tests/support/learned_slow.py tests/golden/learned/lr.npz
 """
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from haarkv.codebooks import lloyd_max
-from haarkv.codebooks.learned import Basis, refinements, stages
+from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.made_up import basis, vectors
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -20,8 +19,16 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
 GAINS = (1, 7 / 8, 19 / 16)
+# Bits of a level in each eighth, and the eighths in a unit of each column from its lowest bits on: said again here, and not
+# taken from the format.
+WIDTHS = {2: "43222111", 3: "54333222", 4: "65444333", 5: "66555544"}
+COLUMNS = {2: ("015", "23467"), 3: ("02", "156", "347"), 4: ("0256", "17", "34"), 5: ("023", "145", "67")}
+CUBICS = {
+    1: (0.797885, 0.0), 2: (0.446480, 6.33520e-3), 3: (0.235725, 1.44807e-3), 4: (0.120259, 2.62162e-4),
+    5: (0.0609004, 4.21128e-5), 6: (0.0308382, 6.35835e-6),
+}  # fmt: skip
 GOLDEN = {"heads": 2, "dim": 64, "seed": 3}
-GOLDEN_NIBBLES = (32, 80, 160)
+GOLDEN_BITS = (2, 3, 4, 5)
 ROWS = 24
 _CLEAR, _FIT_NOISE = 1e-4, 3e-6
 
@@ -30,7 +37,7 @@ _CLEAR, _FIT_NOISE = 1e-4, 3e-6
 class Slow:
     """One vector.
 
-    levels: (stage, coordinate, level) of each nibble.
+    levels: of each coordinate.
     scale: before it is rounded to FP16.
     restored: [D] float64, with that scale.
     margin: how far any choice is from the other one, relative: of u between two BF16 numbers, a level between two, a gain,
@@ -42,10 +49,24 @@ class Slow:
     restored: torch.Tensor
     margin: float
 
-    def codes(self):
-        """Packed as `tq4`."""
-        half = len(self.levels) // 2
-        return [self.levels[j][2] | self.levels[j + half][2] << 4 for j in range(half)]
+
+def centroid(level, bits):
+    a, b = CUBICS[bits]
+    m = 2 * level + 1 - 2**bits
+    return m * (a + b * m * m)
+
+
+def codes(levels, bits):
+    """A vector's bytes."""
+    units, found = len(levels) // 8, []
+    for eighths in COLUMNS[bits]:
+        for j in range(units):
+            unit = shift = 0
+            for eighth in map(int, eighths):
+                unit += levels[eighth * units + j] << shift
+                shift += int(WIDTHS[bits][eighth])
+            found += [unit % 256, unit // 256][: shift // 8]
+    return found
 
 
 def from_midpoint(x, dtype, digits):
@@ -54,20 +75,16 @@ def from_midpoint(x, dtype, digits):
     return np.abs(np.abs(x) / step % 1 - 0.5).min()
 
 
-def slow(x, of, head, nibbles):
+def slow(x, of, head, bits):
     """Quantize one vector [D] fp32 of a KV head."""
     dim = len(x)
-    book = lloyd_max(4, dim)
-    centroids, boundaries = book.centroids.double().tolist(), book.boundaries.double().tolist()
-    counts = stages(of.weights, nibbles)[head].tolist()
     weights = of.weights[head].double()
     shifted = (x - of.mean[head]).double()
     gamma = shifted.norm()
     exact = shifted / gamma
     y = (shifted.float() / gamma.float()).bfloat16().double() @ of.forward[head].double()
-    y[counts[0] :] = 0
-    t = y / (y.square().sum() / counts[0] * dim).sqrt()
-    tried = [_at_gain(gain, t, weights, counts, centroids, boundaries) for gain in GAINS]
+    t = y / (y.square().sum() / dim).sqrt()
+    tried = [_at_gain(gain, t, weights, bits) for gain in GAINS]
     order = sorted(range(len(GAINS)), key=lambda number: -tried[number][0])
     fit, levels, restored, near = tried[order[0]]
     # FP32 sums are good for 1e-6 of a fit.
@@ -77,17 +94,17 @@ def slow(x, of, head, nibbles):
     return Slow(levels, scale, restored @ of.back[head].double() * scale + of.mean[head].double(), float(margin))
 
 
-def _at_gain(gain, t, weights, counts, centroids, boundaries):
+def _at_gain(gain, t, weights, bits):
     """(fit, levels, what they restore, distance from the nearest boundary in widths of a level)."""
     levels, restored, near = [], torch.zeros_like(t), 1.0
-    width = boundaries[8] - boundaries[7]
-    for stage, (count, step) in enumerate(zip(counts, refinements(), strict=True)):
-        for i in range(count):
-            left = float(gain * t[i] - restored[i]) / step
-            level = sum(left >= b for b in boundaries)
-            near = min(near, *(abs(left - b) / width for b in boundaries))
-            levels.append((stage, i, level))
-            restored[i] += step * centroids[level]
+    for i, value in enumerate((gain * t).tolist()):
+        width = int(WIDTHS[bits][i * 8 // len(t)])
+        table = [centroid(level, width) for level in range(2**width)]
+        boundaries = [(a + b) / 2 for a, b in itertools.pairwise(table)]
+        level = sum(value >= b for b in boundaries)
+        near = min(near, *(abs(value - b) / (table[1] - table[0]) for b in boundaries))
+        levels.append(level)
+        restored[i] = table[level]
     fit = float((restored * t * weights).sum() ** 2 / (restored.square() * weights).sum())
     return fit, levels, restored, near
 
@@ -98,21 +115,20 @@ def golden_basis(data):
     return Basis(torch.from_numpy(data["mean"]), bits["forward"], bits["back"], torch.from_numpy(data["weights"]))
 
 
-def other_than_golden(ops, data, nibbles, device="cpu"):
+def other_than_golden(ops, data, bits, device="cpu"):
     """Names of the fields in which an op table stores other bytes than those of a golden file."""
     of = golden_basis(data)
-    plan = KVSpec(f"lr{nibbles}", calibration=Calibration((of,), (of,), "golden")).plan(1)
-    x = torch.from_numpy(data[f"x{nibbles}"]).transpose(0, 1).contiguous().to(device)
+    plan = KVSpec(f"k=lr{bits},v=tq4", calibration=Calibration((of,), "golden")).plan(1)
+    x = torch.from_numpy(data[f"x{bits}"]).transpose(0, 1).contiguous().to(device)
     tokens, heads, dim = x.shape
     cache = PagedKVCache(plan, KVShape(heads, dim), num_blocks=tokens // 8, block_size=8, device=device)
     paging = PagedSequences(tokens // 8, 8)
     ops.store_kv(x, x, cache, 0, paging.batch([paging.add()], [tokens]).to(device))
     found = []
-    for side in ("k", "v"):
-        for name, stored in getattr(cache, f"{side}_fields")(0).items():
-            wanted = torch.from_numpy(data[f"{name}{nibbles}"]).transpose(0, 1)
-            if not torch.equal(stored.transpose(1, 2).flatten(0, 1)[:tokens].cpu(), wanted):
-                found.append(f"{side} {name}")
+    for name, stored in cache.k_fields(0).items():
+        wanted = torch.from_numpy(data[f"{name}{bits}"]).transpose(0, 1)
+        if not torch.equal(stored.transpose(1, 2).flatten(0, 1)[:tokens].cpu(), wanted):
+            found.append(name)
     return found
 
 
@@ -122,15 +138,15 @@ def main(path):
     found = {"mean": of.mean.numpy(), "weights": of.weights.numpy()}
     for name in ("forward", "back"):
         found[name] = (getattr(of, name).view(torch.int32).numpy() >> 16).astype(np.uint16)
-    candidates = vectors(of, 40 * ROWS, torch.Generator().manual_seed(4))
-    for nibbles in GOLDEN_NIBBLES:
+    candidates = vectors(of, 100 * ROWS, torch.Generator().manual_seed(4))
+    for bits in GOLDEN_BITS:
         kept = []
         for head in range(GOLDEN["heads"]):
-            made = ((x, slow(x, of, head, nibbles)) for x in candidates[head])
+            made = ((x, slow(x, of, head, bits)) for x in candidates[head])
             kept.append(list(itertools.islice((pair for pair in made if pair[1].margin > _CLEAR), ROWS)))
-        found[f"x{nibbles}"] = np.stack([[x.numpy() for x, _ in rows] for rows in kept])
-        found[f"codes{nibbles}"] = np.array([[made.codes() for _, made in rows] for rows in kept], np.uint8)
-        found[f"scale{nibbles}"] = np.array([[made.scale for _, made in rows] for rows in kept]).astype(np.float16)
+        found[f"x{bits}"] = np.stack([[x.numpy() for x, _ in rows] for rows in kept])
+        found[f"codes{bits}"] = np.array([[codes(made.levels, bits) for _, made in rows] for rows in kept], np.uint8)
+        found[f"scale{bits}"] = np.array([[made.scale for _, made in rows] for rows in kept]).astype(np.float16)
     np.savez_compressed(path, **found)
 
 

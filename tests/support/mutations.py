@@ -12,7 +12,7 @@ NUMBERS = [
 WORDS = [
     "", " ", "a", "\0", "\n", "\ud800", "\x1b[31m", "\x1b]0;title\x07", "\u202egnp", "²", "٣", "9" * 400, "9" * 5000, "1e999",
     "-", "--", "--help", "nan", "inf", "-1", "0", "true", "null", "../x", "/", "~", "/dev/zero", "a" * 5000, "k=tq4,v=tq4",
-    "lr16", "tq4", "{{", "%s", "\\", "😀",
+    "k=lr3,v=tq4", "tq4", "{{", "%s", "\\", "😀",
 ]  # fmt: skip
 SCALARS = [None, True, False, *NUMBERS, *WORDS]
 CONTAINERS = [[], {}, [[]], {"": {}}, ["x"] * 300, [0] * 300, {"a": None}, [[[[[[]]]]]]]

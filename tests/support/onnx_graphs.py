@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("onnx", reason="needs the onnx extra")
 pytest.importorskip("onnxruntime", reason="needs the onnx extra")
@@ -13,8 +14,10 @@ import onnxruntime as ort
 from onnx import TensorProto, checker, helper, shape_inference
 from small_models import SMALL, small_model
 
-from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes, build, weight_values
+from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, Sizes
+from haarkv.models.qwen3_14b.onnx.weights import stored_values, weight_values
 
 CONFIG = SMALL
 WHOLE = range(CONFIG.num_layers)
@@ -29,8 +32,10 @@ def graph_of(
 
 
 def weights_of(model) -> dict[str, np.ndarray]:
-    """FP32 weights as a graph takes them."""
-    return {name: tensor.numpy() for name, tensor in weight_values(model)}
+    """FP32 weights as a graph of `tq4` takes them."""
+    whole = GraphSpec(range(model.config.num_layers), embed=True, head=True, opset=23)
+    stored = stored_values(Qwen3Scopes(model.config), whole, torch.device("cpu"))
+    return {name: tensor.numpy() for name, tensor in (*weight_values(model), *stored.items())}
 
 
 def open_graph(model: onnx.ModelProto) -> ort.InferenceSession:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 import onnx
 
 from haarkv.models.qwen3_14b.config import QWEN3_14B
-from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, FIELDS, GraphSpec, build
-from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.model import build
+from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec
 from haarkv.tq_ops.onnx.graph import FUNCTION_DOMAIN
 
-_OPENED = "Attention"
+_OPENED = "Attention_tq4_tq4"
 _STYLE = 'fontname="Helvetica" fontsize=11'
 
 
@@ -29,20 +30,21 @@ def layer_graph(opened: str = _OPENED) -> str:
     plan = GraphSpec(range(1), embed=False, head=False, opset=DEFAULT_OPSET)
     model = build(Qwen3Scopes(QWEN3_14B), plan)
     functions = {function.name: function for function in model.functions}
-    layer = functions["DecoderLayer"]
+    layer = functions["DecoderLayer_tq4_tq4"]
     lines = [
         "digraph layer {", "rankdir=TB; ranksep=0.25; nodesep=0.15; bgcolor=white;",
         f'node [shape=box style="rounded,filled" fillcolor=white height=0.28 margin="0.08,0.03" {_STYLE}];',
         "edge [arrowsize=0.6 color=gray40];",
     ]  # fmt: skip
-    made = {name: name for name in layer.input}
-    lines += [_node(name, name, "#eeeeee", "ellipse") for name in layer.input if not name.endswith("weight")]
+    # K and V are handed the same one.
+    made = {name: "rotation" if name.endswith("_rotation") else name for name in layer.input}
+    lines += [_node(name, name, "#eeeeee", "ellipse") for name in dict.fromkeys(made.values()) if not name.endswith("weight")]
     for node in layer.node:
         if node.op_type == opened:
             lines += _cluster(node, functions[opened], made)
         else:
             fill = "#cfe2f3" if node.domain == FUNCTION_DOMAIN else "white"
-            lines.append(_node(node.name, f"{node.name}\\n{node.op_type}", fill))
+            lines.append(_node(node.name, f"{node.name}\\n{node.op_type.partition('_')[0]}", fill))  # without the format
             lines += _edges(node.input, node.name, made)
             made |= dict.fromkeys(node.output, node.name)
     for output, word in zip(layer.output, ("hidden out", *(f"new_{stored}" for stored in FIELDS)), strict=True):

@@ -404,9 +404,9 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
 def test_a_calibration_is_for_learned_formats_of_these_weights(bringup, tmp_path, checkpoint):
     other = str(write_calibration(tmp_path / "other.safetensors", checkpoint, weights="0123456789abcdef"))
     for given, said in (
-        (("--kv", "lr64", "--calibration", "none.safetensors"), "none.safetensors cannot be read"),
-        (("--kv", "lr64", "--calibration", other), "learned from other weights"),
-        (("--kv", "lr64"), "lr64 needs the coordinates"),
+        (("--kv", "k=lr3,v=tq4", "--calibration", "none.safetensors"), "none.safetensors cannot be read"),
+        (("--kv", "k=lr3,v=tq4", "--calibration", other), "learned from other weights"),
+        (("--kv", "k=lr3,v=tq4"), "lr3 needs the coordinates"),
     ):
         code, _, err = bringup(*given, "--resume")
         assert (code, err.count("\n")) == (2, 1)
@@ -415,13 +415,13 @@ def test_a_calibration_is_for_learned_formats_of_these_weights(bringup, tmp_path
 
 def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, checkpoint):
     """And another calibration is another verdict."""
-    plan = write_calibration(tmp_path / "mixed.safetensors", checkpoint, kv="lr32", layers={0: "k=tq4,v=lr64"})
+    plan = write_calibration(tmp_path / "mixed.safetensors", checkpoint, kv="k=lr3,v=tq4", layers={0: "k=tq4,v=tq3"})
     file = write_calibration(tmp_path / "made.safetensors", checkpoint)
-    given = ("--kv", "k=lr64,v=lr32", "--calibration", str(file), "--kv-plan", str(plan), *SHORT)
+    given = ("--kv", "k=lr3,v=tq3", "--calibration", str(file), "--kv-plan", str(plan), *SHORT)
     code, out, err = bringup(*given)
     assert code == 0, out + err
-    assert "of tq4, k=lr64,v=lr32, mixed at" in kept(bringup.folder, "latency")["found"]["said"]
-    assert "lr64: no level unexplained" in kept(bringup.folder, "store")["found"]["said"]
+    assert "of tq4, k=lr3,v=tq3, mixed at" in kept(bringup.folder, "latency")["found"]["said"]
+    assert "k=lr3,v=tq4: no level unexplained" in kept(bringup.folder, "store")["found"]["said"]
     write_calibration(file, checkpoint, seed=1)
     trial(interrupted)
     code, out, _ = bringup(*given, "--resume")

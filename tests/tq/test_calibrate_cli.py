@@ -58,7 +58,7 @@ def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
     assert (said["tokens"], said["verified_tokens"]) == (600, 60)
     assert {key: said[key] for key in file.learned} == file.learned
     tq4, learned = said["verified"]
-    assert (tq4["kv"], learned["kv"]) == ("tq4", "lr32")
+    assert (tq4["kv"], learned["kv"]) == ("tq4", "k=lr3,v=tq4")
     assert tq4["bytes_per_token"] == learned["bytes_per_token"]
     assert learned["kl_mean"] < tq4["kl_mean"]
     code, out, _ = calibrate(tq, "--out", "again.safetensors")
@@ -70,15 +70,15 @@ def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
 
 def test_eval_and_generate_take_learned_formats(tq):
     files = ("--text", "unseen.txt", "--calibration", "it.safetensors", "--greedy-prompts", 0, "--tokens", 60, "--json")
-    code, out, err = tq("eval", *files, "--kv", "k=lr48,v=lr16,lr64,tq4")
+    code, out, err = tq("eval", *files, "--kv", "k=lr3,v=tq3,k=lr4,v=tq4,tq4")
     assert (code, err) == (0, "")
     rows = {row["kv"]: row for row in json.loads(out)["rows"]}
-    assert rows.keys() == {"k=lr48,v=lr16", "lr64", "tq4"}
-    assert rows["lr64"]["kl_mean"] < rows["tq4"]["kl_mean"]
-    prompt = ("--kv", "lr64", "--calibration", "it.safetensors", "--prompt", "def", "--max-new-tokens", 3, "--json")
+    assert rows.keys() == {"k=lr3,v=tq3", "k=lr3,v=tq4", "tq4"}
+    assert rows["k=lr3,v=tq4"]["kl_mean"] < rows["tq4"]["kl_mean"]
+    prompt = ("--kv", "k=lr3,v=tq4", "--calibration", "it.safetensors", "--prompt", "def", "--max-new-tokens", 3, "--json")
     code, out, _ = tq("generate", *prompt)
     assert code == 0
-    assert json.loads(out)["kv"]["format"] == "lr64"
+    assert json.loads(out)["kv"]["format"] == "k=lr3,v=tq4"
 
 
 def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
@@ -105,7 +105,7 @@ def test_a_cache_for_transformers_takes_the_file(tmp_path, checkpoint, written):
     from tq.hf.cache import TQCache
 
     file = calibration_file.loads(written, "it")
-    plan = replace(file.spec, kv="k=lr64,v=lr48").plan(2)
+    plan = replace(file.spec, kv="k=lr3,v=tq3").plan(2)
     content = calibration_file.dumps(replace(file, plan=plan_file.dumps(plan, file.shape)))
     (tmp_path / "plan.safetensors").write_bytes(content)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -113,7 +113,7 @@ def test_a_cache_for_transformers_takes_the_file(tmp_path, checkpoint, written):
     ids = torch.tensor([list(TEXT.encode()[:40])])
     with torch.no_grad():
         exact, stored = model(ids).logits, model(ids, past_key_values=cache).logits
-    assert repr(cache.layers[1]) == "TQLayer(1, k=lr64, v=lr48)"
+    assert repr(cache.layers[1]) == "TQLayer(1, k=lr3, v=tq3)"
     assert 0 < float((exact - stored).square().mean().sqrt()) < 0.1 * float(exact.std())
     assert fingerprint(model.state_dict().items()) == file.fingerprint
 
@@ -123,7 +123,7 @@ def test_what_is_no_better_than_tq4_is_written_by_force_only(tq, tmp_path):
     """A few words that repeat teach nothing of other text."""
     (tmp_path / "poor.txt").write_text(POOR, encoding="utf-8")
     poor = ("calibrate", "--text", "poor.txt", "--verify", "unseen.txt", "--out", "new.safetensors", *SHORT)
-    assert_refused(tq(*poor), "new.safetensors is not written: on unseen text lr32", "--force")
+    assert_refused(tq(*poor), "new.safetensors is not written: on unseen text k=lr4,v=tq4", "--force")
     assert not (tmp_path / "new.safetensors").exists()
     code, out, _ = tq(*poor, "--force")
     assert code == 0
@@ -160,12 +160,12 @@ def test_an_interrupt_leaves_the_old_file_and_the_layers_done(tq, tmp_path, monk
 def test_a_damaged_or_missing_file_is_one_line_and_2(tq, tmp_path, written):
     (tmp_path / "bad.safetensors").write_bytes(written[:-7])
     for command in (
-        ["generate", "--kv", "lr32", "--prompt", "def"],
+        ["generate", "--kv", "k=lr3,v=tq4", "--prompt", "def"],
         ["plan", "--text", "text.txt", "--budget", 4, "--out", "p"],
     ):
         assert_refused(tq(*command, "--calibration", "bad.safetensors"), "bad.safetensors is no calibration")
         assert_refused(tq(*command, "--calibration", "nothing"), "nothing cannot be read")
-    assert_refused(tq("generate", "--kv", "lr32", "--prompt", "def"), "lr32 needs the coordinates", "tq calibrate")
+    assert_refused(tq("generate", "--kv", "k=lr3,v=tq4", "--prompt", "def"), "lr3 needs the coordinates", "tq calibrate")
     assert_refused(tq("generate", "--kv-plan", "it.safetensors", "--prompt", "def"), "calibration without a plan")
 
 
@@ -174,7 +174,7 @@ def test_another_models_file_is_one_line_and_2(tq, run, tmp_path):
         tensors[layer_tensor(1, "mlp.up_proj")] *= 2
 
     other = write_checkpoint(tmp_path / "other", mutate=mutate)
-    given = ["--calibration", "it.safetensors", "--kv", "lr32"]
+    given = ["--calibration", "it.safetensors", "--kv", "k=lr3,v=tq4"]
     said = "learned from other weights"
     assert_refused(run("generate", "--model", other, *given, "--prompt", "def"), said, "tq calibrate")
     assert_refused(run("eval", "--model", other, *given, "--text", "unseen.txt"), said)

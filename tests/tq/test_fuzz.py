@@ -188,7 +188,7 @@ LEARNED = CalibrationFile(calibration_of(MADE_UP.k, MADE_UP.v), SHAPE, "01234567
 
 
 def try_calibration(place, data):
-    learned = replace(LEARNED, plan=plan_file.dumps(KVSpec("lr16", calibration=LEARNED.calibration).plan(2), SHAPE))
+    learned = replace(LEARNED, plan=plan_file.dumps(KVSpec("k=lr3,v=tq4", calibration=LEARNED.calibration).plan(2), SHAPE))
     content = calibration_file.dumps(learned)
     tensors, metadata = load_tensors(content), metadata_of(content)
 
@@ -202,7 +202,7 @@ def try_calibration(place, data):
     )
     file = place.folder / "learned.safetensors"
     file.write_bytes(data.draw(wrong | damaged(content, head=4000)))
-    place.generate(*data.draw(st.sampled_from([["--calibration", file, "--kv", "lr16"], ["--kv-plan", file]])))
+    place.generate(*data.draw(st.sampled_from([["--calibration", file, "--kv", "k=lr3,v=tq4"], ["--kv-plan", file]])))
 
 
 EVAL = ("eval", "--text", "text.txt", "--kv", "tq4", "--tokens", 8, "--greedy-prompts", 0, "--resume", "run.json")

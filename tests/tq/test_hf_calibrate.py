@@ -51,9 +51,9 @@ def test_learned_nibbles_are_nearer_than_tq4_of_the_same_bytes(family):
         cache = tq.TQCache(model.config, kv=kv, calibration=file)
         return model(input_ids=unseen, past_key_values=cache).logits
 
-    error = {kv: float((logits(kv) - logits("fp32")).square().mean()) for kv in ("lr32", "tq4")}
-    assert error["lr32"] < 0.7 * error["tq4"]
-    cache = tq.TQCache(model.config, kv="lr32", calibration=file)
+    error = {kv: float((logits(kv) - logits("fp32")).square().mean()) for kv in ("k=lr3,v=tq4", "tq4")}
+    assert error["k=lr3,v=tq4"] < 0.7 * error["tq4"]
+    cache = tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file)
     stats = model(input_ids=unseen, past_key_values=cache).past_key_values.stats()
     assert stats.layers[0].used == 2 * 4 * file.shape.layers[0].num_kv_heads * 60 * (16 + 2)
 
@@ -63,10 +63,10 @@ def test_generation_goes_on_from_the_cache():
     model = SMALL["qwen2"]().eval()
     file = tq.calibrate(model, windows(6, 80))
     prompt = torch.tensor(windows(1, 20, 3))
-    cache = tq.TQCache(model.config, kv="lr64", calibration=file)
+    cache = tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file)
     out = model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert out.shape == (1, 25)
-    whole = tq.TQCache(model.config, kv="lr64", calibration=file)
+    whole = tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file)
     assert torch.equal(model(input_ids=out[:, :-1], past_key_values=whole).logits[0, 19:].argmax(-1), out[0, 20:])
 
 
@@ -100,7 +100,7 @@ def test_a_context_longer_than_the_windows_needs_keys_that_turn(family):
         return
     assert tq.calibrate(model, windows(1, 80)).calibration.context == limit
     file = tq.calibrate(model, windows(6, 40), context=50)
-    cache = tq.TQCache(model.config, kv="lr64", calibration=file)
+    cache = tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file)
     model(input_ids=torch.tensor(windows(1, 50)), past_key_values=cache)
     with pytest.raises(InputError, match="holds for sequences of up to 50 tokens, and this one may have 51"):
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
@@ -120,7 +120,7 @@ def test_what_cannot_be_learned_or_read_is_one_line(tmp_path):
         assert stored.metadata()["haarkv_calibration"] == "2"
     assert calibration_file.load(path).shape.layers[0].head_dim == 32
     with pytest.raises(InputError, match="made for another model"):
-        tq.TQCache(SMALL["gpt_neox"]().config, kv="lr32", calibration=path)
+        tq.TQCache(SMALL["gpt_neox"]().config, kv="k=lr3,v=tq4", calibration=path)
     with pytest.raises(InputError, match="leave out kv, tail, sink, skip_layers and calibration"):
         tq.TQCache(model.config, plan=path, calibration=path)
     model.model.layers[1].self_attn.o_proj = torch.nn.Linear(64, 64)

@@ -79,7 +79,7 @@ REFUSED = {
         ("--draft-kv tq2", "give --draft as well"),
         ("--draft ngram --draft-kv tq2", "ngram has no cache; leave out --draft-kv"),
         ("--draft self --kv tq2 --allow-collapse", "reads no format coarser"),
-        ("--draft self --executor onnx", "onnx"),
+        ("--draft self --draft-kv kivi2 --executor onnx", "onnx"),
     ],
     "bench drafts": [
         ("", "name what guesses the tokens"),
@@ -159,11 +159,11 @@ REFUSED = {
         ("--model random:3b", "no such size: random:3b"),
         ("--program tail", "'tail' is not one of"),
         ("--kv q8_0", "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0"),
-        ("--kv lr128", "lr128 needs the coordinates that `tq calibrate` learns"),
+        ("--kv k=lr3,v=tq4", "lr3 needs the coordinates that `tq calibrate` learns"),
     ],
     "serve tiny": [
         ("--kv tq9", "unknown KV format 'tq9'"),
-        ("--kv k=lr128,v=lr64", "lr128 needs the coordinates that `tq calibrate` learns"),
+        ("--kv k=lr4,v=tq3", "lr4 needs the coordinates that `tq calibrate` learns"),
         ("--kv-plan absent.json", "absent.json"),
         ("--kv-plan empty", "is no KV plan"),
         ("--kv-plan empty --kv tq4", "--kv-plan sets the whole cache; leave out --kv"),

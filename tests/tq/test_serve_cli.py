@@ -59,9 +59,9 @@ def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeyp
     monkeypatch.chdir(tmp_path)
     assert serving.Cache().additional_config == {}
     assert serving.Cache("tq4").additional_config == {}
-    asked = serving.Cache("lr128", Path("c"), None, (0, -1), balance=False, allow_collapse=True, per_layer=True)
+    asked = serving.Cache("k=lr3,v=tq4", Path("c"), None, (0, -1), balance=False, allow_collapse=True, per_layer=True)
     assert asked.additional_config == {
-        "haarkv_kv": "lr128", "haarkv_calibration": str(tmp_path / "c"), "haarkv_kv_skip_layers": [0, -1],
+        "haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(tmp_path / "c"), "haarkv_kv_skip_layers": [0, -1],
         "haarkv_balance": False, "haarkv_allow_collapse": True, "haarkv_metrics_per_layer": True,
     }  # fmt: skip
     flags = serving._flags_of(serving.Cache(plan=Path("p")), ["--port", "80"])

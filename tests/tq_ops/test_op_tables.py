@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from integer_attention import integer_attention
-from learned_slow import GOLDEN_NIBBLES, other_than_golden
+from learned_slow import GOLDEN_BITS, other_than_golden
 from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, opened, poisoned_cache, relative
 from torch import Tensor
 
@@ -292,7 +292,7 @@ def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else
 
 
 @every_table
-@pytest.mark.parametrize("nibbles", GOLDEN_NIBBLES)
+@pytest.mark.parametrize("nibbles", GOLDEN_BITS)
 def test_every_table_stores_the_golden_bytes_of_learned_nibbles(table, nibbles, golden):
     assert not other_than_golden(table.open(), golden("learned/lr"), nibbles)
 

@@ -136,7 +136,7 @@ def test_what_stays_in_bf16_is_the_same_for_all(subject):
 
 
 def test_formats_that_learn_do_so_from_the_text_that_is_given(named, subject, tmp_path):
-    learning = [entry_of(kv) for kv in ("oscar2", "k=lr32,v=lr16")]
+    learning = [entry_of(kv) for kv in ("oscar2", "k=lr2,v=tq3")]
     task = Task(learning, [CODE], (128,), (Beside(0, 0),), 256, Text("learn", CODE.content * 2))
     rows = rows_of(Subject(named, task), named, tmp_path / "rows", task)
     assert [(row["whose"], row["balanced"]) for row in rows] == [("others", False), ("ours", False)]

@@ -1,4 +1,4 @@
-"""`tq calibrate`: learn from a text in which coordinates a model's K and V are cheapest to store."""
+"""`tq calibrate`: learn in which coordinates a model's keys are cheapest to store."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @click.command("calibrate")
 @click.option(
-    "--text", "text_files", metavar="FILE", multiple=True, required=True,
-    help="UTF-8 text to learn from; repeatable; - is stdin.",
+    "--text", "text_files", metavar="FILE", multiple=True,
+    help="UTF-8 text to learn from; repeatable; - is stdin [default: what the model writes itself].",
 )  # fmt: skip
 @click.option(
     "--verify", "verify_file", metavar="FILE",
-    help="A text to judge by [default: the second half of --text, excluded from learning].",
+    help="A text to judge by [default: the second half of the text, excluded from learning].",
 )  # fmt: skip
 @options.file("--out", "The calibration, as safetensors.", "out_file", required=True)
 @options.model_option()
 @options.executor_option()
 @options.run_options()
-@options.count("--tokens", "Tokens of --text to learn from.", 10240)
+@options.count("--tokens", "Tokens to learn from.", 10240)
 @options.count("--verify-tokens", "Tokens to judge by.", 4096)
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
 @options.count("--context", "Tokens a sequence may have; fewer serve K better [default: the model's most].", metavar="N")
@@ -50,17 +50,19 @@ def command(
     window: int | None, context: int | None, threads: int | None, resume_file: Path | None, force: bool,
     as_json: bool, **model: Any,
 ) -> None:  # fmt: skip
-    """Learn in which coordinates a model's K and V are cheapest to store, for formats lrN.
+    """Learn in which coordinates a model's keys are cheapest to store, for formats lr2 to lr5.
 
-    All windows go through the model layer by layer. A layer's queries, its o_proj, and the spread of its K and V give the
-    coordinates of each KV head. Some thousand tokens of text like yours are enough; the error on unseen text says whether
-    they were. Then lrN is judged on that text beside tq4 of the same bytes, and the file is written if lrN is better.
+    All windows go through the model layer by layer. A layer's queries and the spread of its keys give the
+    coordinates of each KV head. Some thousand tokens are enough, of text like yours or of what the model writes from its
+    start token; the error on unseen text says whether they were. Then k=lr4,v=tq4 is judged on that text beside tq4 of the
+    same bytes, and the file is written if it is better.
 
     \b
+      tq calibrate --out tiny.safetensors
       tq calibrate --text train.txt --verify held_out.txt --out tiny.safetensors
       tq plan --calibration tiny.safetensors --text train.txt --budget 2.6 --out plan.safetensors
     """
-    text = "\n".join(read_text(name, "--text") for name in text_files)
+    text = "\n".join(read_text(name, "--text") for name in text_files) if text_files else None
     other = None if verify_file is None else read_text(verify_file, "--verify")
     options.check_outputs(out=out_file, resume=resume_file)
     from haarkv.tq_ops.errors import InputError
@@ -77,8 +79,9 @@ def command(
         raise InputError(f"--context must lie in 1 … {most:,}, the model's positions, not be {context:,}")
     if window is not None and not 1 <= window <= context:
         raise InputError(f"--window must lie in 1 … {context:,}, the context, not be {window:,}")
-    ids = encode(text)
-    learned_from, unseen = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
+    ids = _own_text(subject, tokens + (verify_tokens if other is None else 0)) if text is None else encode(text)
+    half = tokens if text is None else len(ids) // 2
+    learned_from, unseen = (ids[:half], ids[half:]) if other is None else (ids, encode(other))
     work = make_workload(learned_from, context, window=window, tokens=tokens, prompts=0)
     # As long as is allowed: coordinates that do not hold for late positions show there.
     longest = max(1, min(context, verify_tokens, len(unseen) - 1))
@@ -99,6 +102,15 @@ def command(
     write_whole(out_file, dumps(found))
     with unread_is_fine():
         _print(out_file, found, report, as_json)
+
+
+def _own_text(subject: Subject, tokens: int) -> list[int]:
+    """What the model writes from its start token."""
+    from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.validation.planning.own_text import write
+
+    with scoring(tokens) as on_step:
+        return write(subject.session(KVSpec("bf16")), tokens, on_step=on_step).tolist()
 
 
 def _learn(subject: Subject, work: Workload, judged: Workload, context: int, resume_file: Path | None) -> Learning:
@@ -145,15 +157,15 @@ class _Report:
 
     Attributes:
         tokens, verified_tokens: learned from, and judged by.
-        fits: of each layer, how many times as much K and V cost on unseen text as on the text learned from.
-        rows: tq4's, and that of lrN of the same bytes.
+        fits: of each layer, how many times as much keys cost on unseen text as on the text learned from.
+        rows: tq4's, and that of learned keys of the same bytes.
         seconds: learning took.
         layers: how many.
     """
 
     tokens: int
     verified_tokens: int
-    fits: Sequence[tuple[float, float]]
+    fits: Sequence[float]
     rows: Sequence[FidelityRow]
     seconds: float
     layers: int
@@ -164,10 +176,9 @@ class _Report:
         return self.rows[1].kl_mean >= self.rows[0].kl_mean
 
     @property
-    def fit(self) -> tuple[float, float]:
-        """K's and V's, averaged over the layers."""
-        k, v = (sum(side) / len(self.fits) for side in zip(*self.fits, strict=True))
-        return k, v
+    def fit(self) -> float:
+        """Averaged over the layers."""
+        return sum(self.fits) / len(self.fits)
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -175,7 +186,7 @@ class _Report:
         return {
             "tokens": self.tokens,
             "verified_tokens": self.verified_tokens,
-            "fit": {"k": self.fit[0], "v": self.fit[1]},
+            "fit": self.fit,
             "verified": [row.measured for row in self.rows],
         }
 
@@ -195,10 +206,9 @@ def _print(out_file: Path, found: CalibrationFile, report: _Report, as_json: boo
         for row in report.rows
     ]
     print_table(where, ["kv", "bits", "KL mean", "median", "99.9 %"], cells)
-    k, v = report.fit
-    enough = max(k, v) <= ENOUGH
+    enough = report.fit <= ENOUGH
     print(
-        f"learned from {report.tokens:,} tokens; errors cost {k:.2f} times as much on unseen text for K, {v:.2f} times for V: "
+        f"learned from {report.tokens:,} tokens; errors cost {report.fit:.2f} times as much on unseen text: "
         + ("the text was enough" if enough else f"above {ENOUGH:g} more text helps")
     )
     print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; written to {out_file}")

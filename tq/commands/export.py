@@ -52,20 +52,20 @@ def command(
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.tq_ops.kv.reads import unsupported
-    from haarkv.tq_ops.onnx.reads import READS
+    from haarkv.tq_ops.onnx.reads import EXPORTED
 
     try:
         from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET
         from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
-        from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET
-        from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
+        from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET
+        from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
     except ImportError as error:
         raise InputError(f"tq export needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 
     begin, end = layers or (None, None)
     config = read_config(model, end if begin is None else None)
     plan = KVSpec(kv).plan(config.num_layers)
-    if reason := unsupported(READS, plan, config.kv_shapes) or graphs_unsupported(config):
+    if reason := unsupported(EXPORTED, plan, config.kv_shapes) or graphs_unsupported(config):
         raise InputError(f"cannot export this: {reason}")
     span = range(config.num_layers) if begin is None or end is None else range(begin, end)
     if not 0 <= span.start < span.stop <= config.num_layers:

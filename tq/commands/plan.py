@@ -36,13 +36,13 @@ _CONTEXT = 4096
 )  # fmt: skip
 @click.option("--budget", type=float, required=True, metavar="BITS", help="Bits a value, scales and tail included.")
 @options.file("--out", "The plan, as JSON; with a calibration both, as safetensors.", "out_file", required=True)
-@click.option("--calibration", metavar="FILE", help="Choose among the learned formats lrN of a file of `tq calibrate`.")
+@click.option("--calibration", metavar="FILE", help="Choose among the learned formats lrB of a file of `tq calibrate`.")
 @options.model_option()
 @options.executor_option()
 @options.run_options()
 @click.option(
     "--candidates", metavar="LIST",
-    help="Formats to choose among [default: tq2 to tq8 and bf16; of a calibration lr32, lr48 …].",
+    help="Formats to choose among [default: tq2 to tq8 and bf16; with a calibration lr2 to lr5 and tq2 to tq6].",
 )  # fmt: skip
 @options.numbers("--tails", "Tails to try, in tokens; 0 is none [default: 0,16,32,64,128].", least=0, metavar="LIST")
 @options.numbers("--sinks", "Numbers of first tokens in BF16 to try [default: 0].", least=0, metavar="LIST")
@@ -76,13 +76,13 @@ def command(
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
-    from haarkv.validation.planning.candidates import CANDIDATES, TAILS, learned_anchors, require_candidates
+    from haarkv.validation.planning.candidates import CANDIDATES, LEARNED, TAILS, require_candidates
 
     options.set_threads(threads)
     config = read_config(model["model"], model["layers"])
     learned = None if calibration is None else calibration_file.load(calibration)
     spec = learned.spec if learned else KVSpec()
-    default = learned_anchors(config.heads.head_dim) if learned else CANDIDATES
+    default = LEARNED if learned else CANDIDATES
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates is not None else default
     require_candidates(names, config, spec.calibration)
     model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or TAILS, sinks or (0,))
@@ -91,10 +91,7 @@ def command(
     encode = setup.base.tokenizer.encode
     ids = encode(text)
     texts = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
-    request = _Request(
-        config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), learned,
-        predicts=candidates is None,
-    )  # fmt: skip
+    request = _Request(config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), learned)
     request.require_possible(setup)
     found = _search(setup, request, texts[0], tokens, window, resume_file)
     verified = _verify(setup, request, found, texts[1], verify_tokens)
@@ -117,19 +114,19 @@ def _executor(
     """The executor that must run every candidate beside every tail and number of sinks."""
     from haarkv.engine.plans import plan_for
     from haarkv.executors.catalog import select
+    from haarkv.validation.planning.candidates import everywhere
 
-    specs = [*(replace(spec, kv=name) for name in names), replace(spec, kv="tq4", tail=max(tails), sink=max(sinks))]
+    specs = [
+        *(replace(spec, kv=everywhere(name)) for name in names),
+        replace(spec, kv="tq4", tail=max(tails), sink=max(sinks)),
+    ]
     plans = [plan_for(spec, config) for spec in specs]
     return select(given["executor"], config, plans, device=given["device"], dtype=given["dtype"]).name
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What the plan must satisfy, and the calibration that it may use.
-
-    Attributes:
-        predicts: costs of `names` only are measured; those of other numbers of learned nibbles are predicted.
-    """
+    """What the plan must satisfy, and the calibration that it may use."""
 
     config: ModelConfig
     names: Sequence[str]
@@ -138,11 +135,10 @@ class _Request:
     sinks: Sequence[int]
     context: int
     learned: CalibrationFile | None
-    predicts: bool
 
     @property
     def calibration(self) -> Calibration | None:
-        """What `lrN` takes its coordinates from."""
+        """What `lrB` takes its coordinates from."""
         return self.learned.calibration if self.learned else None
 
     @property
@@ -161,12 +157,6 @@ class _Request:
         text = dumps(plan, shape_of(self.config), measured)
         return text if self.learned is None else calibration_file.dumps(replace(self.learned, plan=text))
 
-    def completed(self, costs: Costs) -> Costs:
-        """Costs of everything that may be chosen, of those that were measured."""
-        from haarkv.validation.planning.candidates import predicted
-
-        return predicted(costs, self.learned.calibration) if self.learned and self.predicts else costs
-
     def choices(self, costs: Costs) -> list[Allocation]:
         from haarkv.validation.planning.planner import choices_within
 
@@ -177,9 +167,10 @@ class _Request:
 
     def require_possible(self, setup: Setup) -> None:
         """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
-        from haarkv.validation.planning.candidates import cache_of, places
+        from haarkv.validation.planning.candidates import at, cache_of, places
 
-        for choice in self.choices(self.completed({place: dict.fromkeys(self.names, 0.0) for place in places(self.config)})):
+        free = {place: dict.fromkeys(at(place[1], self.names), 0.0) for place in places(self.config)}
+        for choice in self.choices(free):
             cache_of(setup.base, choice.plan)
 
 
@@ -209,8 +200,7 @@ def _search(
     changed = replace(setup, caches={name: side for name, (_, _, side) in caches.items()})
     partial = open_partial(resume_file, changed, places)
     with scoring(len(changed.caches) * places.scored) as on_step:
-        measured = measure(setup, places, request.names, learned=request.calibration, partial=partial, on_step=on_step)
-    costs = request.completed(measured)
+        costs = measure(setup, places, request.names, learned=request.calibration, partial=partial, on_step=on_step)
     choices = request.choices(costs)
     with scoring(len(choices) * whole.scored) as on_step:
         rows = compare(setup, whole, choices, on_step)

@@ -16,31 +16,29 @@ from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
 from haarkv.tq_ops.output_files import check_writable, write_whole
-from haarkv.validation.planning.calibrate import bases_of, fit_of
-from haarkv.validation.planning.moments import Moments, Sums, metric_of_values, over_positions
-from tq.hf.config import decoder_config, head_dims, model_shape
+from haarkv.validation.planning.calibrate import basis_of, fit_of
+from haarkv.validation.planning.moments import Moments, Recorded, Sums, over_positions
+from tq.hf.config import decoder_config, model_shape
 
 _TOKENS, _LATER = 16, 37
 _NEAR = 0.02  # of the moments, for models in BF16
 _RECORDING = "haarkv_recording"
-_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
-"""What families call the projection behind attention."""
 
 
 def calibrate(
     model: PreTrainedModel, windows: Sequence[Sequence[int]], *, held_back: Sequence[Sequence[int]] = (),
     context: int | None = None, out: str | Path | None = None, on_window: Callable[[int, int], None] = lambda *_: None,
 ) -> CalibrationFile:  # fmt: skip
-    """Learn the coordinates of every layer's K and V, for formats `lrN` of `TQCache`.
+    """Learn the coordinates of every layer's keys, for formats `lrB` of `TQCache`.
 
         file = tq.calibrate(model, [tokenizer(text).input_ids for text in texts])
-        model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="k=lr128,v=lr64", calibration=file))
+        model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file))
 
     Args:
         model: a causal language model whose attention goes through transformers' attention interface.
         windows: token ids of each text; ten thousand tokens in all are enough for most models.
         held_back: the same, of texts that are not learned from: `learned["fit"]` of the file says for each layer how many
-            times as much K and V cost on them; far above 1.25, more text would help.
+            times as much keys cost on them; far above 1.25, more text would help.
         context: tokens of a sequence for which the coordinates shall hold; fewer serve K better. Unless given, the model's
             limit where its keys turn by RoPE, else the longest window's.
         out: a file to write as well, as `tq calibrate` does.
@@ -48,7 +46,7 @@ def calibrate(
     Raises:
         InputError: no window, a context that nothing is known of, a
             model whose attention cannot be recorded, or a file that cannot be written.
-        NonFiniteError: K, V or a query is not finite, with the layer.
+        NonFiniteError: a key or a query is not finite, with the layer.
     """
     if not windows or not all(map(len, (*windows, *held_back))):
         raise InputError("tq.calibrate needs windows of tokens, and none may be empty")
@@ -61,14 +59,13 @@ def calibrate(
     for done, (recorder, window) in enumerate(every, 1):
         recorder.run(window)
         on_window(done, len(every))
-    bases = [bases_of(sums, layer) for layer, sums in learning.sums()]
+    bases = [basis_of(sums, layer) for layer, sums in learning.sums()]
     pairs = zip(learning.sums(), judging.sums(), bases, strict=True) if held_back else ()
-    fits = [fit_of(mine, theirs, pair) for (_, mine), (_, theirs), pair in pairs]
-    k, v = zip(*bases, strict=True)
+    fits = [fit_of(mine, theirs, basis) for (_, mine), (_, theirs), basis in pairs]
     learned = {"tokens": sum(map(len, windows)), "fit": fits}
     weights = fingerprint(model.state_dict().items())
     file = CalibrationFile(
-        calibration_of(k, v, context), model_shape(decoder_config(model.config), len(bases)), weights, learned
+        calibration_of(bases, context), model_shape(decoder_config(model.config), len(bases)), weights, learned
     )
     if out is not None:
         write_whole(Path(out), dumps(file))
@@ -98,7 +95,7 @@ class _Recorder:
 
     def __init__(self, model: PreTrainedModel, turns: Sequence[Tensor] | None = None, context: int = 0) -> None:
         self._model, self._turns, self._context = model, turns, context
-        self._sums, self._of_window = dict[int, Sums](), dict[int, Sums]()
+        self._sums, self._of_window = dict[int, Sums](), dict[int, Recorded]()
         self._layers = decoder_config(model.config).num_hidden_layers
 
     def sums(self) -> list[tuple[int, Sums]]:
@@ -127,8 +124,8 @@ class _Recorder:
             model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False, **places)
         finally:
             model.set_attn_implementation(before)
-        for layer, sums in self._of_window.items():
-            self._sums[layer].add(sums.over_context(self._turns[layer], self._context) if self._turns else sums)
+        for layer, recorded in self._of_window.items():
+            self._sums[layer].add(recorded, self._turns[layer] if self._turns else None, self._context)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -136,29 +133,12 @@ class _Recorder:
         """Attention as it is; q [1, Hq, T, D] and K, V [1, Hkv, T, D] are taken down."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if layer not in self._sums:
-            self._sums[layer] = Sums(_metric(module, layer, query.shape[1], key, value, self._model))
-        sums = self._of_window.setdefault(layer, Sums(self._sums[layer].metric_v))
-        sums.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
-        sums.add_q(query[0].transpose(0, 1))
+            self._sums[layer] = Sums(key.shape[1], key.shape[-1])
+        recorded = self._of_window.setdefault(layer, Recorded())
+        recorded.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        recorded.add_q(query[0].transpose(0, 1))
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
         return out, None
-
-
-def _metric(module: nn.Module, layer: int, heads: int, key: Tensor, value: Tensor, model: PreTrainedModel) -> Tensor:
-    """What an error of V costs, [Hkv, D, D], from the projection behind attention."""
-    head_dim = value.shape[-1]
-    if key.shape[-1] != head_dim or head_dims(decoder_config(model.config), layer) != (head_dim, head_dim):
-        raise InputError(f"K and V of layer {layer} have heads of different sizes, which learned nibbles do not take")
-    for name in _OUTPUTS:
-        projection = getattr(module, name, None)
-        if projection is not None:
-            weight = projection.weight if isinstance(projection, nn.Linear) else projection.weight.T
-            if weight.shape[1] == heads * head_dim:
-                return metric_of_values(weight.detach(), key.shape[1], head_dim)
-    raise InputError(
-        f"layer {layer} of {model.config.model_type} has no projection behind attention that is known "
-        f"({', '.join(_OUTPUTS)}); what an error of V costs cannot be told"
-    )
 
 
 # -- How keys turn with their position ---------------------------------------------------------------------------------------

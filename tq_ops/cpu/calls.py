@@ -85,12 +85,12 @@ def _kept(kept: Kept | None) -> library.Kept:
 
 
 def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
-    stored, widths = _stored(fields, of.planes), (*of.planes, 0, 0)
+    stored, widths = _stored(fields, of.planes, of.columns is not None), (*of.planes, 0, 0)
     return library.SideArgs(
         codes=stored.codes, scales=_or_null(stored.scale), centroids=_sixteen(of.centroids),
         codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, levels=of.levels, bytes=stored.bytes,
         cell=stored.cell, first_plane=widths[0], second_plane=widths[1], unit=of.unit, integers=_sixteen(of.integers),
-        mean=_or_null(of.mean), kept=kept,
+        mean=_or_null(of.mean), columns=_or_null(of.columns), kept=kept,
     )  # fmt: skip
 
 
@@ -112,11 +112,14 @@ class _Stored(NamedTuple):
         return 0 if self.scale is None else self.scale.stride(0)
 
 
-def _stored(fields: dict[str, Tensor], widths: tuple[int, ...]) -> _Stored:
+def _stored(fields: dict[str, Tensor], widths: tuple[int, ...], mixed: bool) -> _Stored:
     """
     Args:
         widths: of a level's planes; () of plain numbers.
+        mixed: whether levels differ in width.
     """
+    if mixed:
+        return _Stored(fields["codes"], fields["scale"], Cell.MIXED)
     if widths:
         return _Stored(fields["codes"], fields["scale"], Cell.NIBBLE if sum(widths) <= 4 else Cell.BYTE)
     return _Stored(fields["data"], None, Cell.BF16 if is_bf16(fields["data"]) else Cell.FP32)
@@ -137,12 +140,13 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
 
 
 def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
-    stored, widths, learned = _stored(fields, by.planes), (*by.planes, 0, 0), by.refinement
+    learned, widths = by.refinement, (*by.planes, 0, 0)
+    stored = _stored(fields, by.planes, learned is not None)
     entries = {field.name: getattr(learned, field.name) if learned else 0 for field in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
         matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **entries,
-        stages=len(learned.steps) if learned else 0, tries=len(learned.gains) if learned else 0, levels=2 * stored.bytes,
-        first_plane=widths[0], second_plane=widths[1], bytes=stored.bytes, cell=stored.cell,
+        tries=len(learned.gains) if learned else 0, first_plane=widths[0], second_plane=widths[1], bytes=stored.bytes,
+        cell=stored.cell,
     )  # fmt: skip
     return library.StoreSide(
         x=0, codes=stored.codes, scales=_or_null(stored.scale), codes_stride=_block_bytes(stored.codes),

@@ -2,37 +2,38 @@
 
 The kernels read a packed vector of N levels as N / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest
 bits, and know no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's
-rotation, or its learned coordinates, and its way of packing are folded into the columns and rows of the matrices. Levels of 2
-or 3 bits are unpacked to such words first; those of 5 to 8 bits, and plain BF16 and FP32, become numbers in their own order.
+rotation, and its way of packing, are folded into the columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to
+such words first; those of 5 to 8 bits, and plain BF16 and FP32, become numbers in their own order. Learned keys, whose levels
+differ in width, are in their own order too: kernels take them out of their columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from haarkv.codebooks.cubic import WIDTHS
+from haarkv.codebooks.cubic import boundaries as boundaries_of
+from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.columns import Column
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
-
-def _learned(head_dim: int) -> range:
-    return range(32, 3 * head_dim + 1, 16)
-
-
 READS = Reads(
     "the CPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), plain=(torch.bfloat16, torch.float32),
-    kept=True, windows=True, learned=_learned,
+    kept=True, windows=True, learned=True,
 )  # fmt: skip
 """What the kernels read and store."""
 LARGEST_LEVEL = 2**13 - 1
 """Of centroids in 16 bits: what they leave of 32 is for queries and weights, whose products are summed there."""
 _CPU = torch.device("cpu")
-_COLUMNS = 16  # that the kernels take at once
+_MOST_COLUMNS, _MOST_PARTS = 3, 5
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ class Layout:
         rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of the levels) to the model's own.
         rotate_pairs, rotate_back_pairs: the same as `in_pairs` has them.
         mean: [H, D] fp32, what vectors come back with beside that; None of a rotation.
-        centroids: [2**bits] fp32.
-        integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of words alone.
+        centroids: [2**bits] fp32; where widths differ, of 1 to 6 bits one after the other.
+        integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of words, and
+            where widths differ: tables of 32 for 1 to 5 bits, each its own again and again, and one of 64.
         unit: that makes the largest error of a level, `centroids - integers * unit`, least.
+        columns: int32, what `Columns` of kernels.h holds, where widths differ; else None.
     """
 
     levels: int
@@ -61,6 +64,7 @@ class Layout:
     centroids: Tensor | None = None
     integers: Tensor | None = None
     unit: float = 0.0
+    columns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,15 @@ class Refinement:
     """What the append kernel takes of learned coordinates beside their matrices.
 
     Attributes:
-        mean, shares, weights: [H, D] fp32, as in `Coordinates`.
+        mean, weights: [H, D] fp32, as in `Coordinates`.
         gains: fp32, the sizes at which a vector is quantized.
-        counts: [H, stages] int32: so many coordinates own a level of each stage, the first ones.
-        steps: [stages] fp32.
+        columns: as in `Layout`.
     """
 
     mean: Tensor
-    shares: Tensor
     weights: Tensor
     gains: Tensor
-    counts: Tensor
-    steps: Tensor
+    columns: Tensor
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class Tables:
 
     Attributes:
         planes: widths of a level's planes, low bits first; () of plain numbers, which have nothing below.
-        matrix: [H, D, D] bf16; H is 1 of a rotation. Of learned coordinates [H, D, C], those that own a level in some head.
-        boundaries: [2**bits - 1] fp32.
-        centroids: [2**bits] fp32.
+        matrix: [H, D, D] bf16; H is 1 of a rotation.
+        boundaries: [2**bits - 1] fp32; where widths differ, of 1 to 6 bits one after the other.
+        centroids: [2**bits] fp32, likewise.
         refinement: of learned coordinates; None of a rotation.
     """
 
@@ -119,46 +120,73 @@ def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Descript
 
 @cache
 def _layout(described: Description, layer: int) -> Layout:
+    if described.transform.coordinates is not None:
+        return _learned_layout(described, layer)
     queries = sums = torch.arange(described.levels)
     centroids, integers, unit = numbers_on(described.centroids, _CPU), None, 0.0
     if described.bits <= 4:  # as words of eight levels
         queries = queries.view(2, -1).T.flatten()
         sums = queries.view(-1, 8).T.flatten()
         integers, unit = whole_levels(tuple(centroids.tolist()))
-    if described.transform.coordinates is None:
-        back, mean = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0), None
-    else:
-        # Of each KV head another: in BF16, which they are, only half of the bytes are fetched.
-        coordinates = described.transform.coordinates(layer)
-        back, mean = coordinates.rows.bfloat16(), coordinates.mean.contiguous()
-        assert torch.equal(back.float(), coordinates.rows), "rows are BF16 numbers"
+    back = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0)
     rotate, rotate_back = back[:, queries].mT.contiguous(), back[:, sums].contiguous()
     return Layout(
         described.levels, tuple(planes(described.bits)), rotate, rotate_back, in_pairs(rotate), in_pairs(rotate_back),
-        mean, centroids, integers, unit,
+        None, centroids, integers, unit,
+    )  # fmt: skip
+
+
+def _learned_layout(described: Description, layer: int) -> Layout:
+    """Of each KV head another matrix: in BF16, which they are, only half of the bytes are fetched."""
+    assert described.transform.coordinates is not None, "asked for learned coordinates alone"
+    coordinates = described.transform.coordinates(layer)
+    rotate = coordinates.rows.bfloat16().mT.contiguous()
+    assert torch.equal(rotate.float(), coordinates.rows.mT), "rows are BF16 numbers"
+    integers, unit = _mixed_integers()
+    return Layout(
+        described.levels, (), rotate, None, in_pairs(rotate), None, coordinates.mean.contiguous(), _every_width(centroids_of),
+        integers, unit, _columns(described.columns),
     )  # fmt: skip
 
 
 @cache
+def _every_width(table: Callable[[int], Tensor]) -> Tensor:
+    """Tables of all widths one after the other."""
+    return torch.cat([table(bits) for bits in WIDTHS])
+
+
+@cache
+def _mixed_integers() -> tuple[Tensor, float]:
+    """Centroids of all widths as integers of one unit, as `Layout.integers` lays them, and that unit."""
+    unit = float(centroids_of(WIDTHS[-1])[-1]) / LARGEST_LEVEL
+    tables = [(centroids_of(bits).double() / unit).round().to(torch.int16) for bits in WIDTHS]
+    return torch.cat([table.repeat(max(1, 32 // len(table))) for table in tables]), unit
+
+
+@cache
+def _columns(columns: tuple[Column, ...]) -> Tensor:
+    """[1 + 3 * (2 + 5 * 3)] int32, `Columns` of kernels.h."""
+    found = torch.zeros(_MOST_COLUMNS, 2 + 3 * _MOST_PARTS, dtype=torch.int32)
+    for row, column in zip(found, columns, strict=False):
+        parts = [number for part in column.parts for number in (part.eighth, part.bits, part.shift)]
+        row[: 2 + len(parts)] = torch.tensor([column.nbytes, len(column.parts), *parts])
+    return torch.cat([torch.tensor([len(columns)], dtype=torch.int32), found.flatten()])
+
+
+@cache
 def _tables(described: Description, layer: int) -> Tables:
-    boundaries, centroids = numbers_on(described.boundaries, _CPU), numbers_on(described.centroids, _CPU)
-    widths = tuple(planes(described.bits))
     if described.transform.coordinates is None:
+        boundaries, centroids = numbers_on(described.boundaries, _CPU), numbers_on(described.centroids, _CPU)
         rotation = described.transform.on(layer, described.head_dim, _CPU).bfloat16().unsqueeze(0)
-        return Tables(widths, rotation, boundaries, centroids)
+        return Tables(tuple(planes(described.bits)), rotation, boundaries, centroids)
     coordinates = described.transform.coordinates(layer)
-    stage = torch.arange(len(coordinates.steps))
-    counts = (coordinates.owners.unsqueeze(-1) // described.head_dim == stage).sum(1)  # [H, stages]
-    expected = [[s * described.head_dim + i for s, n in enumerate(row) for i in range(n)] for row in counts.tolist()]
-    assert coordinates.owners.tolist() == expected, "the owners of each stage are the first coordinates"
     matrix = coordinates.forward.bfloat16()
     assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
-    owning = -(-int(counts[:, 0].max()) // _COLUMNS) * _COLUMNS
     refinement = Refinement(
-        coordinates.mean.contiguous(), coordinates.shares.contiguous(), coordinates.weights.contiguous(),
-        torch.tensor(coordinates.gains), counts.int().contiguous(), torch.tensor(coordinates.steps),
+        coordinates.mean.contiguous(), coordinates.weights.contiguous(), torch.tensor(coordinates.gains),
+        _columns(described.columns),
     )  # fmt: skip
-    return Tables(widths, matrix[..., :owning].contiguous(), boundaries, centroids, refinement)
+    return Tables((), matrix.contiguous(), _every_width(boundaries_of), _every_width(centroids_of), refinement)
 
 
 def in_pairs(matrix: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class Cell(IntEnum):
     BYTE = 8
     BF16 = 16
     FP32 = 32
+    MIXED = 1
 
 
 class _Structure(ctypes.Structure):
@@ -52,7 +53,8 @@ class SideArgs(_Structure):
     _fields_ = (
         ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
         ("scales_stride", c_int64), ("levels", c_int32), ("bytes", c_int32), ("cell", c_int32), ("first_plane", c_int32),
-        ("second_plane", c_int32), ("unit", c_float), ("integers", c_void_p), ("mean", c_void_p), ("kept", Kept),
+        ("second_plane", c_int32), ("unit", c_float), ("integers", c_void_p), ("mean", c_void_p), ("columns", c_void_p),
+        ("kept", Kept),
     )  # fmt: skip
 
 
@@ -83,13 +85,12 @@ class Attention(_Structure):
 
 
 class Quantizer(_Structure):
-    """The tables by which vectors are quantized; those from `mean` to `tries` are of learned coordinates."""
+    """The tables by which vectors are quantized; those from `mean` to `tries` are of learned keys."""
 
     _fields_ = (
-        ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("shares", c_void_p),
-        ("weights", c_void_p), ("gains", c_void_p), ("counts", c_void_p), ("steps", c_void_p), ("stages", c_int32),
-        ("tries", c_int32), ("levels", c_int32), ("first_plane", c_int32), ("second_plane", c_int32), ("bytes", c_int32),
-        ("cell", c_int32),
+        ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("weights", c_void_p),
+        ("gains", c_void_p), ("columns", c_void_p), ("tries", c_int32), ("first_plane", c_int32),
+        ("second_plane", c_int32), ("bytes", c_int32), ("cell", c_int32),
     )  # fmt: skip
 
 

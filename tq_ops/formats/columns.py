@@ -81,7 +81,7 @@ def unpack_columns(codes: Tensor, columns: tuple[Column, ...]) -> Tensor:
     """Inverse of `pack_columns`."""
     units = codes.shape[-1] // sum(of.nbytes for of in columns)
     eighths: dict[int, Tensor] = {}
-    for of, octets in zip(columns, codes.to(torch.int32).split([units * of.nbytes for of in columns], -1), strict=True):
+    for of, octets in zip(columns, torch.split(codes.to(torch.int32), [units * of.nbytes for of in columns], -1), strict=True):
         unit = octets[..., :: of.nbytes]
         for i in range(1, of.nbytes):
             unit = unit | (octets[..., i :: of.nbytes] << (8 * i))

@@ -75,8 +75,8 @@ class Transform:
 class Description:
     """What a backend has to know of a format at one head_dim. Two formats with equal descriptions store the same bytes.
 
-    The stored fields are `codes`, as `pack_planes` or `pack_columns` lays levels, and `scale` in FP16. A unit vector is rounded to BF16 before
-    it is rotated, and a scale above FP16 saturates.
+    The stored fields are `codes`, as `pack_planes` or `pack_columns` lays levels, and `scale` in FP16. A unit vector is
+    rounded to BF16 before it is rotated, and a scale above FP16 saturates.
 
     Attributes:
         head_dim: D, numbers of a vector.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,7 @@ class Reads:
         plain: dtypes of numbers that they read beside rotated levels.
         kept: whether they read tokens in BF16 beside the packed ones.
         windows: whether they take layers with a sliding window.
-        learned: head_dim -> how many levels of learned coordinates (`Coordinates`) they take; None if they take none.
+        learned: whether they take learned keys.
     """
 
     kernels: str
@@ -42,7 +41,7 @@ class Reads:
     plain: tuple[torch.dtype, ...] = ()
     kept: bool = False
     windows: bool = False
-    learned: Callable[[int], range] | None = None
+    learned: bool = False
 
     def built_in(self, head_dim: int) -> Description:
         """The description of `only`, whose tables the kernels hold."""
@@ -94,15 +93,13 @@ def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
         *others, last = readable(reads)
         names = f"{', '.join(others)} and {last}" if others else last
         return f"{reads.kernels} read {names}, not {kv_format.name}{ELSEWHERE}"
-    if found.transform.coordinates and reads.learned and found.levels not in (taken := reads.learned(found.head_dim)):
-        return f"{reads.kernels} take {taken[0]} to {taken[-1]} learned nibbles in steps of {taken.step}, not {found.levels}"
     return None
 
 
 def _is_of_kind(reads: Reads, found: Description, head_dim: int) -> bool:
     """Whether the kernels could read it at all, whatever its tables."""
     if found.transform.coordinates:
-        return reads.learned is not None
+        return reads.learned
     return found.bits in reads.bits and (reads.only is None or found == reads.only.description(head_dim))
 
 

@@ -93,13 +93,9 @@ class Graph:
     def constant(self, name: str, value: np.ndarray) -> str:
         """A small constant; the same one where a name is asked for again."""
         path = f"constants/{name}"
-        if self._inside_function:
-            if path not in self._names:
-                self._names.add(path)
-                tensor = numpy_helper.from_array(value, path)
-                self._nodes.append(helper.make_node("Constant", [], [path], name=path, value=tensor))
-            return path
         tensor = numpy_helper.from_array(value, path)
+        if self._inside_function and path not in self._constants:
+            self._nodes.append(helper.make_node("Constant", [], [path], name=path, value=tensor))
         if self._constants.setdefault(path, tensor) != tensor:
             raise ValueError(f"two constants are called {name}")
         return path
@@ -189,9 +185,8 @@ class Graph:
         return path
 
     def _inner(self, path: str, nodes: list[onnx.NodeProto], names: set[str], *, inside_function: bool = False) -> Graph:
-        return Graph(
-            self.opset, self.functions, self.weights, nodes, self._constants, self._written, path, names, inside_function
-        )
+        constants = {} if inside_function else self._constants
+        return Graph(self.opset, self.functions, self.weights, nodes, constants, self._written, path, names, inside_function)
 
     def _write(self, function: str, scope: Scope, parameters: list[str]) -> onnx.FunctionProto:
         """Write a function's body; the functions that it calls are written before it."""

@@ -1,4 +1,4 @@
-"""What the ONNX graphs read: one format, its tables built into them, and learned nibbles of the same table."""
+"""What the ONNX graphs read, and what `tq export` writes of it."""
 
 from __future__ import annotations
 
@@ -6,4 +6,5 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.reads import Reads
 
 FORMAT = formats.get("tq4")
-READS = Reads("its graphs", head_dims=(64, 128, 256), only=FORMAT, learned=lambda head_dim: range(16, 3 * head_dim + 1, 16))
+READS = Reads("its graphs", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, learned=True)
+EXPORTED = Reads("exported graphs", head_dims=READS.head_dims, only=FORMAT)

@@ -15,7 +15,7 @@ from haarkv.engine.session import Session
 from haarkv.models.caches import new_cache
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import Field, KVFormat
-from haarkv.tq_ops.formats.learned import nibbles_of
+from haarkv.tq_ops.formats.learned import bits_of
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -52,6 +52,9 @@ class Entry:
 _OURS = {
     "tq2": "tq2", "tq3": "tq3", "tq4": "tq4", "tq5": "tq5", "tq6": "tq6", "tq8": "tq8",
     "K tq5, V tq4": "k=tq5,v=tq4", "K tq6, V tq4": "k=tq6,v=tq4", "K q8_0, V tq4": "k=q8_0,v=tq4",
+    "learned K 2, V tq3": "k=lr2,v=tq3", "learned K 3, V tq3": "k=lr3,v=tq3", "learned K 3, V tq4": "k=lr3,v=tq4",
+    "learned K 4, V tq3": "k=lr4,v=tq3", "learned K 4, V tq4": "k=lr4,v=tq4", "learned K 5, V tq4": "k=lr5,v=tq4",
+    "learned K 5, V tq5": "k=lr5,v=tq5",
 }  # fmt: skip
 _OTHERS = {
     "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0, turned": "q4_0_rot", "tq3_0": "tq3_0",
@@ -71,7 +74,7 @@ def entry_of(kv: str) -> Entry:
     if kv in known:
         return known[kv]
     names = [part.split("=")[-1] for part in kv.split(",")]
-    ours = any(nibbles_of(name) or name in _OURS for name in names)
+    ours = any(bits_of(name) or name in _OURS for name in names)
     return Entry(kv, kv, OURS if ours else OTHERS)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
@@ -33,6 +33,7 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.entries import OURS, Entry, Side, without_waiting
 from haarkv.validation.fidelity.evaluation import (
     KEPT_LOGITS,
@@ -253,18 +254,22 @@ class Subject:
             self._executors[balanced, name] = catalog.create(name, model, plan)
         return Side(self._named.name, config, self._executors[balanced, name], self._named.tokenizer, plan)
 
+    @property
+    def _ops(self) -> OpTable:
+        """The fastest table that takes a bf16 cache."""
+        return self.base.executor.ops or cast(OpTable, reference)
+
     def _calibration(self, entry: Entry) -> Calibration:
-        """OSCAR's rotations, or the coordinates of learned nibbles, both from the same tokens."""
+        """OSCAR's rotations, or the coordinates of learned keys, both from the same tokens."""
         if entry.whose not in self._learned:
             assert self._task.learn is not None
             ids, context = self._named.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
             plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
             windows = [plan.fed(window) for window in plan.windows]
             if entry.whose == OURS:
-                k, v = zip(
-                    *learn_model(self.model, reference, windows, (), context=max(self._task.windows)).layers, strict=True
-                )
-                self._learned[entry.whose] = calibration_of(k, v, max(self._task.windows))
+                longest = max(self._task.windows)
+                learning = learn_model(self.model, self._ops, windows, (), context=longest)
+                self._learned[entry.whose] = calibration_of(learning.layers, longest)
             else:
                 self._learned[entry.whose] = learn_oscar(self.model, self.base, windows)
         return self._learned[entry.whose]

@@ -75,12 +75,9 @@ class CacheCase:
 
     def vectors(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""
-        if (learned := self.calibration) is None:
-            k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
-            return k, v
-        k, v = (
-            made_up.vectors(side[LAYER], tokens, generator).transpose(0, 1).contiguous() for side in (learned.k, learned.v)
-        )
+        k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
+        if learned := self.calibration:
+            k = made_up.vectors(learned.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
         return k, v
 
 

@@ -48,14 +48,14 @@ ATTENTION = (
     CacheCase("k=tq4,v=tq2", 128, 8, 2, 128, (2047, 3), (1, 1)),
     CacheCase("k=tq8,v=tq3", 64, 2, 2, 16, (200, 0), (30, 50)),
     # Words of 2, 4, 8 and 16 that are left over, fewer than a register, and the most that there are.
-    CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 2, 126, 127, 128, 1500), (1, 1, 1, 1, 1, 1)),
-    CacheCase("k=lr112,v=lr48", 128, 5, 2, 128, (0, 300), (3, 1)),
-    CacheCase("k=lr48,v=lr240", 128, 8, 2, 24, (0, 100), (9, 1)),
-    CacheCase("k=lr384,v=lr32", 128, 2, 1, 128, (200,), (2,)),
-    CacheCase("k=lr32,v=lr176", 64, 5, 2, 16, (0, 60), (17, 1), pages=True),
-    CacheCase("k=lr272,v=lr768", 256, 1, 2, 128, (130,), (2,)),
-    CacheCase("k=tq4,v=lr80", 128, 5, 2, 128, (130, 7), (1, 2)),
-    CacheCase("k=lr144,v=tq4", 128, 2, 2, 16, (40,), (9,)),
+    CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (0, 2, 126, 127, 128, 1500), (1, 1, 1, 1, 1, 1)),
+    CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (0, 300), (3, 1)),
+    CacheCase("k=lr3,v=tq5", 128, 8, 2, 24, (0, 100), (9, 1)),
+    CacheCase("k=lr5,v=tq3", 128, 2, 1, 128, (200,), (2,)),
+    CacheCase("k=lr2,v=tq5", 64, 5, 2, 16, (0, 60), (17, 1), pages=True),
+    CacheCase("k=lr5,v=tq5", 256, 1, 2, 128, (130,), (2,)),
+    CacheCase("k=lr2,v=tq4", 128, 5, 2, 128, (130, 7), (1, 2)),
+    CacheCase("k=lr4,v=tq4", 128, 2, 2, 16, (40,), (9,)),
     # Levels wider than 4 bits, and numbers as they are.
     CacheCase("k=bf16,v=tq4", 128, 5, 2, 128, (1500, 0), (1, 9)),
     CacheCase("k=tq6,v=bf16", 128, 8, 1, 16, (130,), (3,), pages=True),
@@ -63,9 +63,9 @@ ATTENTION = (
     CacheCase("k=fp32,v=tq4", 128, 5, 2, 16, (40,), (3,), sink=7),
     # Tails and sinks: of every kind of side, over blocks and items; a tail longer than an item, sinks of a whole block.
     CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 300, 1500, 1100), (1,) * 6, tail=128, sink=4),
-    CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (0, 300, 1500, 7), (1, 1, 9, 20), tail=128, sink=4),
-    CacheCase("k=lr112,v=tq3", 128, 8, 1, 16, (0, 30, 1030), (1, 1, 9), tail=17, sink=20),
-    CacheCase("k=bf16,v=lr48", 128, 5, 2, 128, (0, 300), (1, 20), tail=32, sink=4),
+    CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (0, 300, 1500, 7), (1, 1, 9, 20), tail=128, sink=4),
+    CacheCase("k=lr4,v=tq3", 128, 8, 1, 16, (0, 30, 1030), (1, 1, 9), tail=17, sink=20),
+    CacheCase("k=bf16,v=tq3", 128, 5, 2, 128, (0, 300), (1, 20), tail=32, sink=4),
     CacheCase("k=fp32,v=bf16", 256, 2, 2, 128, (0, 300), (1, 9), tail=32),
     CacheCase("k=tq8,v=tq2", 64, 1, 2, 24, (1500, 7), (1, 9), tail=1200, sink=30),
 )
@@ -94,13 +94,13 @@ SMALL_ATTENTION = (
     Attention(CacheCase("tq4", 64, 8, 1, 128, (35,), (9,), sink=6), BF16, small=True),
     Attention(CacheCase("tq4", 128, 8, 1, 128, (150, 2), (1, 1), tail=1, sink=40), BF16, small=True),
     Attention(CacheCase("tq4", 256, 2, 1, 8, (20,), (5,), tail=40, sink=2), BF16, small=True),
-    # Learned nibbles that fill their columns and that do not, of one side and of both, chunks and single tokens.
-    Attention(CacheCase("k=lr128,v=lr64", 128, 5, 2, 128, (126, 0), (1, 1)), BF16, small=True),
-    *(Attention(CacheCase("k=lr80,v=lr48", 64, 2, 2, 8, (20, 3), (2, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    Attention(CacheCase("k=lr48,v=lr112", 64, 2, 2, 16, (7,), (3,), pages=True, tail=4, sink=2), BF16, small=True),
-    Attention(CacheCase("k=lr96,v=tq4", 64, 2, 2, 8, (20, 3), (1, 1), tail=4, sink=2), FP32, small=True),
-    Attention(CacheCase("k=tq4,v=lr32", 64, 2, 2, 8, (20, 3), (2, 1), tail=4, sink=2), FP32, small=True),
-    Attention(CacheCase("k=lr160,v=lr256", 256, 1, 2, 8, (9,), (1,), tail=3), BF16, small=True),
+    # Learned keys of each width, chunks and single tokens.
+    Attention(CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (126, 0), (1, 1)), BF16, small=True),
+    *(Attention(CacheCase("k=lr3,v=tq3", 64, 2, 2, 8, (20, 3), (2, 1)), dtype, small=True) for dtype in (FP32, BF16)),
+    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (7,), (3,), pages=True, tail=4, sink=2), BF16, small=True),
+    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 2, 8, (20, 3), (1, 1), tail=4, sink=2), FP32, small=True),
+    Attention(CacheCase("k=tq4,v=tq3", 64, 2, 2, 8, (20, 3), (2, 1), tail=4, sink=2), FP32, small=True),
+    Attention(CacheCase("k=lr5,v=tq5", 256, 1, 2, 8, (9,), (1,), tail=3), BF16, small=True),
 )
 STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
@@ -108,12 +108,12 @@ STORES = (
     CacheCase("tq4", 128, 1, 9, 16, (0,), (40,)),
     CacheCase("tq4", 256, 1, 2, 128, (0,), (5,)),
     CacheCase("tq4", 128, 1, 2, 16, (0, 0), (40, 3), pages=True),
-    CacheCase("k=lr128,v=lr64", 128, 1, 8, 128, (0, 0), (1, 30)),
-    CacheCase("k=lr48,v=lr240", 128, 1, 2, 8, (0,), (12,), pages=True),
-    CacheCase("k=lr176,v=lr32", 64, 1, 9, 16, (0,), (11,)),
-    CacheCase("k=lr32,v=lr768", 256, 1, 1, 16, (0,), (5,)),
-    CacheCase("k=tq4,v=lr96", 128, 1, 3, 16, (0,), (20,)),
-    CacheCase("k=lr96,v=tq3", 128, 1, 3, 16, (0,), (4,)),
+    CacheCase("k=lr4,v=tq3", 128, 1, 8, 128, (0, 0), (1, 30)),
+    CacheCase("k=lr3,v=tq5", 128, 1, 2, 8, (0,), (12,), pages=True),
+    CacheCase("k=lr5,v=tq3", 64, 1, 9, 16, (0,), (11,)),
+    CacheCase("k=lr2,v=tq5", 256, 1, 1, 16, (0,), (5,)),
+    CacheCase("k=lr2,v=tq4", 128, 1, 3, 16, (0,), (20,)),
+    CacheCase("k=lr3,v=tq3", 128, 1, 3, 16, (0,), (4,)),
     CacheCase("k=tq3,v=tq2", 128, 1, 3, 16, (0,), (20,)),
     CacheCase("k=tq5,v=tq6", 64, 1, 3, 8, (0, 0), (11, 4), pages=True),
     CacheCase("k=bf16,v=tq8", 256, 1, 2, 16, (0,), (12,)),
@@ -126,11 +126,11 @@ SMALL_STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3),
     CacheCase("k=tq4,v=tq3", 64, 1, 2, 8, (0, 40), (3, 2), sink=2),
     CacheCase("tq4", 128, 1, 2, 16, (7, 40), (1, 1), tail=9),
-    CacheCase("k=lr112,v=lr48", 128, 1, 2, 8, (0,), (3,), pages=True),
-    CacheCase("k=tq4,v=lr176", 64, 1, 2, 8, (0,), (19,), tail=4, sink=3),
-    CacheCase("k=lr64,v=lr32", 64, 1, 2, 16, (0, 30, 12), (11, 9, 1), tail=9, sink=3),
+    CacheCase("k=lr4,v=tq3", 128, 1, 2, 8, (0,), (3,), pages=True),
+    CacheCase("k=tq4,v=tq5", 64, 1, 2, 8, (0,), (19,), tail=4, sink=3),
+    CacheCase("k=lr3,v=tq3", 64, 1, 2, 16, (0, 30, 12), (11, 9, 1), tail=9, sink=3),
 )
-_PACKED = ("tq4", "k=lr128,v=lr64")
+_PACKED = ("tq4", "k=lr4,v=tq3")
 
 
 def timed_cases() -> Iterator[OpCase]:

@@ -1,7 +1,7 @@
-"""Learn the coordinates of a model's K and V from a text: moments of what the cache is given, layer by layer.
+"""Learn the coordinates of a model's keys from a text: moments of what the cache is given, layer by layer.
 
-    for every layer:    run all windows through it, and sum q q^T, k k^T and v v^T of each KV head as they go by
-                        codebooks.learned.learn(metric of K from the queries, of V from o_proj; spreads; means)
+    for every layer:    run all windows through it, and sum q q^T and k k^T of each KV head as they go by
+                        codebooks.learned.learn(metric from the queries; spread and mean of the keys)
 
 Only the hidden states between two layers are kept, and one layer's sums. Windows that are held back take part in the forward
 but not in what is learned: the same sums of theirs say how much worse the coordinates suit a text that was not seen.
@@ -34,7 +34,8 @@ from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.formats.learned import MULTIPLE
+from haarkv.tq_ops.formats.columns import widths_of
+from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
@@ -46,12 +47,14 @@ from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.layers.parts import new_cache
-from haarkv.validation.planning.moments import Sums, metric_of_values, recording
+from haarkv.validation.planning.moments import Recorded, Sums, recording
 
 OnStep = Callable[[str, int], None]
 """Told what has been done, and how many tokens it took."""
 ENOUGH = 1.25
 """Held-back text may cost so many times what the text learned from does; beyond it, more text helps."""
+_JUDGED = 3
+"""Bits at which it is judged."""
 
 
 def learn_model(
@@ -65,7 +68,7 @@ def learn_model(
     save: Callable[[Learning], None] = lambda _: None,
     on_step: OnStep = lambda *_: None,
 ) -> Learning:
-    """Learn the coordinates of every layer's K and V.
+    """Learn the coordinates of every layer's keys.
 
     The forward is the model's own, with K and V in bf16, each window from an empty cache.
 
@@ -78,7 +81,7 @@ def learn_model(
         learning: what an earlier run has done with the same model and windows.
         save: called after each layer.
     Raises:
-        NonFiniteError: K, V or a query is not finite, with the layer.
+        NonFiniteError: a key or a query is not finite, with the layer.
     """
     learning, config = learning or Learning(), model.config
     lengths = [len(window) for window in (*windows, *held_back)]
@@ -88,15 +91,14 @@ def learn_model(
     for layer in range(len(learning.layers), config.num_layers):
         mixer = config.layers[layer].attention
         inv_freq = inverse_frequencies(mixer.rope)
-        metric = metric_of_values(model.weights.layers[layer]["o_proj"], mixer.num_kv_heads, mixer.head_dim)
-        seen, other, after = Sums(metric), Sums(metric), []
+        (seen, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
-            of_window = Sums(metric)
-            after.append(_run(model, recording(ops, of_window), layer, hidden))
-            (seen if number < len(windows) else other).add(of_window.over_context(inv_freq, context))
+            recorded = Recorded()
+            after.append(_run(model, recording(ops, recorded), layer, hidden))
+            (seen if number < len(windows) else other).add(recorded, inv_freq, context)
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
-        learning.layers.append(bases_of(seen, layer))
+        learning.layers.append(basis_of(seen, layer))
         learning.fits.append(fit_of(seen, other, learning.layers[-1]))
         save(learning)
     return learning
@@ -116,36 +118,27 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
 
 
-def bases_of(sums: Sums, layer: int) -> tuple[Basis, Basis]:
-    """K's and V's coordinates of a layer, from its sums.
+def basis_of(sums: Sums, layer: int) -> Basis:
+    """The coordinates of a layer's keys, from its sums.
 
     Raises:
         NonFiniteError: a sum is not finite.
     """
     try:
-        k = learn(sums.metric_k, sums.k.spread(sums.k.mean), sums.k.mean)
-        v = learn(sums.metric_v, sums.v.spread(sums.v.mean), sums.v.mean)
+        return learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
     except ValueError:
-        raise NonFiniteError(
-            f"layer {layer}: K, V or the queries of this text are not finite; nothing can be learned"
-        ) from None
-    return k, v
+        raise NonFiniteError(f"layer {layer}: keys or queries of this text are not finite; nothing can be learned") from None
 
 
-def fit_of(own: Sums, other: Sums, bases: tuple[Basis, Basis]) -> tuple[float, float]:
-    """How many times as much K and V cost on held-back text as on the text learned from, by the model of `expected_cost`."""
-    found = []
-    for side, basis in zip("kv", bases, strict=True):
-        costs = []
-        for sums in (own, other):
-            moments = getattr(sums, side)
-            metric = sums.metric_k if side == "k" else sums.metric_v
-            forward, back = basis.forward.double(), basis.back.double()
-            spread = forward.mT @ moments.spread(basis.mean.double()) @ forward
-            of_coordinate = (back @ metric @ back.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
-            costs.append(float(expected_cost(basis.weights, basis.head_dim // 2, of_coordinate).mean()))
-        found.append(costs[1] / costs[0] if min(costs) > 0 and other.tokens else math.nan)
-    return found[0], found[1]
+def fit_of(own: Sums, other: Sums, basis: Basis) -> float:
+    """How many times as much keys cost on held-back text as on the text learned from, by the model of `expected_cost`."""
+    costs = []
+    for sums in (own, other):
+        forward, back = basis.forward.double(), basis.back.double()
+        spread = forward.mT @ sums.spread(basis.mean.double()) @ forward
+        of_coordinate = (back @ sums.metric @ back.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
+        costs.append(float(expected_cost(basis.weights, widths_of(COLUMNS[_JUDGED]), of_coordinate).mean()))
+    return costs[1] / costs[0] if min(costs) > 0 and other.tokens else math.nan
 
 
 # -- A model that is calibrated -------------------------------------------------------------------------------------------
@@ -159,6 +152,7 @@ class Subject:
         model: where `ops` work.
         ops: the executor's op table, with the reference's cache ops where it has no bf16 cache of its own.
         fingerprint: of the weights.
+        executor, device: what runs it.
     """
 
     name: str
@@ -166,6 +160,8 @@ class Subject:
     ops: OpTable
     tokenizer: Tokenizer
     fingerprint: str
+    executor: str
+    device: str | None
 
     @property
     def config(self) -> ModelConfig:
@@ -178,24 +174,24 @@ class Subject:
 
     def file_of(self, learning: Learning, context: int, learned: Mapping[str, Any]) -> CalibrationFile:
         """What is written of a finished learning."""
-        k, v = zip(*learning.layers, strict=True)
-        return CalibrationFile(calibration_of(k, v, context), shape_of(self.config), self.fingerprint, learned)
+        return CalibrationFile(calibration_of(learning.layers, context), shape_of(self.config), self.fingerprint, learned)
 
     def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
-        """`tq4` and `lrN` of the same bytes, on a text that was not learned from.
+        """`tq4`, and the same with learned keys, on a text that was not learned from."""
+        specs = [KVSpec("tq4"), KVSpec("k=lr4,v=tq4", calibration=calibration)]
+        base, caches = self.session(KVSpec("bf16")), {spec.kv: self.session(spec) for spec in specs}
+        return evaluate(Setup(self.model, base, caches, self.fingerprint), unseen, on_step=on_step)
 
-        Raises:
-            InputError: no number of learned nibbles has the bytes of `tq4`.
-        """
-        model = self.model.to(torch.device("cpu"))
-        specs = [KVSpec("tq4"), KVSpec(f"lr{self.config.heads.head_dim}", calibration=calibration)]
-
-        def session(spec: KVSpec) -> Session:
-            plan = plan_for(spec, self.config)
-            return Session(self.name, self.config, create("reference", model, plan), self.tokenizer, plan)
-
-        setup = Setup(model, session(KVSpec("bf16")), {spec.kv: session(spec) for spec in specs}, self.fingerprint)
-        return evaluate(setup, unseen, on_step=on_step)
+    def session(self, spec: KVSpec) -> Session:
+        """The model with a cache, on the executor at hand where it runs that, else on the reference."""
+        plan = plan_for(spec, self.config)
+        try:
+            check(self.executor, self.config, plan, self.device)
+            name, device = self.executor, self.device
+        except InputError:
+            name, device = "reference", None
+        model = self.model if name == self.executor else self.model.to(torch.device("cpu"))
+        return Session(self.name, self.config, create(name, model, plan, device), self.tokenizer, plan)
 
 
 def load_subject(
@@ -216,10 +212,8 @@ def load_subject(
     """
     config = read_config(model, layers)
     bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
-    if config.heads.head_dim % MULTIPLE:
-        raise InputError(
-            f"learned nibbles come in {MULTIPLE}s, and this model's vectors have {config.heads.head_dim} numbers; use tq4"
-        )
+    if config.heads.head_dim % LEAST_DIM:
+        raise InputError(f"learned keys take a head_dim that {LEAST_DIM} divides, and this model's is {config.heads.head_dim}")
     name, plan = select(executor, config, [tq4], device=device, dtype=dtype).name, bf16
     try:
         check(name, config, bf16, device)
@@ -235,11 +229,11 @@ def load_subject(
     if plan is tq4:
         ops = with_ops(ops, {name: getattr(reference, name) for name in ("store_kv", "paged_attention")})
     tokenizer = load_tokenizer(model, loaded.config)
-    return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()))
+    return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()), name, device)
 
 
 # -- As a file to go on from -------------------------------------------------------------------------------------------
-_VERSION = "3"
+_VERSION = "4"
 
 
 @dataclass
@@ -247,13 +241,13 @@ class Learning:
     """The layers that have been learned, and what enters the next one.
 
     Attributes:
-        layers: K's and V's coordinates of each layer so far.
-        fits: of the same layers, how many times as much K and V cost on held-back text as on the text learned from.
+        layers: coordinates of each layer's keys so far.
+        fits: of the same layers, how many times as much keys cost on held-back text as on the text learned from.
         hidden: [T, hidden] of all windows one after the other; None before the first layer.
     """
 
-    layers: list[tuple[Basis, Basis]] = field(default_factory=list)
-    fits: list[tuple[float, float]] = field(default_factory=list)
+    layers: list[Basis] = field(default_factory=list)
+    fits: list[float] = field(default_factory=list)
     hidden: Tensor | None = None
 
 
@@ -264,9 +258,8 @@ def saved(learning: Learning, run: Mapping[str, str]) -> bytes:
         run: what another run must have in common with this one, by a word for the user.
     """
     tensors = {
-        f"{layer}.{side}.{part.name}": getattr(basis, part.name).contiguous()
-        for layer, pair in enumerate(learning.layers)
-        for side, basis in zip("kv", pair, strict=True)
+        f"{layer}.{part.name}": getattr(basis, part.name).contiguous()
+        for layer, basis in enumerate(learning.layers)
         for part in fields(Basis)
     }
     if learning.hidden is not None:
@@ -290,10 +283,9 @@ def resumed(content: bytes, run: Mapping[str, str]) -> Learning:
         if digest_of(tensors, {key: value for key, value in metadata.items() if key != "sha256"}) != metadata["sha256"]:
             raise InputError("--resume: the file is damaged; begin a new one")
         before = parse_json(metadata["run"])
-        fits = [(float(k), float(v)) for k, v in parse_json(metadata["fits"])]
+        fits = [float(fit) for fit in parse_json(metadata["fits"])]
         layers = [
-            tuple(Basis(**{part.name: tensors[f"{layer}.{side}.{part.name}"] for part in fields(Basis)}) for side in "kv")
-            for layer in range(len(fits))
+            Basis(**{part.name: tensors[f"{layer}.{part.name}"] for part in fields(Basis)}) for layer in range(len(fits))
         ]
         hidden = tensors["hidden"]
     except InputError:
@@ -303,4 +295,4 @@ def resumed(content: bytes, run: Mapping[str, str]) -> Learning:
     for what, value in run.items():
         if before.get(what) != value:
             raise InputError(f"--resume: the file was begun with another {what}; begin a new one")
-    return Learning([(k, v) for k, v in layers], fits, hidden)
+    return Learning(layers, fits, hidden)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.plans import plan_for
 from haarkv.engine.session import Session
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
-from haarkv.tq_ops.formats.learned import MULTIPLE, PREFIX, nibbles_of
+from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, bits_of
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
@@ -24,8 +22,8 @@ CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format a number of bits, so that no place is given the luckier of two equals."""
 TAILS = (0, 16, 32, 64, 128)
 """Tails that are tried, in tokens."""
-_LEAST_NIBBLES = 32  # that `cpu` and `cuda` read
-
+LEARNED = (*(f"{PREFIX}{bits}" for bits in COLUMNS), "tq2", "tq3", "tq4", "tq5", "tq6")
+"""The same with a calibration."""
 
 Place = tuple[int, Side]
 """K or V of a layer."""
@@ -38,47 +36,27 @@ def places(config: ModelConfig) -> list[Place]:
     return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
 
 
-def learned_anchors(head_dim: int) -> tuple[str, ...]:
-    """Formats of a calibration that are measured, for the others to be predicted from: about half and one nibble a number."""
-    half = max(MULTIPLE, head_dim // 2 // MULTIPLE * MULTIPLE)
-    return tuple(dict.fromkeys(f"{PREFIX}{nibbles}" for nibbles in (half, 2 * half)))
+def at(side: Side, names: Sequence[str]) -> list[str]:
+    """Those of some formats that a side takes: learned ones are K's alone."""
+    return [name for name in names if side == "k" or bits_of(name) is None]
 
 
-def predicted(costs: Costs, learned: Calibration) -> dict[Place, dict[str, float]]:
-    """What every number of nibbles costs at each place, from the few that were measured.
-
-        cost(N) = cost(M) * expected_cost(N) / expected_cost(M)        M: the measured one whose expected cost is nearest
-
-    Args:
-        costs: of formats of `learned`; others are passed on as they are.
-    Returns:
-        those, and every multiple of 16 nibbles from 32 on, or half a vector, up to two a coordinate.
-    """
-    found: dict[Place, dict[str, float]] = {}
-    for (layer, side), of_place in costs.items():
-        weights = getattr(learned, side)[layer].weights
-        dim = weights.shape[1]
-        counts = range(max(MULTIPLE, min(_LEAST_NIBBLES, dim // 2)), 2 * dim + 1, MULTIPLE)
-        expected = {n: float(expected_cost(weights, n).mean()) for n in counts}
-        measured = {nibbles: kl for name, kl in of_place.items() if (nibbles := nibbles_of(name))}
-        row = {name: kl for name, kl in of_place.items() if nibbles_of(name) is None}
-        for nibbles, cost in expected.items():
-            near = min(measured, key=lambda m, c=cost: abs(math.log(expected[m] / c)))  # type: ignore[misc]
-            row[f"{PREFIX}{nibbles}"] = measured[near] * cost / expected[near]
-        found[layer, side] = row
-    return found
+def everywhere(name: str) -> str:
+    """What stores all of a cache in a format: beside learned keys, values in as many bits."""
+    bits = bits_of(name)
+    return f"k={name},v=tq{bits}" if bits else name
 
 
 def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calibration | None = None) -> None:
     """Refuse candidates that the model does not take, or that store no token by itself.
 
     Args:
-        learned: what `lrN` takes its coordinates from.
+        learned: what `lrB` takes its coordinates from.
     Raises:
         InputError: naming the format.
     """
     for name in names:
-        if plan_for(KVSpec(name, calibration=learned), config).keeps_tokens:
+        if plan_for(KVSpec(everywhere(name), calibration=learned), config).keeps_tokens:
             raise InputError(
                 f"{name} stores tokens in groups and brings its own tail; name candidates that store each by itself"
             )
@@ -102,7 +80,7 @@ def with_format(plan: KVPlan, place: Place, name: str, learned: Calibration | No
     """A plan with another format at one place.
 
     Args:
-        learned: what `lrN` takes its coordinates from.
+        learned: what `lrB` takes its coordinates from.
     """
     (layer, side), layers = place, list(plan.layers)
     k_format, v_format = layers[layer]
@@ -165,7 +143,7 @@ def rivals_of(
     found: dict[str, KVPlan] = {}
     for tail, sink in dict.fromkeys(((None, 0), (plan.recent, plan.sink))):
         beside = KVSpec(tail=tail, sink=sink, calibration=learned)
-        uniform = [replace(beside, kv=name).plan(config.num_layers) for name in candidates]
+        uniform = [replace(beside, kv=everywhere(name)).plan(config.num_layers) for name in candidates]
         bits = [bits_per_value(other, config, context) for other in uniform]
         near = {max((b for b in bits if b <= own), default=None)}
         if (tail, sink) == (None, 0):

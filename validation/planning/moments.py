@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import Basis
+from haarkv.codebooks.learned import Basis, tempered
 from haarkv.codebooks.oscar import rotations
 from haarkv.engine.session import Session
 from haarkv.executors.reference import ReferenceExecutor
@@ -102,70 +101,105 @@ def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moment
     return Moments(moments.weight, first, turned)
 
 
-class Sums:
-    """What one layer's keys are learned from, added up as tokens go by. Keys count alike: those of larger norm make larger
-    errors of the logits.
+class Recorded:
+    """Keys and queries of one window in one layer, as the cache and attention were given them."""
 
-    Args:
-        heads: H, KV heads.
-        dim: D.
+    def __init__(self) -> None:
+        self._k: list[Tensor] = []
+        self._q: list[Tensor] = []
+
+    def add_kv(self, k: Tensor, v: Tensor) -> None:
+        """Keep K [T, H, D] of some tokens."""
+        self._k.append(k.to("cpu", torch.float64).transpose(0, 1))
+
+    def add_q(self, q: Tensor) -> None:
+        """Keep queries [T, Hq, D]."""
+        self._q.append(q.to("cpu", torch.float64).transpose(0, 1))
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return sum(k.shape[1] for k in self._k)
+
+    @property
+    def keys(self) -> Tensor:
+        """[H, T, D] float64."""
+        return torch.cat(self._k, 1)
+
+    @property
+    def queries(self) -> Tensor:
+        """[H, n, D] float64: those that share a KV head one after the other."""
+        queries = torch.cat(self._q, 1)
+        return queries.reshape(self._k[0].shape[0], -1, queries.shape[-1])
+
+
+class Sums:
+    """What one layer's keys are learned from, added up window by window.
+
+    Each key is divided by its length in the metric, so that a few long ones, such as those that take most of the attention, do
+    not decide where all others are stored finely. For those lengths the metric of the first window does.
+
     Attributes:
         tokens: that were added.
-        q, k: moments of each.
+        q, k: moments of queries and keys; all count alike.
+        unit: moments of the keys of length 1.
     """
 
     def __init__(self, heads: int, dim: int) -> None:
-        self._heads, self.tokens = heads, 0
-        self.q, self.k = Moments.empty(heads, dim), Moments.empty(heads, dim)
+        self.tokens = 0
+        self.q, self.k, self.unit = (Moments.empty(heads, dim) for _ in range(3))
+        self._lengths: tuple[Tensor, Tensor] | None = None
 
-    def add_kv(self, k: Tensor, v: Tensor) -> None:
-        """Add K [T, H, D] of some tokens."""
-        self.tokens += len(k)
-        self.k.add(k.transpose(0, 1).to("cpu", torch.float64))
-
-    def add_q(self, q: Tensor) -> None:
-        """Add queries [T, Hq, D]; those that share a KV head count as one head's."""
-        by_head = q.to("cpu", torch.float64).view(len(q), self._heads, -1, q.shape[-1])
-        self.q.add(by_head.transpose(0, 1).flatten(1, 2))
-
-    def add(self, other: Sums) -> None:
-        """Add those of other tokens of the same layer."""
-        self.tokens += other.tokens
-        for mine, theirs in ((self.q, other.q), (self.k, other.k)):
-            mine.weight += theirs.weight
-            mine.first += theirs.first
-            mine.second += theirs.second
-
-    def over_context(self, inv_freq: Tensor, context: int) -> Sums:
-        """The same of one window, had its text stood at every place of a context.
+    def add(self, window: Recorded, inv_freq: Tensor | None = None, context: int = 0) -> None:
+        """Add a window, as if its text had stood at every place of a context.
 
         The window is laid end to end, as often as fills the context. So all places count alike, the first and the last too,
         but for those where two windows overlap, which count twice. Steps of less than a window would leave the two ends to few
         windows.
 
         Args:
-            inv_freq: of the model's RoPE.
+            window: what was recorded of it.
+            inv_freq: of the model's RoPE; None to take keys and queries where they stand.
             context: tokens of a sequence.
         """
-        shifts = torch.linspace(0, max(0, context - self.tokens), math.ceil(context / self.tokens), dtype=torch.float64)
-        found = copy(self)
-        found.q, found.k = (over_positions(side, inv_freq, shifts) for side in (self.q, self.k))
-        return found
+        keys, queries = window.keys, window.queries
+        q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
+        q.add(queries)
+        k.add(keys)
+        if self._lengths is None:
+            self._lengths = k.mean, tempered(_second(q))
+        mean, cost = self._lengths
+        centred = keys - mean.unsqueeze(1)
+        squares = ((centred @ cost) * centred).sum(-1)
+        unit.add(keys, torch.where(squares > 0, 1 / squares.clamp(min=_TINY), 0.0))
+        for sums, of_window in ((self.q, q), (self.k, k), (self.unit, unit)):
+            turned = of_window if inv_freq is None else over_positions(of_window, inv_freq, _shifts(window.tokens, context))
+            sums.weight += turned.weight
+            sums.first += turned.first
+            sums.second += turned.second
+        self.tokens += window.tokens
 
     @property
     def metric(self) -> Tensor:
         """E[q q^T], [H, D, D] float64: what an error of a key costs in the squared error of its logits."""
-        return self.q.second / self.q.weight.clamp(min=_TINY)[:, None, None]
+        return _second(self.q)
 
-    @property
-    def spread(self) -> Tensor:
-        """Of the keys about their mean, [H, D, D]."""
-        return self.k.spread(self.k.mean)
+    def spread(self, mean: Tensor) -> Tensor:
+        """Of the keys of length 1 about a mean [H, D] that may be another text's, [H, D, D]."""
+        return self.unit.spread(mean)
 
 
-def recording(ops: OpTable, sums: Sums) -> OpTable:
-    """An op table that adds what the cache and attention are given to some sums."""
-    return watched(ops, sums.add_kv, sums.add_q)
+def _second(moments: Moments) -> Tensor:
+    return moments.second / moments.weight.clamp(min=_TINY)[:, None, None]
+
+
+def _shifts(tokens: int, context: int) -> Tensor:
+    return torch.linspace(0, max(0, context - tokens), math.ceil(max(1, context) / tokens), dtype=torch.float64)
+
+
+def recording(ops: OpTable, window: Recorded) -> OpTable:
+    """An op table that keeps what the cache and attention are given."""
+    return watched(ops, window.add_kv, window.add_q)
 
 
 # -- OSCAR's rotations -------------------------------------------------------------------------------------------------

@@ -39,7 +39,17 @@ from haarkv.validation.fidelity.evaluation import (
     score_window,
 )
 from haarkv.validation.fidelity.partial import Partial
-from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, cache_of, places, size_of, with_format
+from haarkv.validation.planning.candidates import (
+    Costs,
+    Place,
+    at,
+    bits_per_value,
+    cache_of,
+    everywhere,
+    places,
+    size_of,
+    with_format,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def changed_caches(
     """The baseline with one candidate at one place, by a name for the user; `bf16` changes nothing and is left out."""
     found = {}
     for place in places(base.config):
-        for name in candidates:
+        for name in at(place[1], candidates):
             if (plan := with_format(base.plan, place, name, learned)) != base.plan:
                 found[f"{name} for {place[1].upper()} of layer {place[0]}"] = (place, name, cache_of(base, plan))
     return found
@@ -83,7 +93,7 @@ def measure(
     Args:
         calibration: the text and its windows; greedy prompts are not run.
         candidates: names of formats.
-        learned: what `lrN` takes its coordinates from.
+        learned: what `lrB` takes its coordinates from.
         partial: keeps the scores of every window, and hands out what an earlier run has kept.
     Returns:
         nats a token, in the order of the places and candidates.
@@ -105,7 +115,9 @@ def measure(
                 on_step(f"{cache}, window {number + 1} of {len(windows)}", window.length)
     finally:
         partial.flush()
-    costs: dict[Place, dict[str, float]] = {place: dict.fromkeys(candidates, 0.0) for place in places(setup.base.config)}
+    costs: dict[Place, dict[str, float]] = {
+        place: dict.fromkeys(at(place[1], candidates), 0.0) for place in places(setup.base.config)
+    }
     for cache, (place, name, _) in caches.items():
         costs[place][name] = math.fsum(torch.cat(divergences[cache]).tolist()) / calibration.scored
     return costs
@@ -159,7 +171,7 @@ def choose(
         tail: tokens that stay in BF16; 0 for none.
         context: tokens of a sequence, over which the tail's bytes are spread.
         sink: first tokens that stay in BF16.
-        learned: what `lrN` takes its coordinates from.
+        learned: what `lrB` takes its coordinates from.
     Returns:
         None if not even the smallest candidates fit.
     """
@@ -208,7 +220,7 @@ def choices_within(
         return choices
     smallest = KVSpec(tail=min(tails) or None, sink=min(sinks), calibration=learned)
     names = dict.fromkeys(name for of_place in costs.values() for name in of_place)
-    plans = [replace(smallest, kv=name).plan(config.num_layers) for name in names]
+    plans = [replace(smallest, kv=everywhere(name)).plan(config.num_layers) for name in names]
     least = min(bits_per_value(plan, config, context) for plan in plans)
     raise InputError(f"no plan takes {budget:g} bits a value: the smallest takes {least:.4g}; raise --budget or --context")
 

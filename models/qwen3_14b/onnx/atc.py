@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 from onnx import TensorProto
 
-from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, Sizes
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.onnx.graph import Graph
 

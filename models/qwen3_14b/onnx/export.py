@@ -18,11 +18,14 @@ from torch import Tensor
 from haarkv.models.catalog import path_of, stream_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
-from haarkv.models.qwen3_14b.onnx.model import GraphSpec, Sizes, build, offsets_of, require_opset, table_values, weight_types
+from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, Sizes, require_opset
+from haarkv.models.qwen3_14b.onnx.weights import offsets_of, rope_values, stored_values, weight_types
+from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
-from haarkv.tq_ops.onnx.reads import FORMAT, READS
+from haarkv.tq_ops.onnx.reads import EXPORTED, FORMAT
 
 ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
 """Names of files in the folder: what it is, the weights, and ATC's command lines."""
@@ -87,7 +90,7 @@ class Export:
 
 def rotation_sha256(span: range, head_dim: int) -> str:
     """SHA-256 of the rotations of some layers: their BF16 bits, little-endian, row by row, layer after layer."""
-    digest, transform = hashlib.sha256(), READS.built_in(head_dim).transform
+    digest, transform = hashlib.sha256(), EXPORTED.built_in(head_dim).transform
     for layer in span:
         digest.update(transform.matrix(layer, head_dim).view(torch.uint16).numpy().astype("<u2").tobytes())
     return digest.hexdigest()
@@ -103,9 +106,15 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
         OSError: the system refuses to write.
     """
     scopes = Qwen3Scopes(export.config, export.dtype)
-    types = weight_types(scopes, export.span, embed=export.embed, head=export.head)
+    whole = GraphSpec(export.span, export.embed, export.head, export.opset)
+    types = weight_types(scopes, whole)
     stored = StoredWeights(WEIGHTS, offsets_of(types))
-    _write_weights(folder / WEIGHTS, export, types, stored, progress)
+    rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
+    tensors = chain(
+        stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype]), rope_values(rope),
+        stored_values(scopes, whole, rope.device).items(),
+    )  # fmt: skip
+    _write_weights(folder / WEIGHTS, export.dtype, tensors, types, stored, progress)
     graphs = dict(_atc_graphs(export, stored, folder) if export.atc else _graphs(export, scopes, stored))
     for name, model in graphs.items():
         (folder / name).write_bytes(model.SerializeToString())
@@ -162,18 +171,16 @@ def _atc_graph(export: Export, bucket: Bucket, stored: StoredWeights) -> onnx.Mo
 
 
 def _write_weights(
-    path: Path, export: Export, types: dict[str, TensorType], stored: StoredWeights, progress: Progress | None
-) -> None:
-    wanted: Iterable[tuple[str, Tensor]] = chain(
-        stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype]), table_values(export.config)
-    )
+    path: Path, dtype: str, tensors: Iterable[tuple[str, Tensor]], types: dict[str, TensorType], stored: StoredWeights,
+    progress: Progress | None,
+) -> None:  # fmt: skip
     done = 0
     with path.open("wb") as file:
-        for name, tensor in wanted:
+        for name, tensor in tensors:
             if name not in types:
                 continue
             if not all(torch.isfinite(edge) for edge in tensor.aminmax()):
-                raise InputError(f"the weight {name} is not finite in {export.dtype}; give another --dtype or fetch it again")
+                raise InputError(f"the weight {name} is not finite in {dtype}; give another --dtype or fetch it again")
             file.seek(stored.offsets[name])
             file.write(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
             done += 1

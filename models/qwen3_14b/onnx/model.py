@@ -1,161 +1,22 @@
-"""Whole ONNX models: embedding, a span of layers and head around the scopes of `onnx_qwen3`, and where their weights lie."""
+"""Whole ONNX models: embedding, a span of layers and head around the scopes, and what all layers are handed alike."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import onnx
 from onnx import TensorProto
-from torch import Tensor
 
-from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig, unknown_layer
-from haarkv.models.qwen3_14b.onnx.learned import LearnedScopes
-from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes, rotation_name
-from haarkv.models.rope import RopeTable
+from haarkv.models.qwen3_14b.onnx.scopes import KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, cache_name, new_name, require_opset
+from haarkv.models.qwen3_14b.onnx.weights import ROPE_COS, ROPE_SIN, weight_types
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
-from haarkv.tq_ops.onnx.reads import READS
-from haarkv.tq_ops.weight import dense
 
-FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
-"""What a layer stores, in the order of inputs and outputs."""
-DEFAULT_OPSET = 23
-OLDEST_OPSET = 15  # the first whose models may hold functions
-NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
-ALIGNMENT = 4096  # of each weight in its file: ONNX Runtime then maps it instead of reading it
-ROPE_COS, ROPE_SIN = "rope.cos", "rope.sin"
-
+UNSTORED = np.iinfo(np.int32).max
+"""The position of a token that is not there: no query sees it."""
 _FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
-_UNSTORED = np.iinfo(np.int32).max  # the "step" of a slot that holds nothing
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a graph's inputs: numbers, or names of what may differ from run to run.
-
-    Attributes:
-        batch: B, sequences.
-        tokens: Q, new tokens a sequence.
-        columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
-        blocks, block_size: of the cache.
-        predictions: rows of logits, where there are several new tokens a sequence; one a sequence unless given.
-    """
-
-    batch: int | str = "batch"
-    tokens: int | str = "tokens"
-    columns: int | str = "columns"
-    blocks: int | str = "blocks"
-    block_size: int | str = "block_size"
-    predictions: int | str | None = None
-
-
-@dataclass(frozen=True)
-class GraphSpec:
-    """What goes into one model.
-
-    Attributes:
-        span: layers, by their index in the whole model; none of a head alone.
-        embed: begin with token ids instead of hidden states.
-        head: end with logits instead of hidden states.
-        opset: version of the standard operators.
-        sizes: of the inputs; with `static` all of them numbers.
-        functions: layers and scopes as functions.
-        static: for compilers that want every shape to be a constant: no node computes one.
-        metadata: kept in the model.
-        levels: learned nibbles of K and of V in each layer of the span; empty of `tq4`.
-    """
-
-    span: range
-    embed: bool
-    head: bool
-    opset: int
-    sizes: Sizes = Sizes()
-    functions: bool = True
-    static: bool = False
-    metadata: tuple[tuple[str, str], ...] = ()
-    levels: tuple[tuple[int, int], ...] = ()
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """In one sentence why there are no graphs of such a model, or None."""
-    if other := unknown_layer(config, ("head_norms", "bias")):
-        return f"its graphs are those of plain dense layers, and {other}"
-    if len(set(config.layers)) > 1 or config.embedding_scale != 1 or config.final_norm != config.layers[0].norm:
-        return "one function serves all layers of its graphs, and this model's differ"
-    return None
-
-
-def cache_name(layer: int, stored: str) -> str:
-    """Name of the input that is a layer's stored field."""
-    return f"layers.{layer}.{stored}"
-
-
-def new_name(layer: int, stored: str) -> str:
-    """Name of the output that is the same field of the new tokens."""
-    return f"layers.{layer}.new_{stored}"
-
-
-def scopes_of(scopes: Qwen3Scopes, span: range, layer: int, levels: tuple[tuple[int, int], ...]) -> Qwen3Scopes:
-    """The scopes of one layer of a span."""
-    return LearnedScopes(scopes.config, scopes.dtype, *levels[layer - span.start]) if levels else scopes
-
-
-# -- Weights -------------------------------------------------------------------------------------------------------------
-def weight_types(
-    scopes: Qwen3Scopes, span: range, *, embed: bool, head: bool, levels: tuple[tuple[int, int], ...] = ()
-) -> dict[str, TensorType]:
-    """Every tensor outside the graph of a span: the model's own by their Hugging Face names, rotary tables, rotations.
-
-    Args:
-        levels: as in `GraphSpec`.
-    """
-    config, element = scopes.config, scopes.element
-    types: dict[str, TensorType] = {}
-    embedding = TensorType(element, (config.vocab_size, config.hidden_size))
-    if embed or (head and config.tied):
-        types[EMBEDDING] = embedding
-    tables = TensorType(_FLOAT, (config.max_position_embeddings, config.heads.head_dim // 2))
-    types |= {ROPE_COS: tables, ROPE_SIN: tables}
-    for layer in span:
-        types |= {tensor.name: TensorType(element, tensor.shape) for tensor in layer_tensors(config, layer).values()}
-        types |= dict(scopes_of(scopes, span, layer, levels).stored_by(layer).values())
-    if head:
-        types[FINAL_NORM] = TensorType(element, (config.hidden_size,))
-        if not config.tied:
-            types[HEAD] = embedding
-    return types
-
-
-def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that a graph of the model may want: of its dense weights the very tensors."""
-    weights = ((name, dense(weight)) for name, weight in model.weights.named())
-    return chain(weights, table_values(model.config, model.ropes[model.config.common.attention.rope]))
-
-
-def table_values(config: ModelConfig, rope: RopeTable | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the weights that no checkpoint holds: rotary tables and rotations."""
-    rope = rope or RopeTable(config.common.attention.rope, config.max_position_embeddings)
-    yield from zip((ROPE_COS, ROPE_SIN), rope.whole(), strict=True)
-    transform = READS.built_in(config.heads.head_dim).transform
-    for layer in range(config.num_layers):
-        yield rotation_name(layer), transform.on(layer, config.heads.head_dim, rope.device)
-
-
-def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
-    """Where each weight begins in the file that holds them all."""
-    offsets, end = {}, 0
-    for name, of in types.items():
-        offsets[name] = end
-        end += -(-of.nbytes // ALIGNMENT) * ALIGNMENT
-    return offsets
-
-
-# -- Graphs --------------------------------------------------------------------------------------------------------------
 def build(scopes: Qwen3Scopes, plan: GraphSpec, stored: StoredWeights | None = None) -> onnx.ModelProto:
     """One model.
 
@@ -168,22 +29,14 @@ def build(scopes: Qwen3Scopes, plan: GraphSpec, stored: StoredWeights | None = N
     return _Model(scopes, plan).build(stored)
 
 
-def require_opset(opset: int) -> None:
-    """Refuse an opset that no graph can be written in.
-
-    Raises:
-        InputError: it has no functions, or ONNX Runtime or this onnx package does not know it.
-    """
-    newest = min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)
-    if not OLDEST_OPSET <= opset <= newest:
-        raise InputError(f"there is no opset {opset} to write; choose one of {OLDEST_OPSET} … {newest}")
-
-
 class _Model:
     def __init__(self, scopes: Qwen3Scopes, plan: GraphSpec) -> None:
         self.scopes, self.config, self.plan, self.sizes = scopes, scopes.config, plan, plan.sizes
         self.g = Graph(plan.opset, plan.functions)
-        self.types = weight_types(scopes, plan.span, embed=plan.embed, head=plan.head, levels=plan.levels)
+        self.types = weight_types(scopes, plan)
+        formats = {kv_format for pair in plan.formats for kv_format in pair}
+        if len({kv_format.name for kv_format in formats}) < len(formats):
+            raise ValueError("two formats of one graph have the same name, which its functions go by")
         self.one_token = self.sizes.tokens == 1
         self.group = self.config.heads.num_heads // self.config.heads.num_kv_heads
 
@@ -206,22 +59,30 @@ class _Model:
         inputs = {"input_ids": TensorType(_INT64, (s.batch, s.tokens))} if self.plan.embed else {"hidden": states}
         if self.plan.span:
             inputs |= {"past_lens": TensorType(_INT32, (s.batch,)), "block_table": TensorType(_INT32, (s.batch, s.columns))}
+        if any(self.plan.kept):
+            count = sum(self.plan.kept)
+            inputs["kept_index"] = TensorType(_INT64, (s.batch, heads, count))
+            inputs["kept_positions"] = TensorType(_INT32, (s.batch, count))
         rows = s.batch if s.predictions is None else s.predictions
         if self.plan.head and not self.one_token:
             inputs["last_rows"] = TensorType(_INT32, (rows,))
         ends = {"logits": TensorType(_FLOAT, (rows, config.vocab_size))}
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
-            for stored in FIELDS:
-                codes = stored.endswith("codes")
-                last = (self._scopes(layer).levels(stored[0]) // 2,) if codes else ()
-                given, made = (TensorProto.UINT8, self.scopes.codes_out) if codes else (TensorProto.FLOAT16,) * 2
-                inputs[cache_name(layer, stored)] = TensorType(given, (s.blocks, heads, s.block_size, *last))
+            for stored in self.plan.fields:
+                last, given, made = self._field(layer, stored)
+                paged = (s.blocks, heads, s.block_size, *last)
+                inputs[cache_name(layer, stored)] = TensorType(given, (s.kept, *last) if stored in KEPT_FIELDS else paged)
                 outputs[new_name(layer, stored)] = TensorType(made, (s.batch, s.tokens, heads, *last))
         return inputs, outputs
 
-    def _scopes(self, layer: int) -> Qwen3Scopes:
-        return scopes_of(self.scopes, self.plan.span, layer, self.plan.levels)
+    def _field(self, layer: int, stored: str) -> tuple[tuple[int, ...], int, int]:
+        """Of one vector's field its shape, and its element type in the cache and as it comes out."""
+        if stored in KEPT_FIELDS:
+            return (self.config.heads.head_dim,), TensorProto.BFLOAT16, TensorProto.BFLOAT16
+        if stored.endswith("scale"):
+            return (), TensorProto.FLOAT16, TensorProto.FLOAT16
+        return (self.plan.scopes(self.scopes, layer).code_bytes(stored[0]),), TensorProto.UINT8, self.scopes.codes_out
 
     def _weight(self, name: str) -> str:
         value_type = self.types[name]
@@ -234,33 +95,52 @@ class _Model:
     def _shared(self, begin: str) -> dict[str, str]:
         """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
         g, last = self.g, self.config.max_position_embeddings - 1
-        steps, by_row, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
+        steps, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
         past = g.reshape("past_column", "past_lens", [-1, 1])
-        # A token sees what was stored before it came, and new tokens up to itself: slots are born at step 0 or never.
-        unstored = g.scalar(_UNSTORED, np.int32)
-        born = g.node("slot_born", "Where", g.node("slot_holds", "Less", slots, past), g.scalar(0, np.int32), unstored)
-        keys = g.reshape("key_born", g.node("born", "Concat", born, by_row, axis=1), [0, 1, 1, -1])
-        until = g.node("query_until", "Add", by_head, g.scalar(1, np.int32))
-        visible = g.node("visible", "Less", keys, g.reshape("query_rows", until, [1, 1, -1, 1]))
+        after = g.node("past_and_step", "Add", past, steps)
+        # A token sees what stands before it, and itself: a slot beyond what was stored stands nowhere.
+        unstored = g.scalar(UNSTORED, np.int32)
+        slot_position = g.node("slot_position", "Where", g.node("slot_holds", "Less", slots, past), slots, unstored)
+        keys = g.reshape("key_position", g.node("positions", "Concat", slot_position, after, axis=1), [0, 1, 1, -1])
+        queries = g.reshape("query_position", g.node("past_and_row", "Add", past, by_head), [0, 1, -1, 1])
+        visible = g.node("visible", "GreaterOrEqual", queries, keys)
         stored = g.node("stored", "Less", keys, unstored)
         # Padding may stand behind the last position that there is.
-        after, last_one = g.node("past_and_step", "Add", past, steps), g.scalar(last, np.int32)
+        last_one = g.scalar(last, np.int32)
         position = g.node("position", "Where", g.node("is_before_last", "Less", after, last_one), after, last_one)
         cos, sin = (
             g.reshape(name, g.node(f"{name}_rows", "Gather", self._weight(table), position), [0, 0, 1, -1])
             for name, table in (("cos", ROPE_COS), ("sin", ROPE_SIN))
         )
-        return {
+        shared = {
             "block_table": "block_table", "visible": visible, "stored": stored, "cos": cos, "sin": sin,
             "q_shape": q_shape, "kv_shape": kv_shape,
         }  # fmt: skip
+        return shared | self._kept(visible, keys, queries, after) if any(self.plan.kept) else shared
 
-    def _shapes(self, begin: str) -> tuple[str, str, str, str, str, str]:
+    def _kept(self, visible: str, keys: str, queries: str, after: str) -> dict[str, str]:
+        """The same where tokens stay in BF16: a query sees each token packed or in BF16, in columns behind the packed ones."""
+        g, (tail, sink) = self.g, self.plan.kept
+        both = g.node("kept_and_new", "Concat", "kept_positions", after, axis=1)
+        kept = g.reshape("kept_key_position", both, [0, 1, 1, -1])
+        older = g.node("newest_packed", "Sub", queries, g.scalar(tail, np.int32))
+
+        def exact(name: str, key: str) -> str:
+            recent = g.node(f"{name}_is_recent", "Greater", key, older)
+            return g.node(f"{name}_is_kept", "Or", recent, g.node(f"{name}_is_first", "Less", key, g.scalar(sink, np.int32)))
+
+        packed = g.node("visible_packed", "And", visible, g.node("not_kept", "Not", exact("packed", keys)))
+        seen = g.node("kept_is_seen", "GreaterOrEqual", queries, kept)
+        in_bf16 = g.node("visible_kept", "And", seen, exact("kept", kept))
+        held = g.node("kept_held", "Less", g.reshape("kept_rows", kept, [0, 1, -1, 1]), g.scalar(UNSTORED, np.int32))
+        every = g.node("visible_all", "Concat", packed, in_bf16, axis=3)
+        return {"visible": every, "kept_index": "kept_index", "kept_stored": held}
+
+    def _shapes(self, begin: str) -> tuple[str, str, str, str, str]:
         """What follows from the sizes, computed from the inputs' shapes.
 
         Returns:
-            steps [1, Q], the same by row [B, Q] and by query head of a KV head [1, G * Q], slots [S], shapes of Q and of
-            K and V.
+            steps [1, Q], the same by query head of a KV head [1, G * Q], slots [S], shapes of Q and of K and V.
         """
         g, config = self.g, self.config
         lead = g.node("batch_and_tokens", "Shape", begin, start=0, end=2)
@@ -275,11 +155,10 @@ class _Model:
             g.node(name, "Concat", lead, g.integers([heads, config.heads.head_dim]), axis=0)
             for name, heads in (("q_shape", config.heads.num_heads), ("kv_shape", config.heads.num_kv_heads))
         )
-        by_row = g.node("steps_by_row", "Expand", steps, lead)
         by_head = g.node("steps_by_head", "Tile", steps, g.integers([1, self.group]))
-        return steps, by_row, by_head, g.node("slots", "Range", zero, total, one), q_shape, kv_shape
+        return steps, by_head, g.node("slots", "Range", zero, total, one), q_shape, kv_shape
 
-    def _constant_shapes(self) -> tuple[str, str, str, str, str, str]:
+    def _constant_shapes(self) -> tuple[str, str, str, str, str]:
         """The same where all sizes are known."""
         g, sizes, config = self.g, self.sizes, self.config
         batch, tokens = int(sizes.batch), int(sizes.tokens)
@@ -290,23 +169,23 @@ class _Model:
             for heads in (config.heads.num_heads, config.heads.num_kv_heads)
         )
         return (
-            g.constant("steps", steps), g.constant("steps_by_row", np.tile(steps, (batch, 1))),
-            g.constant("steps_by_head", np.tile(steps, self.group)), g.constant("slots", slots), q_shape, kv_shape,
+            g.constant("steps", steps), g.constant("steps_by_head", np.tile(steps, self.group)),
+            g.constant("slots", slots), q_shape, kv_shape,
         )  # fmt: skip
 
     def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
         tensors = layer_tensors(self.config, layer)
         weights = {f"{field}.weight": self._weight(tensor.name) for field, tensor in tensors.items()}
-        fields = {stored: cache_name(layer, stored) for stored in FIELDS}
-        scopes = self._scopes(layer)
+        fields = {stored: cache_name(layer, stored) for stored in self.plan.fields}
+        scopes = self.plan.scopes(self.scopes, layer)
         by = {word: self._weight(name) for word, (name, _) in scopes.stored_by(layer).items()}
         hidden, *new = self.g.call(
             f"layers.{layer}", f"DecoderLayer{scopes.suffix}", scopes.layer, hidden=hidden, **fields, **shared, **by,
             **weights,
         )  # fmt: skip
-        for stored, value in zip(FIELDS, new, strict=True):
-            half = [scopes.levels(stored[0]) // 2] if stored.endswith("codes") else []
-            self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.heads.num_kv_heads, *half])
+        for stored, value in zip(self.plan.fields, new, strict=True):
+            shape = self._field(layer, stored)[0]
+            self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.heads.num_kv_heads, *shape])
         return hidden
 
     def _finish(self, hidden: str, begin: str) -> None:

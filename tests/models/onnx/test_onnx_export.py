@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_nothing_half_written(capsys, tmp_path, small_disk, f
     ("arguments", "said"),
     [
         (["--kv", "kivi2"], "kivi2"),
-        (["--kv", "q8_0"], "its graphs read tq4, not q8_0"),
+        (["--kv", "q8_0"], "exported graphs read tq4, not q8_0"),
         (["--opset", "0"], "no opset 0"),
         (["--opset", "14"], "no opset 14"),
         (["--opset", "99"], "no opset 99"),

@@ -1,10 +1,12 @@
 """ONNX graphs: that they check, how they are named, what their cache takes, and that no history is ever rotated back."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from bases import calibration
 from onnx_graphs import (
     CONFIG,
     WHOLE,
@@ -25,8 +27,9 @@ from onnx_graphs import (
 from small_models import CONFIGS, resized
 
 from haarkv.codebooks import haar_rotation
-from haarkv.models.qwen3_14b.onnx.model import NEWEST_OPSET, OLDEST_OPSET
+from haarkv.models.qwen3_14b.onnx.spec import NEWEST_OPSET, OLDEST_OPSET
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
 
 NUMBERS = {"batch": 2, "tokens": 3, "columns": 4, "blocks": 9, "block_size": 128}
@@ -41,6 +44,16 @@ def test_prefill_and_decode_pass_the_checker_and_shape_inference(dtype, function
         checker.check_model(model, full_check=True)
         shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
         assert len(model.functions) == (6 if functions else 0)
+
+
+@pytest.mark.parametrize("functions", [True, False], ids=["functions", "inline"])
+def test_graphs_of_every_format_and_of_tokens_in_bf16_pass_them_too(functions):
+    made_up = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+    for layers in ({0: "k=lr2,v=tq2", 1: "k=lr3,v=tq3"}, {0: "k=lr4,v=tq5", 1: "k=lr5,v=tq6"}):
+        plan = KVSpec("k=tq8,v=tq4", layers=layers, calibration=made_up).plan(CONFIG.num_layers)
+        model = graph_of(functions=functions, formats=plan.layers, kept=(3, 2))
+        checker.check_model(model, full_check=True)
+        shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
 
 
 def test_a_node_is_found_by_its_path_through_functions_or_without_them():
@@ -62,7 +75,7 @@ def test_a_node_is_found_by_its_path_through_functions_or_without_them():
 
 def test_every_layer_calls_one_function():
     model = graph_of()
-    calls = [node.name for node in model.graph.node if node.op_type == "DecoderLayer"]
+    calls = [node.name for node in model.graph.node if node.op_type == "DecoderLayer_tq4_tq4"]
     assert calls == [f"layers.{layer}" for layer in WHOLE]
 
 
@@ -71,6 +84,17 @@ def test_functions_and_inline_nodes_compute_the_same():
     a, b = (run(graph_of(functions=functions), weights, NUMBERS, [200, 0]) for functions in (True, False))
     for name, value in a.items():
         np.testing.assert_array_equal(value, b[name])
+
+
+@pytest.mark.parametrize("functions", [True, False], ids=["functions", "inline"])
+def test_two_constants_of_one_name_are_an_error(functions):
+    def scope(g, x):
+        for value in (1.0, 2.0):
+            x = g.node(f"plus_{value}", "Add", x, g.constant("number", np.array(value, np.float32)))
+        return [x]
+
+    with pytest.raises(ValueError, match="two constants are called number"):
+        Graph(23, functions).call("twice", "Twice", scope, x="x")
 
 
 # -- The cache -----------------------------------------------------------------------------------------------------------
@@ -150,7 +174,7 @@ def test_quantize_stores_what_the_format_stores(head_dim):
     """Ordinary, tiny, huge and zero vectors."""
     config = resized(CONFIG, head_dim=head_dim, num_kv_heads=2)
     g = Graph(23)
-    codes, scale = g.call("q", "Quantize", Qwen3Scopes(config).quantize, x="x", rotation="rotation")
+    codes, scale = g.call("q", "Quantize_tq4", partial(Qwen3Scopes(config).quantize, side="k"), x="x", rotation="rotation")
     x = torch.randn(24, 5, 2, head_dim, generator=torch.Generator().manual_seed(1))
     x *= torch.tensor([1.0, 1e-4, 60.0, 1e-30, 1e30, 1e-38, 3e4, 1e6]).repeat(3).view(24, 1, 1, 1)
     x[3, 0], x[4, 1, 0], x[4, 1, 0, 3] = 0.0, 0.0, 1e-42
@@ -179,7 +203,7 @@ def test_quantize_stores_what_the_format_stores(head_dim):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_vector_that_is_not_finite_gets_a_scale_of_nan(bad):
     g = Graph(23)
-    _, scale = g.call("q", "Quantize", Qwen3Scopes(CONFIG).quantize, x="x", rotation="rotation")
+    _, scale = g.call("q", "Quantize_tq4", partial(Qwen3Scopes(CONFIG).quantize, side="k"), x="x", rotation="rotation")
     inputs = {"x": TensorType(1, (1, 1, 2, 128)), "rotation": TensorType(1, (128, 128))}
     outputs = {scale: TensorType(TensorProto.FLOAT16, (1, 1, 2))}
     session = open_graph(g.model("quantize", inputs, outputs, {}, None))

@@ -75,7 +75,7 @@ def test_scales_from_1e_minus_4_to_1e4_in_one_block(table):
     check(table, queries(CASE), cache, batch)
 
 
-LEARNED = [Case(kv, 128, 5, 2, 128, (700, 255), (1, 1)) for kv in ("k=lr128,v=lr64", "k=lr208,v=lr112")]
+LEARNED = [Case(kv, 128, 5, 2, 128, (700, 255), (1, 1)) for kv in ("k=lr4,v=tq3", "k=lr5,v=tq4")]
 
 
 @every_table

@@ -24,7 +24,7 @@ LEARNED = made_up.calibration(LAYER + 1, 2, 128)
 KINDS = [
     KVSpec("tq4"), KVSpec("k=tq3,v=bf16"), KVSpec("k=fp32,v=tq8"), KVSpec("tq4", tail=33, sink=3),
     KVSpec("k=bf16,v=tq5", sink=9),
-    KVSpec("tq8", tail=20, sink=5), KVSpec("k=lr128,v=lr64", tail=7, calibration=LEARNED),
+    KVSpec("tq8", tail=20, sink=5), KVSpec("k=lr4,v=tq3", tail=7, calibration=LEARNED),
 ]  # fmt: skip
 SIZES = (30, 1, 1, 64, 9, 1, 64, 64, 1, 1)
 CHUNK = 64

@@ -45,7 +45,7 @@ WINDOWS = [
     # A tail within a window, one beyond it, and sinks that it has left.
     Case("tq4", 64, 2, 1, 8, (60, 3), (1, 1), tail=5, sink=2, window=20),
     Case("tq4", 64, 2, 1, 8, (60, 30), (4, 2), tail=5, sink=2, window=20),
-    Case("k=lr48,v=lr80", 64, 2, 2, 16, (60, 30), (4, 1), tail=25, sink=2, window=20),
+    Case("k=lr3,v=tq4", 64, 2, 2, 16, (60, 30), (4, 1), tail=25, sink=2, window=20),
     # Gemma's shape.
     Case("tq4", 256, 4, 1, 128, (600, 3), (1, 1), window=512),
 ]
@@ -106,9 +106,9 @@ def test_a_window_is_walked_and_not_its_context():
         (Case("tq4", 256, 2, 1, 8, (30,), (1,)), None, 100),
         (Case("k=tq5,v=tq4", 64, 2, 1, 8, (40, 3), (3, 2)), None, 100),
         (Case("tq4", 64, 2, 1, 8, (70, 0), (3, 2), window=30), None, 100),
-        (Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8,)), None, 100),
+        (Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,)), None, 100),
         # One program takes all of a column tile, whose vectors are then merged 16 at a time, those of one head.
-        (Case("k=lr48,v=lr112", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2), 1, 90),
+        (Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2), 1, 90),
     ],
     ids=str,
 )
@@ -126,8 +126,8 @@ def test_other_sizes_change_no_result(case, programs, gpu, monkeypatch):
         # Probabilities times scales go to the tensor cores in units of the largest scale, not below FP16's range.
         (Case("tq4", 64, 1, 1, 8, (20,), (1,)), {"v_scales": 2.0**-16}),
         # Learned matrices are of any size; here queries become ten times FP16's largest number.
-        (Case("k=lr80,v=lr48", 64, 8, 1, 8, (20,), (1,)), {"size": 1e4, "scale": 0.125e-4}),
-        (Case("k=lr80,v=lr48", 64, 8, 1, 8, (20,), (8,)), {"size": 1e4, "scale": 0.125e-4}),
+        (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (1,)), {"size": 1e4, "scale": 0.125e-4}),
+        (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (8,)), {"size": 1e4, "scale": 0.125e-4}),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
+from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -23,6 +24,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.reads import READS as NPU_READS
+from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_levels
@@ -203,7 +205,8 @@ ALL = {"cpu": cpu_layout.READS, "cuda": cuda_layout.READS, "npu": NPU_READS, "on
         ("npu", "bf16", 256, "its programs are made for head_dim 128, not 256"),
         ("npu", "tq4", 64, "its programs are made for head_dim 128, not 64"),
         ("onnx", "tq4", 256, None),
-        ("onnx", "tq4_seed", 128, f"its graphs read tq4, not tq4_seed; {OTHERS}"),
+        ("onnx", "k=tq8,v=tq3", 64, None),
+        ("onnx", "tq4_seed", 128, f"its graphs read tq4, tq2, tq3, tq5, tq6 and tq8, not tq4_seed; {OTHERS}"),
     ],
 )
 def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_dim, reason):
@@ -222,37 +225,28 @@ def test_what_the_kernels_do_not_read_may_be_left_to_the_reference():
 @pytest.mark.parametrize("backend", ALL)
 def test_windows_are_refused_by_those_that_read_packed_tokens_alone(backend):
     reason = unsupported(ALL[backend], KVSpec("tq4", tail=8).plan(2), KVShape(2, 128))
-    if backend in ("cpu", "cuda"):
+    if backend in ("cpu", "cuda", "onnx"):
         assert reason is None
         return
     assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
 
 
-def test_learned_formats_are_read_where_kernels_take_them():
-    learned = calibration(heads=2, dim=64)
-    for nibbles in (32, 48, 192):
-        assert misfit(cpu_layout.READS, learned.format("k", nibbles), 64) is None
-    reason = "the CPU kernels take 32 to 192 learned nibbles in steps of 16, not 16"
-    assert misfit(cpu_layout.READS, learned.format("k", 16), 64) == reason
-    assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format("k", 32), 128)
-    wide = calibration(heads=2, dim=128)
-    assert (
-        misfit(cuda_layout.READS, learned.format("k", 192), 64)
-        is misfit(cuda_layout.READS, wide.format("k", 256), 128)
-        is None
-    )
-    reason = "the GPU kernels take 32 to 256 learned nibbles in steps of 16, not 272"
-    assert misfit(cuda_layout.READS, wide.format("v", 272), 128) == reason
-    reason = "its programs take 64 to 256 learned nibbles in steps of 64, not 96"
-    assert misfit(NPU_READS, wide.format("k", 96), 128) == reason
-    assert misfit(NPU_READS, wide.format("k", 192), 128) is None
-    assert misfit(ONNX_READS, learned.format("k", 16), 64) is None
+def test_learned_keys_are_read_where_kernels_take_them():
+    learned, wide = calibration(heads=2, dim=64), calibration(heads=2, dim=128)
+    for bits in COLUMNS:
+        assert misfit(cpu_layout.READS, learned.format(bits), 64) is None
+        assert misfit(cuda_layout.READS, wide.format(bits), 128) is None
+        assert misfit(ONNX_READS, learned.format(bits), 64) is None
+        assert misfit(NPU_READS, wide.format(bits), 128) is None
+    assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format(3), 128)
+    without = replace(cpu_layout.READS, learned=False)
+    assert "not lr3" in misfit(without, learned.format(3), 64)
 
 
 def test_tables_that_are_built_in_are_those_of_one_format():
-    for reads in (cpu_layout.READS, cuda_layout.READS):
+    for reads in (cpu_layout.READS, cuda_layout.READS, ONNX_READS):
         assert all(misfit(reads, made_up(of), HEAD_DIM) is None for of in (MADE_UP, LOPSIDED, IN_TWO_PLANES))
-    assert misfit(ONNX_READS, made_up(), HEAD_DIM) == f"its graphs read tq4, not made_up; {OTHERS}"
+    assert misfit(ONNX_EXPORTED, made_up(), HEAD_DIM) == f"exported graphs read tq4, not made_up; {OTHERS}"
 
 
 def test_a_copy_of_a_format_under_another_name_is_read_by_all():

@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.tensor_digest import digest_of
 
 MADE_UP = calibration(layers=2, heads=2, dim=32)
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
-FILE = CalibrationFile(calibration_of(MADE_UP.k, MADE_UP.v), SHAPE, "0123456789abcdef", {"tokens": 5})
+FILE = CalibrationFile(calibration_of(MADE_UP.k), SHAPE, "0123456789abcdef", {"tokens": 5})
 CONTENT = dumps(FILE)
 
 
@@ -35,29 +35,27 @@ def test_what_is_written_comes_back_to_the_bit():
     back = loads(CONTENT, "it")
     assert (back.shape, back.fingerprint, back.learned, back.plan) == (SHAPE, FILE.fingerprint, {"tokens": 5}, "")
     assert back.calibration.digest == FILE.calibration.digest
-    for ours, theirs in zip(
-        (*FILE.calibration.k, *FILE.calibration.v), (*back.calibration.k, *back.calibration.v), strict=True
-    ):
+    for ours, theirs in zip(FILE.calibration.k, back.calibration.k, strict=True):
         assert all(torch.equal(getattr(ours, of.name), getattr(theirs, of.name)) for of in fields(Basis))
     assert metadata_of(dumps(back)) == metadata_of(CONTENT)
 
 
 def test_the_context_is_kept_and_longer_sequences_are_refused():
-    of = calibration_of(MADE_UP.k, MADE_UP.v, 4096)
+    of = calibration_of(MADE_UP.k, 4096)
     spec = loads(dumps(replace(FILE, calibration=of)), "it").spec
-    assert (spec.plan(2).context, replace(spec, kv="lr32").plan(2).context) == (None, 4096)
-    replace(spec, kv="k=lr32,v=tq4").plan(2).require_context(4096)
+    assert (spec.plan(2).context, replace(spec, kv="k=lr3,v=tq4").plan(2).context) == (None, 4096)
+    replace(spec, kv="k=lr2,v=tq4").plan(2).require_context(4096)
     words = r"holds for sequences of up to 4,096 tokens, and this one may have 4,097; calibrate again with --context 4097"
     with pytest.raises(InputError, match=words):
-        replace(spec, kv="k=tq4,v=lr32").plan(2).require_context(4097)
+        replace(spec, kv="k=lr3,v=tq3").plan(2).require_context(4097)
     loads(CONTENT, "it").spec.plan(2).require_context(10**9)
 
 
 def test_the_digest_tells_one_number_from_another():
-    other = replace(MADE_UP.v[1], mean=MADE_UP.v[1].mean + 1e-3)
-    digests = {calibration_of(*sides).digest for sides in ((MADE_UP.k, MADE_UP.v), (MADE_UP.v, MADE_UP.k))}
-    digests |= {calibration_of(MADE_UP.k, (MADE_UP.v[0], other)).digest, FILE.calibration.digest}
-    assert len(digests) == 3
+    first, second = MADE_UP.k
+    other = replace(second, mean=second.mean + 1e-3)
+    digests = {calibration_of(layers).digest for layers in ((first, second), (second, first), (first, other))}
+    assert len(digests | {FILE.calibration.digest}) == 3
 
 
 def test_every_truncated_file_is_refused():
@@ -75,7 +73,7 @@ def test_a_flipped_bit_anywhere_is_refused():
 
 
 def _nan(tensors):
-    tensors["layers.1.v.forward"][1, 3, 5] = torch.nan
+    tensors["layers.1.k.forward"][1, 3, 5] = torch.nan
 
 
 def _float_matrix(tensors):
@@ -84,12 +82,12 @@ def _float_matrix(tensors):
 
 REFUSED = {
     "context": (changed(metadata={"context": "-5"}), "its context is not a number of tokens"),
-    "nan": (changed(_nan), "layers.1.v.forward is not finite"),
+    "nan": (changed(_nan), "layers.1.k.forward is not finite"),
     "lacks": (changed(lambda tensors: tensors.pop("layers.1.k.weights")), "it lacks layers.1.k.weights"),
     "dtype": (changed(_float_matrix), "layers.0.k.back is torch.float32"),
     "heads": (changed(metadata={"model": json.dumps({**SHAPE.as_json(), "num_kv_heads": 3})}), r"not torch.float32 \[3, 32\]"),
     "layers": (changed(metadata={"model": json.dumps({**SHAPE.as_json(), "num_layers": 3})}), "it lacks layers.2.k.mean"),
-    "version": (changed(metadata={"haarkv_calibration": "3"}), "its version is 3, not 2"),
+    "version": (changed(metadata={"haarkv_calibration": "2"}), "its version is 2, not 3"),
     "model": (changed(metadata={"model": "[]"}), "its model is not described by num_layers"),
     "words": (save_tensors({"a": torch.zeros(1)}), "it lacks context, fingerprint, haarkv_calibration"),
     "text": (b"{}", "truncated or no safetensors file"),
@@ -107,19 +105,19 @@ def test_what_is_no_calibration_is_one_line(case):
 def test_what_is_not_finite_is_never_written():
     bad = replace(MADE_UP.k[0], mean=MADE_UP.k[0].mean * torch.inf)
     with pytest.raises(ValueError, match=r"layers\.0\.k\.mean is not finite"):
-        dumps(replace(FILE, calibration=calibration_of((bad, MADE_UP.k[1]), MADE_UP.v)))
+        dumps(replace(FILE, calibration=calibration_of((bad, MADE_UP.k[1]))))
 
 
 # -- A plan in its calibration's file -------------------------------------------------------------------------------------
 def test_a_plan_and_its_calibration_are_one_file(tmp_path):
-    spec = replace(FILE.spec, kv="k=lr48,v=lr16", layers={1: "k=tq4,v=lr32"}, tail=8, sink=2)
+    spec = replace(FILE.spec, kv="k=lr3,v=tq3", layers={1: "k=tq4,v=tq3"}, tail=8, sink=2)
     text = plan_file.dumps(spec.plan(2), SHAPE)
     (tmp_path / "plan.safetensors").write_bytes(dumps(replace(FILE, plan=text)))
     back = plan_file.load(tmp_path / "plan.safetensors")
-    assert back.plan(2, SHAPE).describe() == "k=lr48,v=lr16; layer 1: k=tq4,v=lr32; tail 8; sink 2"
+    assert back.plan(2, SHAPE).describe() == "k=lr3,v=tq3; layer 1: k=tq4,v=tq3; tail 8; sink 2"
     assert (back.made_for, back.weights) == (SHAPE, FILE.fingerprint)
     assert back.calibration.digest == FILE.calibration.digest
-    with pytest.raises(InputError, match="lr48 needs the coordinates"):
+    with pytest.raises(InputError, match="lr3 needs the coordinates"):
         plan_file.loads(text, "text")
 
 
@@ -136,7 +134,7 @@ def test_a_calibration_alone_is_no_plan(tmp_path):
 
 def test_another_model_is_refused():
     with pytest.raises(InputError, match="the calibration was made for another model: 2 layers of 2 KV heads of 32"):
-        replace(FILE.spec, kv="lr32").plan(2, replace(SHAPE, hidden_size=80))
+        replace(FILE.spec, kv="k=lr3,v=tq4").plan(2, replace(SHAPE, hidden_size=80))
     FILE.spec.require_weights(FILE.fingerprint)
     KVSpec().require_weights("any")
     with pytest.raises(InputError, match=r"learned from other weights .fingerprint 0123456789abcdef; this model's is beef"):

@@ -27,7 +27,7 @@ struct Pieces {
         k_scale = take(stride);
         v_scale = take(stride);
         weights = take(rows * stride);
-        words = take(cache.k.cell == kNibble ? stride * (cache.k.levels / 8) : 0);
+        words = take(cache.k.cell == kNibble || cache.k.columns ? stride * key_words(cache.k) : 0);
         codes = take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1);  // and a word past the last
         numbers = take(numbers_too ? tile : 0);
         queries = take(kept ? rows * cache.head_dim : 0);
@@ -98,7 +98,7 @@ template <class Simd, class P, int R> struct Attend {
 
     // The same of the first n packed keys, n > 0.
     void score_packed(Place k, int n, const uint8_t* values, const uint8_t* next_keys) {
-        if (cache.k.cell != kNibble)
+        if (!P::scores(cache.k))
             return score_unpacked<Simd, R>(cache.k, k, n, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
         if (unpacks_nibbles(cache.k)) unpack_nibbles<Simd>(cache.k, k.codes, n, codes), k.codes = codes;
         products.score(k, n, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);

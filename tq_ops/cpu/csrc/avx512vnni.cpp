@@ -27,9 +27,9 @@ template <> void numbers_of<Avx512>(const Side& side, Place at, int key, int n, 
 #include "pass.h"
 #include "pass_attention.h"
 
-// Only levels of up to 4 bits and BF16 activations become integers; FP32 stays FP32.
+// Only levels of up to 4 bits, or of several widths, and BF16 activations become integers; FP32 stays FP32.
 void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    if (tiles->bf16 && (cache.k.cell == kNibble || cache.v.cell == kNibble))
+    if (tiles->bf16 && (cache.k.cell == kNibble || cache.k.columns || cache.v.cell == kNibble))
         return attend_pass<Avx512, IntegerProducts>(cache, tiles, count, scratch);
     avx512_kernels().attend(cache, tiles, count, scratch);
 }

@@ -7,6 +7,9 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
     uint8_t* const spaced;  // [stride, 4 * Narrow::width], vectors shorter than a narrow register, and a word past them
     const float* taken;     // by `weigh`
 
+    // Whether these products take a side's keys as they are stored.
+    static bool scores(const Side& k) { return k.cell == kNibble; }
+
     static int64_t floats(const Cache& cache) {
         return R * cache.k.levels + (is_short(cache) ? padded(cache.block_size) * Narrow::width + kLine / 4 : 0);
     }

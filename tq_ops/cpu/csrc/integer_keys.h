@@ -1,6 +1,6 @@
-// Q.K of nibbles by dot products of 16-bit integers, two products per lane and instruction, for BF16 activations.
+// Q.K of nibbles, and of levels of several widths, by dot products of 16-bit integers, two products per lane and instruction, for BF16 activations.
 
-constexpr int kQueryStride = kMaxLevels;  // integers per row
+constexpr int kQueryStride = kMaxDim;  // integers per row
 
 inline __m256i to_halves(__m512 x, __m512 inverse) { return _mm512_cvtsepi32_epi16(to_integers(x, inverse)); }
 
@@ -73,6 +73,108 @@ inline void score_whole(Keys keys, int count, const int16_t* q, const float* sca
         };
         level(Int<0>{}), level(Int<1>{}), level(Int<2>{}), level(Int<3>{});
     }
+    for (int t = 0; t < TILES; ++t) {
+        const __m512 own = Avx512::load(scale + t * kWidth);
+        for (int r = 0; r < R; ++r) {
+            const __m512 by = Avx512::mul(own, Avx512::set1(factor[r]));
+            Avx512::store(logits + r * stride + t * kWidth, Avx512::mul(V::to_floats(acc[t][r]), by));
+        }
+    }
+}
+
+// -- Levels of several widths --------------------------------------------------------------------------------------------
+// A word of a column holds two units of two bytes, or four of one. A step takes two levels out of every word, one out of each
+// half: `vpermw` ignores what lies above the lowest five bits, and tables of narrower levels repeat themselves.
+
+// One column's steps: 2 * step + half of a word is one level.
+struct Steps {
+    int words, count, parts;
+    const Column& column;
+
+    Steps(const Column& column, int levels)
+        : words(levels / kEighths * column.bytes / 4),
+          count(column.count * (column.bytes == 1 ? 2 : 1)),
+          parts(column.count),
+          column(column) {}
+
+    int shift(int step) const { return column.parts[step % parts].shift + step / parts * 8; }
+    // The unit of a level, in a column of so many words.
+    int unit(int word, int step, int half) const {
+        return column.bytes == 1 ? 4 * word + 2 * half + step / parts : 2 * word + half;
+    }
+};
+
+// Calls body(level of the vector) in the order of steps: columns, words, steps, halves.
+template <class Body> inline void each_level(const Side& side, Body body) {
+    for (int c = 0; c < side.columns->count; ++c) {
+        const Steps steps(side.columns->column[c], side.levels);
+        for (int word = 0; word < steps.words; ++word)
+            for (int step = 0; step < steps.count; ++step)
+                for (int half = 0; half < 2; ++half)
+                    body(steps.column.parts[step % steps.parts].eighth * (side.levels / kEighths) +
+                         steps.unit(word, step, half));
+    }
+}
+
+// As `whole_query`, of a row in the vector's own order; the pairs are in the order of steps.
+inline float whole_query_in_steps(const Side& side, const float* q, float most_total, int16_t* pairs) {
+    alignas(64) int16_t whole[kMaxDim];
+    float inverse;
+    const float step = query_step(q, side.levels, most_total, &inverse);
+    for (int i = 0; i < side.levels; i += 16)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(whole + i), to_halves(_mm512_loadu_ps(q + i), _mm512_set1_ps(inverse)));
+    each_level(side, [&](int level) { *pairs++ = whole[level]; });
+    return step;
+}
+
+// Calls body(x, lookup) for each step of each word, in order; lookup(x) are the centroids of the levels of a register of words.
+template <int TILES, class Body>
+inline __attribute__((always_inline)) void each_step(const Side& side, const uint32_t* words, Body body) {
+    for (int c = 0; c < side.columns->count; ++c) {
+        const Steps steps(side.columns->column[c], side.levels);
+        __m512i low[10], high[10];
+        __m128i shift[10];
+        bool wide[10];
+        for (int s = 0; s < steps.count; ++s) {
+            const int bits = steps.column.parts[s % steps.parts].bits;
+            low[s] = Vnni512::load(side.integers + integers_begin(bits));
+            wide[s] = bits > 5;
+            if (wide[s]) high[s] = Vnni512::load(side.integers + integers_begin(bits) + 32);
+            shift[s] = _mm_cvtsi32_si128(steps.shift(s));
+        }
+        for (int word = 0; word < steps.words; ++word, words += TILES * Avx512::width)
+            for (int s = 0; s < steps.count; ++s) {
+                __m512i value[TILES];
+#pragma GCC unroll 4
+                for (int t = 0; t < TILES; ++t) {
+                    const __m512i x = _mm512_srl_epi16(Vnni512::load(words + t * Avx512::width), shift[s]);
+                    value[t] = wide[s] ? _mm512_permutex2var_epi16(low[s], x, high[s]) : Vnni512::lookup(low[s], x);
+                }
+                body(value);
+            }
+    }
+}
+
+// Logits of TILES tiles of 16 keys, as `score_whole`.
+template <int R, int TILES>
+inline void score_steps(const Side& side, const uint32_t* words, const int16_t* q, const float* scale, const float* factor,
+                        float* logits, int stride, Ahead ahead) {
+    using V = Vnni512;
+    constexpr int kWidth = Avx512::width;
+    __m512i acc[TILES][R];
+    for (int t = 0; t < TILES; ++t)
+        for (int r = 0; r < R; ++r) acc[t][r] = V::zero();
+    int turn = 0;
+    each_step<TILES>(side, words, [&](const __m512i* value) __attribute__((always_inline)) {
+        if (turn++ % 4 == 0) ahead.turn();
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const __m512i query = V::pair(q + r * kQueryStride);
+#pragma GCC unroll 4
+            for (int t = 0; t < TILES; ++t) acc[t][r] = V::dot(value[t], query, acc[t][r]);
+        }
+        q += 2;
+    });
     for (int t = 0; t < TILES; ++t) {
         const __m512 own = Avx512::load(scale + t * kWidth);
         for (int r = 0; r < R; ++r) {

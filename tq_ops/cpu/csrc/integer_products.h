@@ -15,18 +15,24 @@ template <int R> struct IntegerProducts {
 
     IntegerProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
         : cache(cache), stride(stride), q(reinterpret_cast<int16_t*>(scratch)), whole(q + R * kQueryStride) {
-        if (cache.k.cell != kNibble) return;
-        const float most = most_total(cache.k.integers, cache.k.levels);
-        for (int r = 0; r < R; ++r)
-            step[r] = whole_query(tile.q[r], cache.k.levels, most, q + r * kQueryStride) * cache.k.unit;
+        if (!scores(cache.k)) return;
+        const Side& k = cache.k;
+        const float most = most_total(k.integers, k.levels, k.columns ? kIntegers : 16);
+        for (int r = 0; r < R; ++r) {
+            int16_t* pairs = q + r * kQueryStride;
+            step[r] = k.unit * (k.columns ? whole_query_in_steps(k, tile.q[r], most, pairs)
+                                          : whole_query(tile.q[r], k.levels, most, pairs));
+        }
     }
+
+    // Whether these products take a side's keys as they are stored.
+    static bool scores(const Side& k) { return k.cell == kNibble || k.cell == kMixed; }
 
     void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
                const uint8_t* later) const {
         constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
-        const int count = cache.k.levels / 8;
+        const int count = key_words(cache.k);
         const int64_t bytes = cache.v.bytes, early = early_bytes(cache);
-        const __m512i table = Vnni512::table(cache.k.integers);
         float factor[R];
         for (int r = 0; r < R; ++r) factor[r] = step[r] * softmax_scale;
         Simd::widen_halves(at.scales, n, stride, scale);
@@ -35,9 +41,11 @@ template <int R> struct IntegerProducts {
             const uint8_t* codes = at.codes + static_cast<int64_t>(key) * count * 4;
             for (int i = 0; i < kLanes && key + i < n; i += Simd::width)
                 Simd::transpose(codes + i * count * 4, count, smaller(n - key - i, Simd::width), words + i, kLanes);
-            const int64_t share = kLanes * bytes, later_share = kLanes * early;
-            score_whole<R, kNumber>(WordsOfKeys<kNumber>{words, table}, count, q, scale + key, factor, logits + key, stride,
-                                    Ahead(ahead + key * bytes, share, count, later + key * early, later_share));
+            const Ahead share(ahead + key * bytes, kLanes * bytes, cache.k.levels / 8, later + key * early, kLanes * early);
+            if (cache.k.columns)
+                return score_steps<R, kNumber>(cache.k, words, q, scale + key, factor, logits + key, stride, share);
+            const WordsOfKeys<kNumber> keys{words, Vnni512::table(cache.k.integers)};
+            score_whole<R, kNumber>(keys, count, q, scale + key, factor, logits + key, stride, share);
         };
         int key = 0;
         for (; key + (kTiles - 1) * Simd::width < n; key += kTiles * Simd::width) tiles(Int<kTiles>{}, key);
@@ -66,10 +74,14 @@ template <int R> struct IntegerProducts {
 
     // Centroids of up to kKeysTogether keys.
     static void look_up_keys(const Cache& cache, const uint8_t* codes, int n, uint32_t* words, float* found) {
-        const int count = cache.k.levels / 8;
+        const int count = key_words(cache.k);
         for (int i = 0; i < n; i += Simd::width)
             Simd::transpose(codes + i * count * 4, count, smaller(n - i, Simd::width), words + i, kSlabKeys);
-        look_up_words(words, count, cache.k.integers, reinterpret_cast<__m512i*>(found));
+        auto* values = reinterpret_cast<__m512i*>(found);
+        if (!cache.k.columns) return look_up_words(words, count, cache.k.integers, values);
+        each_step<kSlabTiles>(cache.k, words, [&](const __m512i* value) {
+            for (int t = 0; t < kSlabTiles; ++t) *values++ = value[t];
+        });
     }
 
     // Logits of those keys.

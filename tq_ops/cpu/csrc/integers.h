@@ -9,9 +9,9 @@ constexpr float kLargestInteger = 127 * 256 + 127;
 
 // The largest sum of the magnitudes of n rounded integers whose products with the centroids still fit in 32 bits. A margin of
 // a thousandth covers the rounding of FP32 sums.
-inline float most_total(const int16_t* integers, int n) {
+inline float most_total(const int16_t* integers, int n, int entries = 16) {
     int largest = 0;
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < entries; ++i) {
         const int size = integers[i] < 0 ? -integers[i] : integers[i];
         largest = size > largest ? size : largest;
     }

@@ -3,9 +3,9 @@
 // A packed vector of N levels is read as N / 8 words of 32 bits, each with eight 4-bit levels. This gives two orders:
 //   word order   level k of word j at j * 8 + k          rotated queries
 //   plane order  level k of word j at k * (N / 8) + j    accumulators
-// The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim where a
-// matrix is a rotation; learned coordinates have more levels or fewer. Levels of other widths than 4 bits are unpacked first:
-// up to 4 bits into such words, wider ones into numbers, in the order of `Side`.
+// The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim. Levels of
+// other widths than 4 bits are unpacked first: up to 4 bits into such words, wider ones into numbers, in their own order.
+// Levels of several widths lie in columns (`Columns`), and queries for them are in their own order.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,6 @@ namespace haarkv {
 constexpr int kMaxRows = 8;    // query rows of a tile
 constexpr int kMaxTiles = 16;  // tiles that one pass over the codes serves
 constexpr int kMaxDim = 256;   // the largest head_dim
-constexpr int kMaxStages = 3;  // levels of one learned coordinate
-constexpr int kMaxLevels = kMaxStages * kMaxDim;
 constexpr int kMaxKeysTile = 32;  // keys are padded to this in scratch
 
 // What a side stores: one of its cells for each of the N levels. All but nibbles become FP32 numbers, a few vectors at a time.
@@ -25,7 +23,32 @@ enum Cell : int32_t {
     kByte = 8,    // levels of up to 8 bits
     kBf16 = 16,   // BF16 numbers, which are what is stored; no scales and no centroids
     kFp32 = 32,   // FP32 numbers, likewise
+    kMixed = 1,   // levels of several widths, up to 6 bits, in columns
 };
+
+// Levels of an eighth of a vector in the units of a column: coordinate j of the eighth lies in unit j, `shift` bits up.
+struct ColumnPart {
+    int32_t eighth, bits, shift;
+};
+
+// Units of one byte or two, one after the other; each is full.
+struct Column {
+    int32_t bytes, count;
+    ColumnPart parts[5];
+};
+
+// How the codes of a vector lie, one column after the other.
+struct Columns {
+    int32_t count;
+    Column column[3];
+};
+constexpr int kEighths = 8, kWidest = 6;
+// Where the table of each width begins among those of 1, 2, ... 6 bits, one after the other: centroids, and boundaries.
+constexpr int centroids_begin(int bits) { return (1 << bits) - 2; }
+constexpr int boundaries_begin(int bits) { return (1 << bits) - 1 - bits; }
+// Of integers each width up to 5 bits has a table of 32, its own again and again, and 6 bits one of 64.
+constexpr int integers_begin(int bits) { return 32 * (bits - 1); }
+constexpr int kIntegers = integers_begin(kWidest) + 64;
 
 // Vectors that stay in BF16 beside what is packed: token j at `sink + j % ring`, and at j as well if it is one of the sinks.
 struct Kept {
@@ -38,7 +61,7 @@ struct Kept {
 struct Side {
     const uint8_t* codes;                 // [num_blocks, Hkv, block_size, bytes]
     const uint16_t* scales;               // [num_blocks, Hkv, block_size] FP16; null where numbers are plain
-    const float* centroids;               // [2**bits], at least 16
+    const float* centroids;               // [2**bits], at least 16; where widths differ, of each width
     int64_t codes_stride, scales_stride;  // from a block to the next, in bytes of codes and in scales
     int32_t levels;                       // N, a multiple of 16, at least 32
     int32_t bytes;                        // of a vector's codes
@@ -47,8 +70,9 @@ struct Side {
     // holds level j of each part, the first part lowest.
     int32_t planes[2];
     float unit;               // centroids[i] is about integers[i] * unit
-    const int16_t* integers;  // [16], of nibbles
-    const float* mean;        // [Hkv, head_dim], what vectors come back with beside their levels, or null
+    const int16_t* integers;  // [16] of nibbles; where widths differ [kIntegers]
+    const float* mean;        // [Hkv, head_dim], what keys come back with beside their levels, or null
+    const Columns* columns;   // where widths differ, which `cell` says too; else null
     Kept kept;
 };
 
@@ -93,22 +117,20 @@ struct Matrix {
 
 // How vectors become levels; without a matrix they are plain numbers, which `cell` says. By a rotation (`mean` is null):
 //   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
-// By learned coordinates of each KV head, where the first counts[s] coordinates own a level of stage s:
-//   y = bf16((x - mean) / gamma) @ matrix;  y = y / sqrt(sum shares * y**2);  for each gain, of gain * y:
-//   level of stage s = #{b : what the stages before left, over steps[s], >= b};  it restores steps[s] * c[level]
-//   kept: the largest (sum weights * y * restored)**2 / sum weights * restored**2
-//   scale = fp16(gamma * sqrt(sum weights * y**2) / sqrt(sum weights * restored**2)), y as the matrix made it
+// By learned coordinates of each KV head:
+//   y = bf16((x - mean) / gamma) @ matrix;  t = y / sqrt(mean of y**2);  for each gain, of gain * t:
+//   level = #{b : gain * t >= b}, of the boundaries of its eighth's width;  it restores c[level]
+//   kept: the largest (sum weights * t * restored)**2 / sum weights * restored**2
+//   scale = fp16(gamma * sqrt(sum weights * y**2) / sqrt(sum weights * restored**2))
 struct Quantizer {
-    Matrix matrix;            // [D, D] BF16; of learned coordinates [D, C], those that own a level in some KV head
-    const float* boundaries;  // [2**bits - 1] ascending
-    const float* centroids;   // [2**bits], at least 16
-    const float* mean;        // [Hkv, D] or null, and so are the next five
-    const float* shares;      // [Hkv, D], 0 where a coordinate owns no level
-    const float* weights;     // [Hkv, D], likewise
+    Matrix matrix;            // [D, D] BF16
+    const float* boundaries;  // [2**bits - 1] ascending; where widths differ, of each width
+    const float* centroids;   // [2**bits], at least 16, likewise
+    const float* mean;        // [Hkv, D] or null, and so are the next three
+    const float* weights;     // [Hkv, D]
     const float* gains;       // [tries]
-    const int32_t* counts;    // [Hkv, stages], descending
-    const float* steps;       // [stages]
-    int32_t stages, tries, levels;
+    const Columns* columns;
+    int32_t tries;
     int32_t planes[2], bytes, cell;  // as in Side
 };
 

@@ -150,13 +150,12 @@ void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, 
         kernels.rotate(x + r * matrix.inputs, std::min(kMaxRows, rows - r), matrix, head, y + r * matrix.outputs);
 }
 
-// The sums of a row over all splits, which left partials from `first` on, `apart` from each other. Returns of the
-// probabilities the share of packed values.
-float merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first, int64_t apart, std::vector<float>& factors,
+// The sums of a row over all splits, which left partials from `first` on, `apart` from each other.
+void merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first, int64_t apart, std::vector<float>& factors,
                 float* merged, float* exact) {
     const int64_t size = of.size() * apart, splits = static_cast<int64_t>(factors.size());
     const float *maxima = of.maxima(first) + r, *totals = of.totals(first) + r;
-    float most = -std::numeric_limits<float>::infinity(), total = 0.0f, kept = 0.0f;
+    float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
     for (int64_t s = 0; s < splits; ++s) most = std::max(most, maxima[s * size]);
     for (int64_t s = 0; s < splits; ++s) {
         factors[s] = std::exp(maxima[s * size] - most);
@@ -167,12 +166,10 @@ float merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first
     };
     add_up(of.sums(first), of.levels, merged);
     for (int64_t s = 0; of.kept && s < splits; ++s) {
-        const float own = of.kept_totals(first + s * apart)[r];
-        kept += own * factors[s];
-        if (own == 0.0f) factors[s] = 0.0f;  // then a split has met no token in BF16, and has written no sums
+        // Then a split has met no token in BF16, and has written no sums.
+        if (of.kept_totals(first + s * apart)[r] == 0.0f) factors[s] = 0.0f;
     }
     if (of.kept) add_up(of.kept_sums(first), of.kept, exact);
-    return 1.0f - kept / total;
 }
 
 // Floats of scratch that `merge` needs.
@@ -183,23 +180,19 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
            float* scratch) {
     const int64_t dim = a.cache.head_dim, most = pass.tiles * kMaxRows;
     float *merged = scratch, *out = merged + most * of.levels, *exact = out + most * dim;
-    float share[kPassRows];
     std::vector<float> factors(pass.splits);
     int rows = 0;
     for (int t = 0; t < pass.tiles; ++t)
         for (int r = 0; r < wave.tiles[pass.first_tile + t].tile.rows; ++r, ++rows)
-            share[rows] = merge_row(kernels, of, r, pass.first_partial + t, pass.tiles, factors, merged + rows * of.levels,
+            merge_row(kernels, of, r, pass.first_partial + t, pass.tiles, factors, merged + rows * of.levels,
                                     exact + rows * dim);
     if (a.rotation_back.numbers)
         multiply(a, kernels, merged, rows, false, a.rotation_back, pass.kv_head, out);
     else
         std::memcpy(out, merged, rows * dim * sizeof(float));
-    const float* mean = a.cache.v.mean ? a.cache.v.mean + pass.kv_head * dim : nullptr;
     for (int r = 0; r < rows; ++r) {
         const int64_t to = wave.tiles[pass.first_tile + r / kMaxRows].row[r % kMaxRows] * dim;
         float* row = out + r * dim;
-        // Probabilities of packed values sum to their share, so the mean is added once.
-        for (int d = 0; mean && d < dim; ++d) row[d] += mean[d] * share[r];
         for (int d = 0; of.kept && d < dim; ++d) row[d] += exact[r * dim + d];
         if (a.bf16)
             kernels.narrow(row, dim, static_cast<uint16_t*>(a.out) + to);

@@ -32,7 +32,7 @@ inline void rotate_by_pairs(const uint16_t* x, const uint16_t* pairs, int chunks
 
 // As `Kernels::rotate_pairs`, of rows that are exact.
 inline void rotate_exact(const float* x, int rows, const Matrix& matrix, int head, float* y) {
-    alignas(64) uint16_t upper[kMaxRows * kMaxLevels] = {};
+    alignas(64) uint16_t upper[kMaxRows * kMaxDim] = {};
     const int inputs = matrix.inputs, outputs = matrix.outputs, columns = outputs / 16;
     const int chunks = (inputs + kChunkInputs - 1) / kChunkInputs;
     const int64_t distance = columns * 512;

@@ -28,7 +28,7 @@ template <class Simd, template <int> class Products> class Pass {
     void score(Place k, int base, int n, const uint8_t* values) {
         each([&](int t) { packed_[t] = rows(t).packed_keys(base, n_[t], seen_[t]); });
         fetch_bytes(values, n * cache_.v.bytes);
-        if (cache_.k.cell != kNibble) {
+        if (!P::scores(cache_.k)) {
             score_numbers_of(k);
         } else {
             score_nibbles(k);
@@ -119,7 +119,7 @@ template <class Simd, template <int> class Products> class Pass {
         const uint8_t* codes = nibbles(cache_.k, k, most);
         Simd::widen_halves(k.scales, most, first.stride, first.k_scale);
         for (int key = 0; key < most; key += P::kKeysTogether) {
-            P::look_up_keys(cache_, codes + key * nibble_bytes(cache_.k), smaller(most - key, P::kKeysTogether),
+            P::look_up_keys(cache_, codes + key * key_words(cache_.k) * 4, smaller(most - key, P::kKeysTogether),
                             reinterpret_cast<uint32_t*>(first.words), found_);
             each([&](int t) {
                 const Rows& of = rows(t);
@@ -162,7 +162,7 @@ template <class Simd, template <int> class Products> int64_t scratch_of_passes(c
 // Whether the tiles are better off alone. A pass fills its last tile up to kMaxRows, which costs more than looking nibbles up
 // again for a few rows.
 inline bool are_alone(const Cache& cache, const Tile* tiles, int count) {
-    const bool nibbles = cache.k.cell == kNibble && cache.v.cell == kNibble;
+    const bool nibbles = (cache.k.cell == kNibble || cache.k.columns) && cache.v.cell == kNibble;
     return count == 1 || (nibbles && count == 2 && tiles[1].rows <= kMaxRows / 2);
 }
 

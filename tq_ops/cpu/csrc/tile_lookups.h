@@ -43,7 +43,7 @@ inline void look_up_keys(const Cache& cache, const uint8_t* codes, int n, int8_t
     const int words = cache.k.levels / 8, chunks = chunks_of(cache.k.levels);
     const int64_t bytes = nibble_bytes(cache.k);
     const ByteTables tables(cache.k.integers);
-    alignas(64) uint32_t turned[kMaxLevels / 8 * 16];
+    alignas(64) uint32_t turned[kMaxDim / 8 * 16];
     for (int key = 0; key < n; key += 16, out += chunks * kPairBytes) {
         Avx512::transpose(codes + key * bytes, words, smaller(n - key, 16), turned, 16);
         for (int word = 0; word < words; ++word) {

@@ -22,7 +22,7 @@ inline void rotate_four(const int8_t* parts, int64_t apart, const uint16_t* tile
 
 // As `Kernels::rotate_pairs`. 16 rows become a tile a chunk of 32 inputs, of rows that are split two: upper, then lower ones.
 inline void rotate_tiles(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y) {
-    alignas(64) int8_t parts[2 * kMaxLevels / kPairs * kTileBytes];
+    alignas(64) int8_t parts[2 * kMaxDim / kPairs * kTileBytes];
     alignas(64) float sums[4 * 256];
     const int inputs = matrix.inputs, outputs = matrix.outputs, chunks = (inputs + kPairs - 1) / kPairs,
               columns = outputs / 16;

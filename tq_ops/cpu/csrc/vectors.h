@@ -119,36 +119,45 @@ inline void put_planes(const int32_t* level, int n, const int32_t (&planes)[2], 
 
 inline uint16_t saturated_half(double scale) { return float_to_half(scale < 65504.0 ? static_cast<float>(scale) : 65504.0f); }
 
+// The same of several widths.
+inline void put_columns(const int32_t* level, int n, const Columns& columns, uint8_t* codes) {
+    const int units = n / kEighths;
+    for (int c = 0; c < columns.count; ++c) {
+        const Column& column = columns.column[c];
+        for (int j = 0; j < units; ++j, codes += column.bytes) {
+            uint32_t unit = 0;
+            for (int p = 0; p < column.count; ++p)
+                unit |= static_cast<uint32_t>(level[column.parts[p].eighth * units + j]) << column.parts[p].shift;
+            codes[0] = static_cast<uint8_t>(unit);
+            if (column.bytes == 2) codes[1] = static_cast<uint8_t>(unit >> 8);
+        }
+    }
+}
+
 // What levels restore of a vector: its weighted square, and how near it lies to the vector's direction.
 struct Restored {
     float kept, fit;
 };
 
-// Levels of y [dim], of the size that they are made for, at `gain` times that size.
-template <class Simd>
-Restored refine(const Quantizer& by, int head, const float* y, int dim, float gain, typename Simd::Table table,
-                int32_t* level) {
-    alignas(64) float left[kMaxDim], restored[kMaxDim] = {}, scaled[kMaxDim];
+// Levels of coordinates t [dim] of deviation 1, at `gain` times their size.
+template <class Simd> Restored try_gain(const Quantizer& by, int head, const float* t, int dim, float gain, int32_t* level) {
+    alignas(64) float scaled[kMaxDim + 16], restored[kMaxDim + 16];
     alignas(64) int32_t found[kMaxDim];
-    for (int i = 0; i < dim; ++i) left[i] = gain * y[i];
-    for (int stage = 0; stage < by.stages; ++stage) {
-        const int count = by.counts[head * by.stages + stage];
-        const float step = by.steps[stage];
-        for (int i = 0; i < dim; ++i) scaled[i] = left[i] / step;
-        find_levels<Simd>(scaled, count, by.boundaries, found);
-        for (int i = 0; i < count; ++i) level[i] = found[i];
-        level += count;
-        for (int i = 0; i < count; i += Simd::width) {
-            const typename Simd::F restores = Simd::mul(Simd::lookup(table, Simd::load_words(found + i)), Simd::set1(step));
-            Simd::store(scaled + i, Simd::first(count - i, restores, Simd::zero()));
+    const int units = dim / kEighths;
+    for (int i = 0; i < dim; ++i) scaled[i] = gain * t[i];
+    for (int c = 0; c < by.columns->count; ++c)
+        for (int p = 0; p < by.columns->column[c].count; ++p) {
+            const ColumnPart& part = by.columns->column[c].parts[p];
+            const int first = part.eighth * units;
+            find_levels<Simd>(scaled + first, units, by.boundaries + boundaries_begin(part.bits), found, (1 << part.bits) - 1);
+            const float* table = by.centroids + centroids_begin(part.bits);
+            for (int i = 0; i < units; ++i) level[first + i] = found[i], restored[first + i] = table[found[i]];
         }
-        for (int i = 0; i < count; ++i) restored[i] += scaled[i], left[i] -= scaled[i];
-    }
-    const float* weights = by.weights + static_cast<int64_t>(head) * by.matrix.inputs;
+    const float* weights = by.weights + static_cast<int64_t>(head) * dim;
     typename Simd::F alongs = Simd::zero(), squares = Simd::zero();
     for (int i = 0; i < dim; i += Simd::width) {
         const typename Simd::F value = Simd::load(restored + i), weighted = Simd::mul(value, Simd::load(weights + i));
-        alongs = Simd::fma(weighted, Simd::load(y + i), alongs);
+        alongs = Simd::fma(weighted, Simd::load(t + i), alongs);
         squares = Simd::fma(weighted, value, squares);
     }
     const float along = Simd::reduce_add(alongs), kept = Simd::reduce_add(squares);
@@ -169,30 +178,32 @@ template <class Simd> float weighted_square(const float* y, const float* scale, 
 template <class Simd>
 void quantize_learned(const Quantizer& by, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                       uint16_t* const* scales) {
-    const int inputs = by.matrix.inputs, dim = by.matrix.outputs;
-    const int64_t of_head = static_cast<int64_t>(head) * inputs;
-    float *unit = scratch, *rotated = scratch + rows * inputs;
+    const int dim = by.matrix.inputs;
+    const int64_t of_head = static_cast<int64_t>(head) * dim;
+    float *unit = scratch, *rotated = scratch + rows * dim;
     double gammas[kMaxRows];
     for (int r = 0; r < rows; ++r) {
-        float* shifted = rotated + r * inputs;
-        for (int i = 0; i < inputs; ++i) shifted[i] = x[r * inputs + i] - by.mean[of_head + i];
-        gammas[r] = normalize(shifted, inputs, unit + r * inputs);
+        float* shifted = rotated + r * dim;
+        for (int i = 0; i < dim; ++i) shifted[i] = x[r * dim + i] - by.mean[of_head + i];
+        gammas[r] = normalize(shifted, dim, unit + r * dim);
     }
     rotate<Simd>(unit, rows, by.matrix, head, rotated);
-    const typename Simd::Table table = Simd::table(by.centroids);
+    alignas(64) float t[kMaxDim + 16] = {};  // a register more: an eighth may be shorter than one
     for (int r = 0; r < rows; ++r) {
-        float* y = rotated + r * dim;
-        const float rho = std::sqrt(weighted_square<Simd>(y, by.shares + of_head, dim));
+        const float* y = rotated + r * dim;
+        typename Simd::F squares = Simd::zero();
+        for (int i = 0; i < dim; i += Simd::width) squares = Simd::fma(Simd::load(y + i), Simd::load(y + i), squares);
+        const float rho = std::sqrt(Simd::reduce_add(squares) / static_cast<float>(dim));
         const float length = std::sqrt(weighted_square<Simd>(y, by.weights + of_head, dim));
-        for (int i = 0; i < dim; ++i) y[i] = rho > 0.0f ? y[i] / rho : 0.0f;
-        int32_t levels[2][kMaxLevels];
+        for (int i = 0; i < dim; ++i) t[i] = rho > 0.0f ? y[i] / rho : 0.0f;
+        int32_t levels[2][kMaxDim];
         int best = 0;
-        Restored restored = refine<Simd>(by, head, y, dim, by.gains[0], table, levels[best]);
+        Restored restored = try_gain<Simd>(by, head, t, dim, by.gains[0], levels[best]);
         for (int gain = 1; gain < by.tries; ++gain) {
-            const Restored other = refine<Simd>(by, head, y, dim, by.gains[gain], table, levels[1 - best]);
+            const Restored other = try_gain<Simd>(by, head, t, dim, by.gains[gain], levels[1 - best]);
             if (other.fit > restored.fit) restored = other, best = 1 - best;
         }
-        put_levels(levels[best], by.levels, codes[r]);
+        put_columns(levels[best], dim, *by.columns, codes[r]);
         *scales[r] = saturated_half(restored.kept > 0.0f ? gammas[r] * length / std::sqrt(restored.kept) : 0.0);
     }
 }

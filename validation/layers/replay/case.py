@@ -46,7 +46,7 @@ class LayerCase:
         weights: of the layer.
         kv: its formats, as `formats.parse` takes them.
         tail, sink: tokens in BF16 beside them, as in `KVSpec`.
-        bases: K's and V's learned coordinates in this layer, for formats that need them.
+        basis: learned coordinates of this layer's keys, for formats that need them.
         hidden: [T, hidden], in the model's dtype.
         before: the layer's cache before it runs: blocks and rows of `batch`, after one of each that nobody owns.
         counts, lengths: of each sequence, its new tokens, and all that are in the cache once these are.
@@ -58,7 +58,7 @@ class LayerCase:
     kv: str
     tail: int | None
     sink: int
-    bases: tuple[Basis, Basis] | None
+    basis: Basis | None
     hidden: Tensor
     before: Stored
     counts: tuple[int, ...]
@@ -75,7 +75,7 @@ class LayerCase:
     def plan(self) -> KVPlan:
         """Of a cache of so many layers, each in this layer's formats."""
         layers = self.config.num_layers
-        calibration = calibration_of((self.bases[0],) * layers, (self.bases[1],) * layers) if self.bases else None
+        calibration = calibration_of((self.basis,) * layers) if self.basis else None
         return KVSpec(self.kv, self.tail, self.sink, calibration=calibration).plan(layers)
 
     @cached_property
@@ -174,14 +174,14 @@ def capture(
 def _case(
     model: DecoderModel, plan: KVPlan, index: int, forward: Forward, made: MadeLayer, calibration: Calibration | None
 ) -> LayerCase:
-    kv, bases = formats.describe(*plan.layers[index]), None
+    kv, basis = formats.describe(*plan.layers[index]), None
     if calibration and is_learned(kv):
-        bases = calibration.k[index], calibration.v[index]
+        basis = calibration.k[index]
     layers = (model.config.layers[index],) * (index + 1)
     config = replace(model.config, layers=layers, vocab_size=VOCABULARY, tied=True)
     counts, lengths = tuple(forward.batch.query_start_loc.diff().tolist()), tuple(forward.batch.seq_lens.tolist())
     places = counts, lengths, forward.phase, forward.step
-    case = LayerCase(config, model.weights.layers[index], kv, plan.recent, plan.sink, bases, made.hidden_in, {}, *places)
+    case = LayerCase(config, model.weights.layers[index], kv, plan.recent, plan.sink, basis, made.hidden_in, {}, *places)
     return replace(case, before=moved(made.before, forward.batch, range(len(counts)), case.batch))
 
 

@@ -1,7 +1,7 @@
 """A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
 
 tensors   hidden [T, hidden]; weights.FIELD of the layer; before.PART.FIELD, its cache: PART is k, v or, where tokens stay
-          in BF16, window.k, sink.k, …; learned.SIDE.NAME for formats of learned coordinates; expected.hidden, .k, .v and
+          in BF16, window.k, sink.k, …; learned.k.NAME for formats of learned coordinates; expected.hidden, .k, .v and
           .PART.FIELD, which the reference made of it
 metadata  haarkv_replay: "4"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; finding,
           reference, candidate: what failed and how; versions; sha256, of all of the rest
@@ -94,8 +94,8 @@ def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     found |= {f"weights.{path}": tensor for path, tensor in case.weights.items()}
     for where, stored in (("before", case.before), ("expected", made.stored)):
         found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}
-    for side, basis in zip("kv", case.bases or (), strict=False):
-        found |= {f"learned.{side}.{name}": tensor for name, tensor in vars(basis).items()}
+    if case.basis:
+        found |= {f"learned.k.{name}": tensor for name, tensor in vars(case.basis).items()}
     return found
 
 
@@ -154,8 +154,7 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
     weights = _weights(config, tensors)
     learned = None
     if "learned.k.mean" in tensors:
-        k, v = (Basis(*(tensors[f"learned.{side}.{part.name}"] for part in fields(Basis))) for side in "kv")
-        learned = k, v
+        learned = Basis(*(tensors[f"learned.k.{part.name}"] for part in fields(Basis)))
     kv, before = metadata["kv"], _read_stored(tensors, "before")
     tail = int(metadata["tail"]) if metadata["tail"] else None
     counts, lengths = (tuple(map(int, parse_json(metadata[name]))) for name in ("counts", "lengths"))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import Basis
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Layer, ModelConfig
 from haarkv.models.weights import tensors_of
@@ -177,7 +176,7 @@ def _heads(case: LayerCase, heads: list[int], group: int) -> LayerCase:
     queries = [head * whole + query for head in heads for query in range(group)]
     rows = {"kv": _of_heads(heads, dim), "q": _of_heads(queries, dim)}
     before = {side: {name: tensor[:, heads] for name, tensor in fields.items()} for side, fields in case.before.items()}
-    fewer = replace(case, before=before, bases=_bases(case.bases, heads))
+    fewer = replace(case, before=before, basis=case.basis and case.basis.heads(heads))
     mixer = replace(config.common.attention, num_kv_heads=len(heads), num_heads=len(queries))
     return _cut(fewer, rows, _of(config, replace(config.common, mixer=mixer)))
 
@@ -189,13 +188,6 @@ def _of(config: ModelConfig, layer: Layer) -> ModelConfig:
 
 def _of_heads(heads: Sequence[int], dim: int) -> Tensor:
     return (torch.tensor(heads)[:, None] * dim + torch.arange(dim)).flatten()
-
-
-def _bases(bases: tuple[Basis, Basis] | None, heads: list[int]) -> tuple[Basis, Basis] | None:
-    if bases is None:
-        return None
-    k, v = (Basis(*(tensor[heads] for tensor in vars(basis).values())) for basis in bases)
-    return k, v
 
 
 def _cut(case: LayerCase, kept: Mapping[str, Tensor], config: ModelConfig) -> LayerCase:

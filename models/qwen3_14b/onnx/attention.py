@@ -1,0 +1,193 @@
+"""Attention of graphs: over what is packed, the new tokens as they will be stored, and tokens in BF16 beside both.
+
+Q is rotated once, codes become centroids, the scales are multiplied into scores and probabilities, and the output is rotated
+back once. Tokens in BF16 are columns of scores of their own, behind the packed ones: a query sees each token in one of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from haarkv.models.qwen3_14b.onnx.levels import LevelScopes
+from haarkv.tq_ops.formats.columns import EIGHTHS
+from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.onnx.graph import Graph
+
+_FLOAT, _INT32 = TensorProto.FLOAT, TensorProto.INT32
+
+
+@dataclass(frozen=True)
+class AttentionScopes(LevelScopes):
+    """The scopes that read a cache."""
+
+    def attention(self, g: Graph, q: str, block_table: str, visible: str, stored: str, **by: str) -> list[str]:
+        """Attention over what is stored and the new tokens, as stored: q [B, Q, Hq, D] fp32 -> [B*Q, Hq*D] fp32.
+
+        Args:
+            visible: [B, 1, G*Q, packed and kept columns] bool, what each query sees.
+            stored: [B, 1, 1, S + Q] bool, the packed columns that hold a token.
+            by: `FIELDS` and the same of the new tokens as `new_…`, matrices, and of tokens in BF16 `k_kept` and so on,
+                `kept_index` and `kept_stored`.
+        """
+        heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
+        group = self.config.heads.num_heads // heads
+        q_split = g.reshape("q_groups", q, [0, 0, heads, group, dim])
+        q_rows = g.reshape("q_rows", g.node("q_heads_first", "Transpose", q_split, perm=[0, 2, 3, 1, 4]), [0, 0, -1, dim])
+        q_paired = self._in_bytes_order(g, "q_paired", "k", self._into_stored(g, q_rows, by))
+
+        k = self._centroids(g, "k", by["k_codes"], by["new_k_codes"], block_table)
+        scale = g.constant("softmax_scale", np.array(self.config.attentions[0].scale, np.float32))
+        k_factor = g.node("k_factor", "Mul", self._scales(g, "k", by["k_scale"], by["new_k_scale"], block_table), scale)
+        qk = self._product(g, "qk", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
+        scores = g.node("scores", "Mul", qk, k_factor)
+        if "k_kept" in by:
+            scores = self._with_kept(g, scores, q_rows, scale, by)
+        masked = g.node("masked", "Where", visible, scores, g.scalar(-np.inf))
+        p = g.node("softmax", "Softmax", masked, axis=-1)
+
+        v = self._centroids(g, "v", by["v_codes"], by["new_v_codes"], block_table)
+        # Memory behind a sequence's end may hold anything: a probability of 0 does not silence a NaN.
+        v_scales = self._scales(g, "v", by["v_scale"], by["new_v_scale"], block_table)
+        v_factor = g.node("v_factor", "Where", stored, v_scales, g.scalar(0))
+        exact = ""
+        if "v_kept" in by:
+            p, exact = self._of_kept(g, p, v, by)
+        pv = self._product(g, "pv", g.node("p_scaled", "Mul", p, v_factor), v)
+        unpaired = self._in_bytes_order(g, "pv_halves", "v", pv, back=True)
+        out = self._rotated(g, "unrotated", unpaired, by["v_rotation"], heads, back=True)
+        out = g.node("out_with_kept", "Add", out, exact) if exact else out
+        split = g.reshape("out_groups", out, [0, 0, group, -1, dim])
+        return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
+
+    def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
+        """Queries [B, Hkv, R, D] as stored keys are met."""
+        if not self.learned("k"):
+            return self._rotated(g, "q_rotated", q, by["k_rotation"], self.config.heads.num_kv_heads)
+        return g.node("q_rotated", "MatMul", q, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
+
+    def _product(self, g: Graph, name: str, a: str, b: str) -> str:
+        """Products of Q and K, of probabilities and V."""
+        return g.node(name, "MatMul", a, b)
+
+    # -- Tokens in BF16 ------------------------------------------------------------------------------------------------
+    def _with_kept(self, g: Graph, scores: str, q: str, scale: str, by: Mapping[str, str]) -> str:
+        """Scores [B, Hkv, R, S + Q] with those of keys in BF16 behind them."""
+        if self.learned("k"):
+            # What q makes of the mean is the same for every packed key. Softmax drops it only where there are no others.
+            mean = g.reshape("k_mean_column", by["k_mean"], [0, -1, 1])
+            of_mean = g.node("q_of_mean", "Mul", g.node("q_by_mean", "MatMul", q, mean), scale)
+            scores = g.node("scores_with_mean", "Add", scores, of_mean)
+        k = g.node("k_exact_t", "Transpose", self._kept(g, "k", by), perm=[0, 1, 3, 2])
+        exact = g.node("exact_scores", "Mul", g.node("exact_qk", "MatMul", q, k), scale)
+        return g.node("all_scores", "Concat", scores, exact, axis=3)
+
+    def _of_kept(self, g: Graph, p: str, v: str, by: Mapping[str, str]) -> tuple[str, str]:
+        """Probabilities of packed tokens alone, and what tokens in BF16 add to the output, [B, Hkv, R, D]."""
+        exact = g.node("v_held", "Where", by["kept_stored"], self._kept(g, "v", by), g.scalar(0))
+        counts = [g.node(f"{name}_count", "Shape", of, start=2, end=3) for name, of in (("packed", v), ("exact", exact))]
+        packed, others = g.nodes("p", "Split", [p, g.node("counts", "Concat", *counts, axis=0)], 2, axis=-1)
+        return packed, g.node("exact_pv", "MatMul", others, exact)
+
+    def _kept(self, g: Graph, side: str, by: Mapping[str, str]) -> str:
+        """Vectors [B, Hkv, kept + Q, D] fp32: those that `kept_index` names, and the new ones."""
+        past = g.node(f"{side}_kept_past", "Gather", by[f"{side}_kept"], by["kept_index"])
+        new = g.node(f"{side}_kept_new", "Transpose", by[f"new_{side}_kept"], perm=[0, 2, 1, 3])
+        return g.node(f"{side}_exact", "Cast", g.node(f"{side}_kept_both", "Concat", past, new, axis=2), to=_FLOAT)
+
+    # -- Packed tokens -------------------------------------------------------------------------------------------------
+    def _centroids(self, g: Graph, side: str, codes: str, new_codes: str, block_table: str) -> str:
+        """Centroids [B, Hkv, S + Q, D] of all tokens, in the rotated domain, in the order of `_in_bytes_order`."""
+        described, name = self.described(side), self.name(side)
+        past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, self.code_bytes(side)])
+        new = g.node(f"new_{side}_codes_heads_first", "Transpose", new_codes, perm=[0, 2, 1, 3])
+        if self._parts_of_a_byte(side):
+            c, byte, bits = np.array(described.centroids, np.float32), np.arange(256), described.bits
+            of_byte = np.stack([c[(byte >> shift) & (2**bits - 1)] for shift in range(0, 8, bits)], axis=-1)
+            table = g.constant(f"centroids_of_byte_{name}", of_byte.astype(self.centroid_type))
+            parts = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
+            return g.reshape(f"{side}_unpacked", parts, [0, 0, -1, described.levels])
+        both = g.node(f"{side}_bytes", "Concat", past, new, axis=2)
+        if described.columns:
+            return self._cubic(g, f"{side}_unpacked", side, self._of_columns(g, side, both))
+        level = g.node(f"{side}_level", "Cast", self._of_planes(g, side, both), to=_INT32)
+        return g.node(f"{side}_unpacked", "Gather", self._centroid_table(g, side), level)
+
+    def _parts_of_a_byte(self, side: str) -> int:
+        """Levels in each byte where a byte holds whole ones alone, so that a table restores it; else 0."""
+        described = self.described(side)
+        return 0 if described.columns or len(planes(described.bits)) > 1 else 8 // described.bits
+
+    def _in_bytes_order(self, g: Graph, name: str, side: str, x: str, *, back: bool = False) -> str:
+        """Rows [B, Hkv, R, D] as a table restores bytes: all levels of a byte together; or, with `back`, out of that order.
+
+        Levels of byte j are the coordinates j, j + D/n and so on of a vector, for n levels a byte.
+        """
+        parts, count = self._parts_of_a_byte(side), self.described(side).levels
+        if parts < 2:
+            return x
+        split = [count // parts, parts] if back else [parts, count // parts]
+        rows = g.reshape(f"{name}_split", x, [0, 0, -1, *split])
+        return g.reshape(name, g.node(f"{name}_swapped", "Transpose", rows, perm=[0, 1, 2, 4, 3]), [0, 0, -1, count])
+
+    def _of_planes(self, g: Graph, side: str, codes: str) -> str:
+        """Levels [.., D] uint8 from two planes of their bits."""
+        described = self.described(side)
+        widths = planes(described.bits)
+        cut = self._cut(g, f"{side}_plane", codes, [described.levels * width // 8 for width in widths])
+        found = []
+        for width, plane in zip(widths, cut, strict=True):
+            name = f"{side}_plane_of_{width}"
+            parts = [self._bits(g, f"{name}_at_{at}", plane, at, width, np.uint8) for at in range(0, 8, width)]
+            found.append(g.node(name, "Concat", *parts, axis=-1))
+        low, high = found
+        raised = g.node(f"{side}_plane_raised", "BitShift", high, g.scalar(widths[0], np.uint8), direction="LEFT")
+        return g.node(f"{side}_level_bits", "BitwiseOr", low, raised)
+
+    def _of_columns(self, g: Graph, side: str, codes: str) -> str:
+        """Levels [.., D] uint32 from columns of units."""
+        described = self.described(side)
+        count, columns = described.levels // EIGHTHS, described.columns
+        cut = self._cut(g, f"{side}_column", codes, [count * column.nbytes for column in columns])
+        eighths: dict[int, str] = {}
+        for number, (column, octets) in enumerate(zip(columns, cut, strict=True)):
+            unit = self._unit_of(g, f"{side}_unit_{number}", octets, count, column.nbytes)
+            for part in column.parts:
+                name = f"{side}_eighth_{part.eighth}"
+                eighths[part.eighth] = self._bits(g, name, unit, part.shift, part.bits, np.uint32)
+        return g.node(f"{side}_level", "Concat", *(eighths[eighth] for eighth in range(EIGHTHS)), axis=-1)
+
+    def _unit_of(self, g: Graph, name: str, octets: str, count: int, nbytes: int) -> str:
+        """A column's bytes, little-endian, as units [.., count] uint32."""
+        if nbytes == 1:
+            return g.node(name, "Cast", octets, to=TensorProto.UINT32)
+        pairs = g.reshape(f"{name}_pairs", octets, [0, 0, -1, count, nbytes])
+        octet = [g.node(f"{name}_octet_{i}", "Gather", pairs, g.scalar(i, np.int64), axis=4) for i in range(nbytes)]
+        low, high = (g.node(f"{name}_byte_{i}", "Cast", of, to=TensorProto.UINT32) for i, of in enumerate(octet))
+        raised = g.node(f"{name}_raised", "BitShift", high, g.scalar(8, np.uint32), direction="LEFT")
+        return g.node(name, "BitwiseOr", low, raised)
+
+    def _bits(self, g: Graph, name: str, x: str, shift: int, width: int, dtype: type[np.generic]) -> str:
+        """So many bits of unsigned integers, from `shift` on."""
+        down = g.node(f"{name}_down", "BitShift", x, g.scalar(shift, dtype), direction="RIGHT") if shift else x
+        return g.node(name, "BitwiseAnd", down, g.scalar(2**width - 1, dtype))
+
+    def _indices(self, g: Graph, side: str, past: str, new: str) -> str:
+        """Bytes [B, Hkv, S + Q, bytes] of past and new tokens as int32."""
+        return g.node(f"{side}_index", "Cast", g.node(f"{side}_bytes", "Concat", past, new, axis=2), to=_INT32)
+
+    def _scales(self, g: Graph, side: str, scale: str, new_scale: str, block_table: str) -> str:
+        """Scales [B, Hkv, 1, S + Q] fp32 of all tokens."""
+        past = self._by_sequence(g, f"past_{side}_scale", scale, block_table, [0, 0, -1])
+        new = g.node(f"new_{side}_scale_heads_first", "Transpose", new_scale, perm=[0, 2, 1])
+        both = g.node(f"{side}_scale_both", "Cast", g.node(f"{side}_scale_fp16", "Concat", past, new, axis=2), to=_FLOAT)
+        return g.reshape(f"{side}_scale_row", both, [0, 0, 1, -1])
+
+    def _by_sequence(self, g: Graph, name: str, field: str, block_table: str, shape: Sequence[int]) -> str:
+        """A field of the cache [blocks, Hkv, block, ..] by the blocks of each sequence: [B, Hkv, S, ..], packed."""
+        blocks = g.node(f"{name}_blocks", "Gather", field, block_table)
+        trailing = [4] if len(shape) == 4 else []
+        return g.reshape(name, g.node(f"{name}_heads_first", "Transpose", blocks, perm=[0, 2, 1, 3, *trailing]), shape)

@@ -1,0 +1,276 @@
+"""How graphs pack K and V into levels and unpack them: behind a rotation, or keys behind learned coordinates.
+
+Widths, tables and columns are a format's `Description`; matrices are weights. All of it is by side: K and V may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from onnx import TensorProto
+from torch import Tensor
+
+from haarkv.codebooks import cubic
+from haarkv.models.config import ModelConfig
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.columns import EIGHTHS, widths_of
+from haarkv.tq_ops.formats.learned import GAINS
+from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.formats.rotated import Description
+from haarkv.tq_ops.onnx.graph import Graph, TensorType
+from haarkv.tq_ops.onnx.reads import FORMAT
+
+_FLOAT, _INT32 = TensorProto.FLOAT, TensorProto.INT32
+# Vectors with larger or smaller coordinates are first multiplied by a power of two, which is exact: squares stay in FP32.
+_LARGE, _SMALL, _LIFT = 2.0**40, 2.0**-40, 2.0**96
+_COORDINATES = ("mean", "forward", "rows", "weights")
+
+
+@dataclass(frozen=True)
+class LevelScopes:
+    """The scopes that know bits.
+
+    Args:
+        config: shapes.
+        dtype: of weights and hidden states, a key of `scopes.DTYPES`.
+        k, v: how K and V are stored.
+    """
+
+    config: ModelConfig
+    dtype: str = "float32"
+    k: KVFormat = FORMAT
+    v: KVFormat = FORMAT
+
+    codes_out: ClassVar[int] = TensorProto.UINT8
+    """Element type of new codes."""
+    centroid_type: ClassVar[type[np.generic]] = np.float32
+    """In which centroids meet Q and probabilities."""
+
+    def name(self, side: str) -> str:
+        """Of the format of a side, "k" or "v"."""
+        return self.k.name if side == "k" else self.v.name
+
+    def described(self, side: str) -> Description:
+        """The format of a side."""
+        found = (self.k if side == "k" else self.v).description(self.config.heads.head_dim)
+        assert found is not None, "misfit() lets formats of levels pass alone"
+        return found
+
+    def code_bytes(self, side: str) -> int:
+        """Bytes of a vector's codes."""
+        described = self.described(side)
+        return described.levels * described.bits // 8
+
+    def learned(self, side: str) -> bool:
+        """Whether a side has learned coordinates in place of a rotation."""
+        return self.described(side).transform.coordinates is not None
+
+    def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
+        """What K and V of a layer are stored by and no checkpoint holds: a scope's word for it -> name and type."""
+        heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
+        rotations = {self.described(side).transform for side in "kv" if not self.learned(side)}
+        found: dict[str, tuple[str, TensorType]] = {}
+        for side in "kv":
+            if self.learned(side):
+                for word in _COORDINATES:
+                    shape = (heads, dim, dim) if word in ("forward", "rows") else (heads, dim)
+                    found[f"{side}_{word}"] = (f"layers.{layer}.{side}_{word}", TensorType(_FLOAT, shape))
+            else:
+                word = "rotation" if len(rotations) == 1 else f"{side}_rotation"
+                found[f"{side}_rotation"] = (f"layers.{layer}.{word}", TensorType(_FLOAT, (dim, dim)))
+        return found
+
+    def stored_values(self, layer: int, device: torch.device) -> dict[str, Tensor]:
+        """The tensors of `stored_by` by their names."""
+        names = {word: name for word, (name, _) in self.stored_by(layer).items()}
+        found: dict[str, Tensor] = {}
+        for side in "kv":
+            transform = self.described(side).transform
+            if transform.coordinates:
+                coordinates = transform.coordinates(layer).to(device)
+                found |= {names[f"{side}_{word}"]: getattr(coordinates, word).contiguous() for word in _COORDINATES}
+            else:
+                found[names[f"{side}_rotation"]] = transform.on(layer, self.config.heads.head_dim, device)
+        return found
+
+    # -- From vectors to codes -----------------------------------------------------------------------------------------
+    def quantize(self, g: Graph, x: str, rotation: str, *, side: str) -> list[str]:
+        """Store K or V behind a rotation: [B, Q, Hkv, D] fp32 -> codes [B, Q, Hkv, bytes] uint8, scale [B, Q, Hkv] fp16.
+
+        A vector that is not finite gets a scale of NaN, since a graph cannot refuse.
+        """
+        described = self.described(side)
+        unit, norm, lift = self._unit(g, x)
+        y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.heads.num_kv_heads)
+        level = self._level(g, y, side, np.array(described.boundaries, np.float32))
+        chosen = g.node("chosen", "Gather", self._centroid_table(g, side), level)
+        length = g.node("chosen_norm", "Sqrt", g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", chosen, chosen)))
+        return [self._packed(g, level, side), self._scale(g, norm, g.node("norm_of_x", "Div", norm, lift), length)]
+
+    def quantize_learned(self, g: Graph, x: str, mean: str, forward: str, weights: str, *, side: str) -> list[str]:
+        """The same behind learned coordinates, of the sizes `GAINS` that which fits best."""
+        heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
+        unit, norm, lift = self._unit(g, g.node("shifted", "Sub", x, mean))
+        rows = g.reshape("unit_rows", self._bf16(g, unit), [0, 0, heads, 1, dim])
+        y = g.reshape("y", g.node("y_rows", "MatMul", rows, forward), [0, 0, heads, dim])
+        square = g.node("y_square", "Mul", y, y)
+        rho = g.node("rho", "Sqrt", g.reduce("mean_square", "ReduceMean", square))
+        length = g.node("length", "Sqrt", g.reduce("length_square", "ReduceSum", g.node("weighted", "Mul", square, weights)))
+        some = g.node("is_off_the_mean", "Greater", rho, g.scalar(0.0))
+        t = g.node("t", "Div", y, g.node("rho_or_1", "Where", some, rho, g.scalar(1.0)))
+        best: list[str] = []
+        for number, gain in enumerate(GAINS):
+            tried = g.call(
+                f"gain_{number}", f"Gain_{self.name(side)}", lambda inner, **by: self.at_gain(inner, **by, side=side),
+                t=t, gain=g.scalar(gain), weights=weights,
+            )  # fmt: skip
+            if best:
+                nearer = g.node(f"nearer_{number}", "Greater", tried[2], best[2])
+                words = ("levels", "kept", "fit")
+                best = [
+                    g.node(f"{word}_{number}", "Where", nearer, new, old)
+                    for word, new, old in zip(words, tried, best, strict=True)
+                ]
+            else:
+                best = list(tried)
+        length_of_x = g.node("length_of_x", "Mul", g.node("norm_of_x", "Div", norm, lift), length)
+        return [self._packed(g, best[0], side), self._scale(g, norm, length_of_x, g.node("kept_length", "Sqrt", best[1]))]
+
+    def at_gain(self, g: Graph, t: str, gain: str, weights: str, *, side: str) -> list[str]:
+        """Levels [B, Q, Hkv, D] int32 of coordinates at a size, the weighted square of what they restore, and how it fits."""
+        widths = widths_of(self.described(side).columns)
+        tables = np.full((EIGHTHS, 2 ** max(widths) - 1), np.inf, np.float32)
+        for table, bits in zip(tables, widths, strict=True):
+            table[: 2**bits - 1] = cubic.boundaries(bits).numpy()
+        level = self._level(g, g.node("sized", "Mul", t, gain), side, tables)
+        restored = self._cubic(g, "restored", side, level)
+        weighted = g.node("restored_weighted", "Mul", restored, weights)
+        along = g.reduce("along", "ReduceSum", g.node("along_each", "Mul", weighted, t))
+        kept = g.reduce("kept", "ReduceSum", g.node("kept_each", "Mul", weighted, restored))
+        return [level, kept, g.node("fit", "Div", g.node("along_squared", "Mul", along, along), kept)]
+
+    def _unit(self, g: Graph, x: str) -> tuple[str, str, str]:
+        """x / norm and norm, both of `x * lift`; lift is a power of two, and 1 of all ordinary vectors."""
+        largest = g.reduce("largest", "ReduceMax", g.node("magnitude", "Abs", x))
+        small = g.node("is_small", "Less", largest, g.scalar(_SMALL))
+        raised = g.node("raise", "Where", small, g.scalar(_LIFT), g.scalar(1.0))
+        large = g.node("is_large", "Greater", largest, g.scalar(_LARGE))
+        lift = g.node("lift_by", "Where", large, g.scalar(1 / _LIFT), raised)
+        lifted = g.node("lifted", "Mul", x, lift)
+        norm = g.node("norm", "Sqrt", g.reduce("sum_square", "ReduceSum", g.node("lifted_square", "Mul", lifted, lifted)))
+        some = g.node("is_some", "Greater", norm, g.scalar(0.0))
+        divisor = g.node("divisor", "Where", some, norm, g.scalar(1.0))
+        return g.node("unit", "Div", lifted, divisor), norm, lift
+
+    def _bf16(self, g: Graph, unit: str) -> str:
+        """Numbers of at most 1, rounded to BF16 and kept in FP32."""
+        return g.node("rounded", "Cast", g.node("bf16", "Cast", unit, to=TensorProto.BFLOAT16), to=_FLOAT)
+
+    def _rotated(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, back: bool = False) -> str:
+        """`x @ rotation`, or `x @ rotation.T` on the way back: [.., D] fp32."""
+        matrix = g.node(f"{name}_by", "Transpose", rotation, perm=[1, 0]) if back else rotation
+        return g.node(name, "MatMul", x, matrix)
+
+    def _level(self, g: Graph, y: str, side: str, boundaries: np.ndarray) -> str:
+        """Number of boundaries that each coordinate reaches, int32: one comparison a bit, the highest first.
+
+        Args:
+            boundaries: [2**bits - 1], or one such row for each of equal parts of a vector.
+        """
+        name, most, dim = self.name(side), boundaries.shape[-1], self.config.heads.head_dim
+        rows = np.repeat(np.arange(len(boundaries)), dim // len(boundaries)) if boundaries.ndim > 1 else None
+        table = g.constant(f"boundaries_{name}", boundaries.reshape(-1))
+        top = (most + 1) // 2
+        middle = boundaries[top - 1] if rows is None else boundaries[rows, top - 1]
+        reached = g.node(f"reaches_{top}", "GreaterOrEqual", y, g.constant(f"middle_{name}", middle))
+        level = g.node(f"bit_{top}", "Where", reached, g.scalar(top, np.int32), g.scalar(0, np.int32))
+        for step in (2**bit for bit in reversed(range(top.bit_length() - 1))):
+            before = np.array(step - 1 if rows is None else rows * most + step - 1, np.int32)
+            edge_at = g.node(f"next_{step}", "Add", level, g.constant(f"before_{step}_{name}", before))
+            reached = g.node(f"reaches_{step}", "GreaterOrEqual", y, g.node(f"edge_{step}", "Gather", table, edge_at))
+            level = g.node(
+                f"bit_{step}", "Where", reached, g.node(f"with_{step}", "Add", level, g.scalar(step, np.int32)), level
+            )
+        return level
+
+    def _scale(self, g: Graph, norm: str, length_of_x: str, length: str) -> str:
+        """fp16 [B, Q, Hkv]: length_of_x / length, at most FP16's largest; NaN where the norm is not finite."""
+        scale = g.node("scale_fp32", "Div", length_of_x, length)
+        largest = g.scalar(float(np.finfo(np.float16).max))
+        saturated = g.node("saturated", "Where", g.node("is_too_large", "Greater", scale, largest), largest, scale)
+        finite = g.node("is_finite", "Less", norm, g.scalar(np.inf))
+        marked = g.node("marked", "Where", finite, saturated, g.scalar(np.nan))
+        narrow = g.node("scale_fp16", "Cast", marked, to=TensorProto.FLOAT16)
+        return g.reshape("scale", narrow, [0, 0, self.config.heads.num_kv_heads])
+
+    def _centroid_table(self, g: Graph, side: str) -> str:
+        return g.constant(f"centroids_{self.name(side)}", np.array(self.described(side).centroids, np.float32))
+
+    def _cubic(self, g: Graph, name: str, side: str, level: str) -> str:
+        """What levels [.., D] in columns stand for, fp32: `h * (2a + 8b * h**2)` with h = level - (2**bits - 1) / 2."""
+        widths = np.repeat(widths_of(self.described(side).columns), self.config.heads.head_dim // EIGHTHS)
+        numbers = {
+            "zero": (2.0**widths - 1) / 2, "first": [2 * cubic.FACTORS[bits][0] for bits in widths],
+            "third": [8 * cubic.FACTORS[bits][1] for bits in widths],
+        }  # fmt: skip
+        of = {word: g.constant(f"{word}_{self.name(side)}", np.array(value, np.float32)) for word, value in numbers.items()}
+        half = g.node(f"{name}_half", "Sub", g.node(f"{name}_fp32", "Cast", level, to=_FLOAT), of["zero"])
+        third = g.node(f"{name}_third", "Mul", g.node(f"{name}_square", "Mul", half, half), of["third"])
+        return g.node(name, "Mul", half, g.node(f"{name}_factor", "Add", third, of["first"]))
+
+    # -- Levels in bytes -----------------------------------------------------------------------------------------------
+    def _packed(self, g: Graph, level: str, side: str) -> str:
+        """Levels [B, Q, Hkv, D] int32 -> codes [B, Q, Hkv, bytes], as `pack_columns` or `pack_planes` lays them."""
+        described = self.described(side)
+        octets = self._columns(g, level, described) if described.columns else self._planes(g, level, described)
+        return self._codes(g, octets[0] if len(octets) == 1 else g.node("byte", "Concat", *octets, axis=-1))
+
+    def _planes(self, g: Graph, level: str, described: Description) -> list[str]:
+        low, *others = planes(described.bits)
+        parts = [level]
+        if others:
+            parts = [
+                g.node("low_plane", "BitwiseAnd", level, g.scalar(2**low - 1, np.int32)),
+                g.node("high_plane", "Div", level, g.scalar(2**low, np.int32)),
+            ]
+        octets = []
+        for width, plane in zip((low, *others), parts, strict=True):
+            count = 8 // width
+            cut = self._cut(g, f"parts_{width}", plane, [described.levels // count] * count)
+            octets.append(self._together(g, f"byte_{width}", cut, range(0, 8, width)))
+        return octets
+
+    def _columns(self, g: Graph, level: str, described: Description) -> list[str]:
+        eighths = self._cut(g, "eighth", level, [described.levels // EIGHTHS] * EIGHTHS)
+        octets = []
+        for number, column in enumerate(described.columns):
+            parts = [eighths[part.eighth] for part in column.parts]
+            unit = self._together(g, f"unit_{number}", parts, [part.shift for part in column.parts])
+            if column.nbytes == 2:
+                by_itself = g.reshape(f"unit_{number}_column", unit, [0, 0, 0, -1, 1])
+                low = g.node(f"unit_{number}_low", "BitwiseAnd", by_itself, g.scalar(255, np.int32))
+                high = g.node(f"unit_{number}_high", "Div", by_itself, g.scalar(256, np.int32))
+                both = g.node(f"unit_{number}_both", "Concat", low, high, axis=-1)
+                unit = g.reshape(f"unit_{number}_bytes", both, [0, 0, 0, -1])
+            octets.append(unit)
+        return octets
+
+    def _cut(self, g: Graph, name: str, x: str, counts: Sequence[int]) -> list[str]:
+        """The last axis in parts."""
+        return [x] if len(counts) == 1 else g.nodes(name, "Split", [x, g.integers(counts)], len(counts), axis=-1)
+
+    def _together(self, g: Graph, name: str, parts: Sequence[str], shifts: Sequence[int]) -> str:
+        """int32 parts in the bits of one number each, the first in the lowest."""
+        total = parts[0]
+        for part, shift in zip(parts[1:], shifts[1:], strict=True):
+            shifted = g.node(f"{name}_at_{shift}", "Mul", part, g.scalar(2**shift, np.int32))
+            total = g.node(f"{name}_to_{shift}", "Add", total, shifted)
+        return total
+
+    def _codes(self, g: Graph, byte: str) -> str:
+        """int32 0 … 255 as stored."""
+        return g.node("codes", "Cast", byte, to=TensorProto.UINT8)

@@ -1,0 +1,109 @@
+"""What goes into one ONNX model, as data: layers, how they store K and V, sizes, and names of inputs and outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import onnx
+
+from haarkv.models.config import ModelConfig, unknown_layer
+from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
+
+DEFAULT_OPSET = 23
+OLDEST_OPSET = 15  # the first whose models may hold functions
+NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a graph's inputs: numbers, or names of what may differ from run to run.
+
+    Attributes:
+        batch: B, sequences.
+        tokens: Q, new tokens a sequence.
+        columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
+        blocks, block_size: of the cache.
+        kept: vectors in BF16 of one side of a layer's cache.
+        predictions: rows of logits, where there are several new tokens a sequence; one a sequence unless given.
+    """
+
+    batch: int | str = "batch"
+    tokens: int | str = "tokens"
+    columns: int | str = "columns"
+    blocks: int | str = "blocks"
+    block_size: int | str = "block_size"
+    kept: int | str = "kept"
+    predictions: int | str | None = None
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """What goes into one model.
+
+    Attributes:
+        span: layers, by their index in the whole model; none of a head alone.
+        embed: begin with token ids instead of hidden states.
+        head: end with logits instead of hidden states.
+        opset: version of the standard operators.
+        sizes: of the inputs; with `static` all of them numbers.
+        functions: layers and scopes as functions.
+        static: for compilers that want every shape to be a constant: no node computes one.
+        metadata: kept in the model.
+        formats: K's and V's in each layer of the span; those of the scopes unless given.
+        kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
+    """
+
+    span: range
+    embed: bool
+    head: bool
+    opset: int
+    sizes: Sizes = Sizes()
+    functions: bool = True
+    static: bool = False
+    metadata: tuple[tuple[str, str], ...] = ()
+    formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
+    kept: tuple[int, int] = (0, 0)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What each layer stores, in the order of inputs and outputs."""
+        return FIELDS + KEPT_FIELDS * any(self.kept)
+
+    def scopes(self, scopes: Qwen3Scopes, layer: int) -> Qwen3Scopes:
+        """Those of one layer of the span."""
+        if not self.formats:
+            return scopes
+        k, v = self.formats[layer - self.span.start]
+        return replace(scopes, k=k, v=v)
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """In one sentence why there are no graphs of such a model, or None."""
+    if other := unknown_layer(config, ("head_norms", "bias")):
+        return f"its graphs are those of plain dense layers, and {other}"
+    if len(set(config.layers)) > 1 or config.embedding_scale != 1 or config.final_norm != config.layers[0].norm:
+        return "one function serves all layers of its graphs, and this model's differ"
+    return None
+
+
+def cache_name(layer: int, stored: str) -> str:
+    """Name of the input that is a layer's stored field."""
+    return f"layers.{layer}.{stored}"
+
+
+def new_name(layer: int, stored: str) -> str:
+    """Name of the output that is the same field of the new tokens."""
+    return f"layers.{layer}.new_{stored}"
+
+
+def require_opset(opset: int) -> None:
+    """Refuse an opset that no graph can be written in.
+
+    Raises:
+        InputError: it has no functions, or ONNX Runtime or this onnx package does not know it.
+    """
+    newest = min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)
+    if not OLDEST_OPSET <= opset <= newest:
+        raise InputError(f"there is no opset {opset} to write; choose one of {OLDEST_OPSET} … {newest}")

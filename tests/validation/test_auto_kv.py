@@ -1,0 +1,82 @@
+"""`--kv auto`: the text that a model writes, the choice, and what is remembered of it."""
+
+import pytest
+import torch
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.planning import auto, remembered
+from haarkv.validation.planning.calibrate import load_subject
+from haarkv.validation.planning.own_text import SEQUENCES, start_token, write
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return load_subject("tiny")
+
+
+@pytest.fixture(scope="module")
+def chosen(subject):
+    return auto.choose(subject, loss=0.002)
+
+
+@pytest.fixture
+def at_home(monkeypatch, tmp_path):
+    monkeypatch.setattr(remembered, "home", lambda: tmp_path / "kv-auto")
+    return tmp_path / "kv-auto"
+
+
+def test_a_model_writes_texts_of_its_own_from_its_start_token(subject):
+    session = subject.session(KVSpec("bf16"))
+    ids = write(session, 200)
+    length = -(-200 // SEQUENCES)
+    assert len(ids) == 200
+    assert set(ids[::length].tolist()) == {start_token(session.tokenizer)}
+    assert torch.equal(ids, write(session, 200))
+    others = write(session, 200, seed=SEQUENCES)
+    assert not torch.equal(ids, others)
+    # Drawn, and not the likeliest: texts differ from each other.
+    assert len({tuple(text.tolist()) for text in ids.split(length)}) == SEQUENCES
+
+
+def test_the_smallest_cache_under_the_bound_is_taken(chosen):
+    bits, losses = [row.bits_per_value for row in chosen.rows], [row.kl_mean for row in chosen.rows]
+    assert losses[-1] <= 0.002 < min(losses[:-1])
+    assert bits == sorted(bits)
+    assert chosen.spec.kv == auto.CHOICES[len(chosen.rows) - 1]
+    assert (chosen.spec.tail, chosen.spec.sink) == (128, 4)
+    assert f"takes {chosen.spec.kv} with 128 recent and 4 first tokens" in str(chosen)
+
+
+def test_a_bound_that_is_none_is_refused(subject):
+    with pytest.raises(InputError, match="--kv-loss is a mean KL in nats a token, above 0, not -1"):
+        auto.choose(subject, loss=-1.0)
+
+
+def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home, chosen, monkeypatch):
+    asked = []
+
+    def choose_for(model, **how):
+        asked.append(how["loss"])
+        return chosen
+
+    monkeypatch.setattr(remembered, "choose_for", choose_for)
+    said = []
+    first = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
+    again = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
+    assert asked == [0.002]
+    assert said == [str(chosen)]
+    assert again.plan(6).describe() == first.plan(6).describe()
+    assert again.weights == first.weights == chosen.file.fingerprint
+    (file,) = at_home.iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    remembered.cache_for("tiny", loss=0.002)
+    remembered.cache_for("tiny", loss=0.01)
+    assert asked == [0.002, 0.002, 0.01]
+
+
+def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(remembered, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+    assert remembered.cache_for("tiny", loss=0.002) is chosen.spec

@@ -1,0 +1,141 @@
+"""The smallest cache whose loss on a model stays under a bound: `--kv auto`.
+
+    text         what the model writes itself, from its start token
+    coordinates  of its keys, learned from half of that text
+    choice       caches from the smallest on, each measured on the other half beside the model's own bf16 cache
+
+Every cache keeps the first 4 and the newest 128 tokens in BF16. Values keep a fixed rotation: they have nothing to learn, and
+lose less than keys do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.plans import plan_for
+from haarkv.models.catalog import read_config
+from haarkv.models.config import ModelConfig
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, evaluate, make_workload
+from haarkv.validation.planning.calibrate import Subject, load_subject
+from haarkv.validation.planning.own_text import write
+
+LOSS = 0.01
+"""Mean KL in nats a token that a cache may lose unless asked otherwise."""
+TAIL, SINKS = 128, 4
+CHOICES = (
+    "k=lr2,v=tq2", "k=lr2,v=tq3", "k=lr3,v=tq3", "k=lr3,v=tq4", "k=lr4,v=tq4", "k=lr4,v=tq5", "k=lr5,v=tq5", "k=lr5,v=tq6",
+    "k=tq8,v=tq6", "k=tq8,v=tq8", "bf16",
+)  # fmt: skip
+"""From the smallest on. Beside these K keeps about as many bits as V, where both lose alike."""
+LEARNED_FROM, JUDGED_BY, WINDOW = 4096, 2048, 1024
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A cache that was chosen for a model.
+
+    Attributes:
+        spec: the cache, with what was learned.
+        config: of the model.
+        file: the same as a calibration file keeps it.
+        rows: of every cache that was measured, the chosen one last.
+        loss: the bound.
+        seconds: of writing the text, of learning, and of measuring.
+    """
+
+    spec: KVSpec
+    config: ModelConfig
+    file: CalibrationFile
+    rows: tuple[FidelityRow, ...]
+    loss: float
+    seconds: tuple[float, float, float]
+
+    def __str__(self) -> str:
+        row = self.rows[-1]
+        wrote, learned, measured = self.seconds
+        return (
+            f"--kv auto takes {self.spec.kv} with {TAIL} recent and {SINKS} first tokens in BF16: mean KL {row.kl_mean:.2g} "
+            f"on {JUDGED_BY:,} tokens that the model wrote itself, under {self.loss:g} ({wrote:.0f} s to write, "
+            f"{learned:.0f} to learn, {measured:.0f} to measure)"
+        )
+
+
+def choose(
+    subject: Subject, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None, ids: Tensor | None = None
+) -> Chosen:
+    """Choose a cache for a model.
+
+    Args:
+        subject: the model.
+        loss: mean KL in nats a token that it may lose.
+        on_step: told what has been done, and how many tokens it took.
+        ids: a text [n] int64 in place of what the model writes, of `LEARNED_FROM + JUDGED_BY` tokens at least.
+    Raises:
+        InputError: a bound that is none.
+    """
+    if not loss > 0:
+        raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
+    times = [time.monotonic()]
+    base = subject.session(KVSpec("bf16"))
+    if ids is None:
+        ids = write(base, LEARNED_FROM + JUDGED_BY, on_step=on_step)
+    times.append(time.monotonic())
+    context = subject.config.max_position_embeddings
+    windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
+    learning = subject.learn(windows, (), context=context, on_step=on_step)
+    file = subject.file_of(learning, context, {})
+    times.append(time.monotonic())
+    judged = make_workload(
+        ids[LEARNED_FROM : LEARNED_FROM + JUDGED_BY + 1].tolist(), context, window=min(JUDGED_BY - 1, context),
+        tokens=JUDGED_BY - 1, prompts=0,
+    )  # fmt: skip
+    rows = list[FidelityRow]()
+    for kv in CHOICES:
+        spec = spec_of(kv, file.calibration, subject.config)
+        setup = Setup(subject.model, base, {kv: subject.session(spec)}, subject.fingerprint)
+        rows += evaluate(setup, judged, on_step=on_step)
+        if rows[-1].kl_mean <= loss:
+            break
+    times.append(time.monotonic())
+    wrote, learned, measured = (b - a for a, b in pairwise(times))
+    whole = replace(spec, made_for=file.shape, weights=file.fingerprint)
+    return Chosen(whole, subject.config, file, tuple(rows), loss, (wrote, learned, measured))
+
+
+def steps(model: str, layers: int | None = None) -> int:
+    """Tokens that `on_step` is told of, at most, as a bar counts them.
+
+    Raises:
+        InputError: no such model.
+    """
+    written = LEARNED_FROM + JUDGED_BY
+    return written + read_config(model, layers).num_layers * LEARNED_FROM + len(CHOICES) * JUDGED_BY
+
+
+def spec_of(kv: str, calibration: Calibration, config: ModelConfig) -> KVSpec:
+    """A cache of `CHOICES` as a spec: tail and sinks as the model's context has room for them."""
+    tail = min(TAIL, config.max_position_embeddings)
+    spec = KVSpec(kv, tail, SINKS, calibration=calibration if "lr" in kv else None)
+    plan_for(spec, config)
+    return spec
+
+
+def choose_for(model: str, *, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None, **how: Any) -> Chosen:
+    """Load a model and choose its cache.
+
+    Args:
+        model, how: as `calibrate.load_subject` takes them.
+        loss, on_step: as in `choose`.
+    """
+    return choose(load_subject(model, **how), loss, on_step)

@@ -1,0 +1,94 @@
+"""Caches that `--kv auto` has chosen, kept in the user's cache folder beside what they were learned with.
+
+A choice is found again by the model's files, their sizes and times, and the bound; the calibration in it names the weights by
+their fingerprint, which a session compares when it has read them. A file that cannot be read is chosen anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from haarkv.engine.plans import plan_for
+from haarkv.models.catalog import path_of, read_config
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.output_files import write_whole
+from haarkv.validation.planning.auto import CHOICES, JUDGED_BY, LEARNED_FROM, LOSS, SINKS, TAIL, Chosen, choose_for
+
+_VERSION = 1
+
+
+def home() -> Path:
+    """The folder of all choices."""
+    return Path.home() / ".cache" / "haarkv" / "kv-auto"
+
+
+def file_for(model: str, loss: float, layers: int | None = None) -> Path:
+    """Where the choice for a model is kept, whether there is one or not.
+
+    Raises:
+        InputError: no such model.
+    """
+    path = path_of(model)
+    files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
+    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    about = [_VERSION, model if path is None else "", layers, seen, loss, CHOICES, TAIL, SINKS, LEARNED_FROM, JUDGED_BY]
+    return home() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.safetensors"
+
+
+def chosen_before(file: Path) -> KVSpec | None:
+    """The choice in a file; None if there is none that can be read."""
+    if not file.exists():
+        return None
+    try:
+        return plan_file.load(file)
+    except InputError:
+        return None
+
+
+def remember(file: Path, chosen: Chosen) -> None:
+    """Keep a choice; a folder that cannot be written keeps none."""
+    config_plan = plan_for(chosen.spec, chosen.config)
+    text = plan_file.dumps(
+        config_plan, chosen.file.shape, {"said": str(chosen), "rows": [row.measured for row in chosen.rows]}
+    )
+    content = calibration_file.dumps(calibration_file.with_plan(chosen.file, text))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, content)
+    except (OSError, InputError):
+        return
+
+
+def cache_for(
+    model: str,
+    *,
+    loss: float = LOSS,
+    layers: int | None = None,
+    on_choice: Callable[[str], object] = lambda _: None,
+    on_step: Callable[[str, int], None] = lambda *_: None,
+    **how: Any,
+) -> KVSpec:
+    """The cache that `--kv auto` means for a model: the one that was chosen before, or one that is chosen now.
+
+    Args:
+        model, layers, how: as `calibrate.load_subject` takes them.
+        loss: mean KL in nats a token that it may lose.
+        on_choice: told in one line what was chosen now, and why.
+        on_step: as in `auto.choose`.
+    Raises:
+        InputError: no such model, or one that nothing can be learned of.
+    """
+    read_config(model, layers)
+    file = file_for(model, loss, layers)
+    if (known := chosen_before(file)) is not None:
+        return known
+    chosen = choose_for(model, loss=loss, layers=layers, on_step=on_step, **how)
+    remember(file, chosen)
+    on_choice(str(chosen))
+    return chosen.spec
