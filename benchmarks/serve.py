@@ -2,7 +2,7 @@
 
     tq bench serve                                          # the 0.6B's shapes, 4 of 28 layers, random weights
     tq bench serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
-    tq bench serve --kv bf16,tq4,k=lr4,v=tq3             # learned nibbles, of made-up coordinates
+    tq bench serve --kv bf16,tq4,k=lr4,v=tq3             # learned keys, of made-up coordinates
 
 One server for each storage, with the same flags and the same bytes for its KV cache; both are up and take turns round by
 round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. Cold rounds send prompts

@@ -93,7 +93,7 @@ def names_in(text: str) -> list[str]:
     """Formats with commas between: `bf16,tq4,k=lr4,v=tq3` names three. One that is none is refused."""
     names = list(dict.fromkeys(part.strip() for part in re.split(r",(?!\s*v=)", text)))
     for name in names:
-        formats.parse(name, made_up.calibration())  # of any model: which nibbles there are does not depend on it
+        formats.parse(name, made_up.calibration())  # of any model: which formats there are does not depend on it
     return names
 
 
@@ -106,7 +106,7 @@ def storages(
     *,
     random: bool,
 ) -> list[Storage]:
-    """What is asked for, in order: formats, with a file of `tq calibrate` for `lrN`, then files of `tq plan`.
+    """What is asked for, in order: formats, with a file of `tq calibrate` for `lrB`, then files of `tq plan`.
 
     Args:
         scratch: a folder for made-up coordinates: they take as long as learned ones, and random weights fit any.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -148,6 +149,7 @@ def _of_head(metric: Tensor, spread: Tensor, power: float) -> tuple[Tensor, Tens
     return forward, back.double(), alike / alike.mean()
 
 
+@cache
 def _turn(eighth: int, count: int) -> Tensor:
     """[n, n] float64, a rotation by chance, the same for all heads and layers."""
     gaussian = draw_gaussian(eighth, count * count).reshape(count, count)

@@ -1,4 +1,4 @@
-"""Learned nibbles on models of other families, through transformers: train two small ones, calibrate, and compare caches.
+"""Learned keys on models of other families, through transformers: train two small ones, calibrate, and compare caches.
 
     python examples/hf_families.py FOLDER        # about a quarter of an hour on two cores; resumes what is there
 
@@ -28,8 +28,7 @@ from tq.hf.cache import TQCache
 from tq.hf.calibrate import calibrate
 
 LENGTH = 512
-CACHES = ("tq2", "tq3", "tq4", "tq5", *(f"k=lr{k},v=lr32" for k in (48, 64, 80, 96)), "lr64")
-"""At head_dim 64, where 16 nibbles are one bit a number."""
+CACHES = ("tq2", "tq3", "tq4", "tq5", "k=lr2,v=tq3", "k=lr3,v=tq3", "k=lr4,v=tq4")
 COMMON = {
     "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 2048, "bos_token_id": 0,
     "eos_token_id": 0, "tie_word_embeddings": True,

@@ -21,7 +21,7 @@ ModelConfig   The shapes of a model.
 InputError      An error that the caller can correct; its one line says how.
 TQCache         A cache for a model of transformers; needs haarkv[hf].
 generate        Generate with a model of transformers and a TQCache; needs haarkv[hf].
-calibrate       Learn coordinates of a model of transformers for formats lrN; needs haarkv[hf].
+calibrate       Learn coordinates of a model of transformers for formats lr2 to lr5; needs haarkv[hf].
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ loss_option = click.option(
 )
 plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 calibration_option = click.option(
-    "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lrN."
+    "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lr2 to lr5."
 )
 skip_layers_option = click.option(
     "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."

@@ -120,7 +120,7 @@ def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
 
     spec = KVSpec() if given["calibration"] is None else calibration_file.load(given["calibration"]).spec
     if spec.calibration and not given["kvs"]:
-        raise click.UsageError("--calibration is for formats lrN; name them with --kv")
+        raise click.UsageError("--calibration is for formats lr2 to lr5; name them with --kv")
     caches = {name: replace(spec, kv=name) for name in parse_list(given["kvs"], spec.calibration)}
     return caches | options.named_plans(given["plan_files"], caches, "caches")
 

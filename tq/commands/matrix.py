@@ -48,7 +48,7 @@ class _Besides(click.ParamType[tuple[tuple[int, int], ...]]):
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="N", help="Score N of each text at most."
 )
-@click.option("--learn", "learn_file", metavar="FILE", help="A text for formats that learn: OSCAR, lrN.")
+@click.option("--learn", "learn_file", metavar="FILE", help="A text for formats that learn: OSCAR, lr2 to lr5.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw what --out holds, as SVG.")
 @threads_option

@@ -275,7 +275,7 @@ class KVSpec:
         skip_layers: layers that are left in `bf16`; negative ones count from the end.
         layers: layer -> format, for others that differ from `kv`.
         made_for: the only models that it fits, of a plan that was measured; None for any.
-        calibration: learned coordinates of the model, which formats `lrN` need.
+        calibration: learned coordinates of the model, which formats `lr2` to `lr5` need.
         weights: fingerprint of the only weights that these belong to; "" for any.
     """
 

@@ -158,7 +158,7 @@ def _overlap(a: Bbox, b: Bbox) -> float:
 # -- The matrix: ours beside others ---------------------------------------------------------------------------------------
 # Color, mark and name of each family; a row belongs to the first whose prefix its label has.
 _FAMILIES = {
-    "lr": ("#d9827b", "d", "learned nibbles (ours)"),
+    "lr": ("#d9827b", "d", "learned keys (ours)"),
     "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
     "K ": ("#5aa0e0", "D", "K finer than V (ours)"),
     "KVarN": ("#1b7f5c", "s", "KVarN"),

@@ -43,7 +43,7 @@ def parse_list(specs: Sequence[str], learned: Calibration | None = None) -> list
     ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
-        learned: what `lrN` takes its coordinates from.
+        learned: what `lrB` takes its coordinates from.
     Returns:
         as `formats.describe` writes them, each once, in the order given.
     Raises:

@@ -26,7 +26,7 @@ class CacheCase:
     """A cache with `stored` tokens of each sequence, and a batch of `new` ones.
 
     Attributes:
-        kv: formats, as `--kv` takes them; `lrN` of made-up coordinates.
+        kv: formats, as `--kv` takes them; `lrB` of made-up coordinates.
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
         tail, sink: tokens that stay in BF16.

@@ -1,8 +1,8 @@
 """The smallest cache whose loss on a model stays under a bound: `--kv auto`.
 
     text         what the model writes itself, from its start token
-    coordinates  of its keys, learned from half of that text
-    choice       caches from the smallest on, each measured on the other half beside the model's own bf16 cache
+    coordinates  of its keys, learned from two thirds of that text
+    choice       by halving the list of caches, each measured on the rest of the text beside the model's own bf16 cache
 
 Every cache keeps the first 4 and the newest 128 tokens in BF16. Values keep a fixed rotation: they have nothing to learn, and
 lose less than keys do.
@@ -10,7 +10,9 @@ lose less than keys do.
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -49,7 +51,8 @@ class Chosen:
         spec: the cache, with what was learned.
         config: of the model.
         file: the same as a calibration file keeps it.
-        rows: of every cache that was measured, the chosen one last.
+        rows: of every cache that was measured, by size.
+        row: of the chosen one.
         loss: the bound.
         seconds: of writing the text, of learning, and of measuring.
     """
@@ -58,11 +61,12 @@ class Chosen:
     config: ModelConfig
     file: CalibrationFile
     rows: tuple[FidelityRow, ...]
+    row: FidelityRow
     loss: float
     seconds: tuple[float, float, float]
 
     def __str__(self) -> str:
-        row = self.rows[-1]
+        row = self.row
         wrote, learned, measured = self.seconds
         return (
             f"--kv auto takes {self.spec.kv} with {TAIL} recent and {SINKS} first tokens in BF16: mean KL {row.kl_mean:.2g} "
@@ -100,17 +104,26 @@ def choose(
         ids[LEARNED_FROM : LEARNED_FROM + JUDGED_BY + 1].tolist(), context, window=min(JUDGED_BY - 1, context),
         tokens=JUDGED_BY - 1, prompts=0,
     )  # fmt: skip
-    rows = list[FidelityRow]()
-    for kv in CHOICES:
-        spec = spec_of(kv, file.calibration, subject.config)
-        setup = Setup(subject.model, base, {kv: subject.session(spec)}, subject.fingerprint)
-        rows += evaluate(setup, judged, on_step=on_step)
-        if rows[-1].kl_mean <= loss:
-            break
+    specs, rows = [spec_of(kv, file.calibration, subject.config) for kv in CHOICES], dict[int, FidelityRow]()
+
+    def holds(place: int) -> bool:
+        spec = specs[place]
+        (rows[place],) = evaluate(
+            Setup(subject.model, base, {spec.kv: subject.session(spec)}, subject.fingerprint), judged, on_step=on_step
+        )
+        return rows[place].kl_mean <= loss
+
+    # A larger cache loses less, and the last one nothing.
+    taken = bisect_left(range(len(specs) - 1), True, key=holds)
+    if taken not in rows:
+        holds(taken)
+    spec = specs[taken]
     times.append(time.monotonic())
     wrote, learned, measured = (b - a for a, b in pairwise(times))
     whole = replace(spec, made_for=file.shape, weights=file.fingerprint)
-    return Chosen(whole, subject.config, file, tuple(rows), loss, (wrote, learned, measured))
+    return Chosen(
+        whole, subject.config, file, (*(rows[place] for place in sorted(rows)),), rows[taken], loss, (wrote, learned, measured)
+    )
 
 
 def steps(model: str, layers: int | None = None) -> int:
@@ -120,7 +133,8 @@ def steps(model: str, layers: int | None = None) -> int:
         InputError: no such model.
     """
     written = LEARNED_FROM + JUDGED_BY
-    return written + read_config(model, layers).num_layers * LEARNED_FROM + len(CHOICES) * JUDGED_BY
+    measured = math.ceil(math.log2(len(CHOICES))) + 1
+    return written + read_config(model, layers).num_layers * LEARNED_FROM + measured * JUDGED_BY
 
 
 def spec_of(kv: str, calibration: Calibration, config: ModelConfig) -> KVSpec:
