@@ -26,6 +26,7 @@ TRIES = len(GAINS)
 SPAN = 8.0
 """What the levels of a coordinate span in a program before they become centroids. FP16 holds its cube."""
 _BYTE = 8
+_MOST_STRIDES = 4  # of the eighths of a part: 64 rows of 128 tokens
 _POWERS = 4
 
 
@@ -93,6 +94,22 @@ class Layout:
             parts.append(first + stride * units)
             first += stride * len(units)
         return torch.cat(parts)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Eighths that become centroids together: of one width, and few enough that not all of a tile is on its way at once.
+
+        Levels of all rows, their squares and what becomes of them would not fit in the unified buffer.
+        """
+        found: list[list[int]] = []
+        for eighth in range(EIGHTHS):
+            last = found[-1] if found else []
+            room = _MOST_STRIDES - sum(self.strides[other] for other in last)
+            if last and self.widths[last[0]] == self.widths[eighth] and self.strides[eighth] <= room:
+                last.append(eighth)
+            else:
+                found.append([eighth])
+        return tuple(map(tuple, found))
 
     @cached_property
     def lower_pieces(self) -> tuple[Piece, ...]:

@@ -147,8 +147,7 @@ class LearnedKeys(ScaledSide):
 def restored(codes, layout, put):
     """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [width, tokens] FP16, each over its factor.
 
-    Some rows at a time, each done with before the next: of all at once, levels and what becomes of them would not fit in the
-    unified buffer. Eighths of equal width follow one another, and are rows of one part. `put` takes a part and its first row.
+    They come in the parts of the layout: `put` takes one and its first row.
 
     A byte read as signed is brought to the middle of its range first, in steps of `SPAN / 256`: all that follows is symmetric.
     """
@@ -168,13 +167,12 @@ def restored(codes, layout, put):
             _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), held, eighths)
         first += rows
     first = 0
-    for bits in sorted(set(layout.widths), reverse=True):
-        own = [eighth for eighth in range(EIGHTHS) if layout.widths[eighth] == bits]
+    for own in layout.parts:
         rows = _UNITS * sum(layout.strides[eighth] for eighth in own)
         # Each eighth is made where it belongs: nothing is copied.
         pypto.set_vec_tile_shapes(rows, tokens)
         level = pypto.concat([eighths[eighth] for eighth in own], 0) if len(own) > 1 else eighths[own[0]]
-        put((level * level + cubic_of(bits).rise) * level, first)
+        put((level * level + cubic_of(layout.widths[own[0]]).rise) * level, first)
         first += rows
 
 

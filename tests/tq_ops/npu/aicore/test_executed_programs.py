@@ -61,7 +61,7 @@ def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(sim
     assert executed >= 0.9
 
 
-@pytest.mark.parametrize("kv", ["k=lr4,v=tq4", "k=lr3,v=bf16"])
+@pytest.mark.parametrize("kv", ["k=lr4,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4"])
 def test_a_decode_layer_of_learned_keys_does_so_too(kv, simulator, toolchain):
     """Products in FP32, the cube's adding up of bytes and transposed tiles, which no other program has; rows of 48 bytes."""
     config = load_model("tiny", "bfloat16").config
