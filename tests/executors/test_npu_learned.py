@@ -1,20 +1,26 @@
-"""Learned nibbles on the NPU programs, in the interpreter: layers, a validation, and faults planted in the coordinates."""
+"""Learned keys on the NPU programs, in the interpreter: layers, a validation, and faults planted in the coordinates."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from npu_checked import CONFIG, DECODE, PREFILL, check_layer, filled
-from npu_learned import learned_spec, made_up
+from npu_learned import learned_spec
 from npu_programs import needs_pypto, with_pypto
-from small_models import random_tokens, resized, small_model
+from small_models import cache_tensors, random_tokens, resized, small_model
 
+from haarkv.codebooks import cubic
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.qwen3_14b.npu import inputs
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats.columns import Column, Part, pack_columns
+from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.npu import learned
-from haarkv.tq_ops.npu.device import SimRunner
+from haarkv.tq_ops.npu.device import SimRunner, open_runner
+from haarkv.tq_ops.npu.first_programs import StoreByProgram
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.layers.runner import validate
 
@@ -27,43 +33,59 @@ def heads_of(case):
 
 
 # -- What the host hands over ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("nibbles", [64, 128, 256])
-def test_levels_by_their_places_are_the_bytes_of_the_format(nibbles):
-    """What the cube adds up: every nibble in its half of its byte, for each head by its own owners."""
-    kv_format = made_up().format("k", nibbles)
-    of = kv_format.description(128).transform.coordinates(0)
-    stages = learned.stages_of(of)
-    level = torch.randint(0, 16, (2, 9, stages * 128), generator=torch.Generator().manual_seed(0))
-    chosen = level.gather(-1, of.owners.unsqueeze(1).expand(-1, 9, -1))
-    places = learned.domain_tensors(kv_format, 128, 0, CPU)["places"].view(2, stages * 128, nibbles // 2)
-    half = nibbles // 2
-    assert torch.equal(level.float() @ places.float(), (chosen[..., :half] + 16 * chosen[..., half:]).float())
+@pytest.mark.parametrize("bits", COLUMNS)
+def test_levels_by_their_places_are_the_bytes_of_the_format(bits):
+    """What the cube adds up: every level at its place, and one that two bytes share in both."""
+    layout = learned.Layout(COLUMNS[bits])
+    generator = torch.Generator().manual_seed(0)
+    level = torch.cat([torch.randint(0, 2**width, (50, 16), generator=generator) for width in layout.widths], 1)
+    upper = learned.level_rows(layout, 128)[learned.LEVEL_ROWS.index("upper")]
+    assert bool(upper.any()) == bool(layout.lower_pieces) == (bits > 3)
+    levels = torch.cat([level.float(), (level * upper).floor()], 1) if layout.lower_pieces else level.float()
+    byte = levels @ learned.places_of(layout, 128).float()
+    assert torch.equal(byte, pack_columns(level.to(torch.uint8), layout.columns).float())
+
+
+@pytest.mark.parametrize("width", cubic.WIDTHS)
+def test_boundaries_that_a_program_tries_lie_beside_the_value(width):
+    """The inverse of the cubic is off by less than half a level, and one comparison settles the rest: no table, no steps."""
+    column = Column(1, (Part(0, width, 0), *(Part(eighth, 1, 0) for eighth in range(1, 8))))
+    by_name = dict(zip(learned.LEVEL_ROWS, learned.level_rows(learned.Layout((column,)), 8)[:, 0].double(), strict=True))
+    value = torch.cat([torch.linspace(-5, 5, 100_001), cubic.boundaries(width)]).double()
+    shrunk = (value * by_name["shrink"]).clamp(-1, 1)
+    inverse = sum(by_name[f"inverse{i}"] * shrunk ** (2 * i + 1) for i in range(4))
+    k = inverse.round()
+    assert k.abs().max() == by_name["most"]
+    tried = k * (by_name["linear"] + by_name["cubed"] * k**2)
+    level = k + (value >= tried - 1e-6) + by_name["most"]
+    assert torch.equal(level.long(), torch.bucketize(value, cubic.boundaries(width).double() - 1e-6, right=True))
+    m = 2 * torch.arange(2**width) + 1 - 2**width
+    assert torch.allclose((m * (by_name["a"] + by_name["b"] * m**2)).float(), cubic.centroids(width), atol=0, rtol=2e-7)
 
 
 def test_lifts_keep_queries_by_rows_no_longer_than_the_queries():
-    """Otherwise FP16 might not hold them; a power of two changes no number."""
-    kv_format = made_up().format("k", 128)
+    """Otherwise FP16 might not hold them; a power of two changes no number. Rows between coordinates are zero."""
+    kv_format = made_up.calibration().format(4)
     of = kv_format.description(128).transform.coordinates(1)
-    tensors = learned.domain_tensors(kv_format, 128, 1, CPU)
-    rows, lift = tensors["rows"].view(2, 128, 128), tensors["numbers"][2 * learned.LIFT :][:2, :1].unsqueeze(-1)
+    tensors, layout = learned.domain_tensors(kv_format, 128, 1, CPU), learned.layout_of(kv_format, 128)
+    assert layout.width(128) == 192
+    rows, lift = tensors["rows"].view(2, 192, 128), tensors["numbers"][2 * learned.LIFT :][:2, :1].unsqueeze(-1)
     assert (rows.norm(dim=-1) <= 1).all()
     assert (rows.norm(dim=-1).amax(1) > 0.5).all()
-    assert (of.rows.norm(dim=-1) > 2).any()
-    assert torch.equal(rows * lift, of.rows)
+    factors = torch.tensor([learned.cubic_of(bits).factor for bits in layout.widths]).repeat_interleave(16).view(-1, 1)
+    at = layout.rows(128)
+    assert torch.equal((rows * lift)[:, at], of.rows * factors)
+    assert (rows.norm(dim=-1) > 0).sum() == 2 * 128
 
 
-def test_a_layer_takes_the_stages_that_it_owns():
-    spec = learned_spec(CONFIG, "k=lr5,v=tq3")
-    k, v = sides_of(spec.plan(2), 0)
-    assert (k.width, k.stages, k.vectors.width) == (256, 3, 128)
-    assert (v.width, v.stages, v.vectors.width) == (64, 1, 32)
-
-
-@pytest.mark.parametrize("kv", ["k=lr3,v=tq3", "lr32", "lr320"])
-def test_nibbles_that_no_tile_takes_are_refused_by_name(kv):
-    count = kv.removeprefix("k=").removeprefix("lr").split(",")[0]
-    said = f"its programs take 64 to 256 learned nibbles in steps of 64, not {count}"
-    assert NpuExecutor.supports(CONFIG, learned_spec(CONFIG, kv).plan(2)) == said
+def test_every_width_of_learned_keys_is_taken_and_values_are_not():
+    for bits in COLUMNS:
+        spec = learned_spec(CONFIG, f"k=lr{bits},v=bf16")
+        assert NpuExecutor.supports(CONFIG, spec.plan(2)) is None
+        k, v = sides_of(spec.plan(2), 0)
+        assert (k.name, k.vectors.width, v.layout) == (f"lr{bits}", 16 * bits, None)
+    with pytest.raises(InputError, match="stores keys only"):
+        learned_spec(CONFIG, "lr4").plan(2)
 
 
 def test_coordinates_are_handed_over_once(monkeypatch):
@@ -103,10 +125,25 @@ def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(case):
 
 @needs_pypto[1]
 @pytest.mark.npu_long
-@pytest.mark.parametrize("kv", ["k=lr5,v=tq5", "k=lr4,v=tq4", "k=bf16,v=tq3"])
+@pytest.mark.parametrize("kv", ["k=lr2,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4_seed"])
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_layer_of_other_widths_or_of_a_fixed_format_does_so_too(kv, case):
     check_layer(*case, learned_spec(heads_of(case), kv))
+
+
+@with_pypto
+def test_the_store_alone_writes_what_the_cache_does():
+    """What `tq bringup` runs before a whole layer."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(4, 2, 128, generator=generator) for _ in "kv")
+    stored = []
+    for store in (StoreByProgram(open_runner("sim")), lambda k, v, cache, layer, batch: cache.write(layer, k, v, batch)):
+        cache, paging, sequences = filled(CONFIG, learned_spec(CONFIG), [3, 0], seed=1)
+        store(k, v, cache, 1, paging.batch(sequences, [3, 1]))
+        stored.append([tensor for *_, tensor in cache_tensors(cache)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*stored, strict=True))
+    before = cache_tensors(filled(CONFIG, learned_spec(CONFIG), [3, 0], seed=1)[0])
+    assert sum(not torch.equal(tensor, new) for (*_, tensor), new in zip(before, stored[0], strict=True)) == 4
 
 
 def validated(spec, modes=("teacher-forced",), steps=0):
@@ -143,11 +180,11 @@ def without_mean(numbers):
 
 FAULTS = {
     "two heads' matrices exchanged": ("k_forward", lambda tensor: exchange(tensor, 128), "store_kv.k"),
-    "a transposed matrix": ("v_forward", transpose, "store_kv.v"),
-    "a missing mean": ("v_numbers", without_mean, "store_kv.v"),
-    "two heads' rows exchanged": ("v_rows", lambda tensor: exchange(tensor, 64), "attention_mlp"),
-    "nibbles at each other's places": ("k_places", lambda tensor: tensor.flip(1), "store_kv.k"),
-    "K's rows as if all were first nibbles": ("k_rows", lambda t: t / t.norm(dim=1, keepdim=True), "attention_mlp"),
+    "a transposed matrix": ("k_forward", transpose, "store_kv.k"),
+    "a missing mean": ("k_numbers", without_mean, "store_kv.k"),
+    "two heads' rows exchanged": ("k_rows", lambda tensor: exchange(tensor, 192), "attention_mlp"),
+    "levels at each other's places": ("k_places", lambda tensor: tensor.flip(1), "store_kv.k"),
+    "rows all of a length": ("k_rows", lambda t: t / t.norm(dim=1, keepdim=True).clamp(min=1e-9), "attention_mlp"),
 }
 
 

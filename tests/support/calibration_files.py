@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from npu_learned import made_up
-
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model
 from haarkv.models.fingerprint import fingerprint
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
 
@@ -20,8 +19,8 @@ def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
     """
     loaded = load_model(str(model), "bfloat16")
     config, shape = loaded.config, shape_of(loaded.config)
-    made = made_up(config.num_layers, config.heads.num_kv_heads, seed, config.heads.head_dim)
-    file = CalibrationFile(calibration_of(made.k, made.v), shape, weights or fingerprint(loaded.weights.named()))
+    made = made_up.calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim, seed)
+    file = CalibrationFile(calibration_of(made.k), shape, weights or fingerprint(loaded.weights.named()))
     if plan:
         chosen = replace(file.spec, **plan).plan(config.num_layers)
         file = replace(file, plan=plan_file.dumps(chosen, shape))

@@ -10,7 +10,7 @@ from npu_verify import check_verified
 
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.npu.learned import coordinates_of
+from haarkv.tq_ops.npu.learned import Layout, coordinates_of
 from haarkv.tq_ops.npu.program import Argument, ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import side_of
@@ -51,7 +51,7 @@ def verify(simulator, case):
 
 TQ4 = formats.get("tq4")
 MEAN_AT = 1
-"""The token whose first vector is the mean, where coordinates are learned."""
+"""The token whose first key is the mean, where coordinates are learned."""
 
 
 def _fields(kv_format, blocks, kv_heads):
@@ -72,8 +72,7 @@ def empty_cache(blocks, kv_heads, pair=(TQ4, TQ4), layer=0):
             fractions = torch.rand(tensor.shape, generator=generator)
             tensor.copy_(fractions if tensor.is_floating_point() else whole)
         named |= side.tensors(prefix, fields)
-        named |= side.domain_tensors(prefix, kv_format, layer, torch.device("cpu"))
-    return named
+    return named | side_of(pair[0], layer).domain_tensors(pair[0], layer, torch.device("cpu"))
 
 
 def scatter(case_cache, x, prefix, slots, layer, kv_heads, kv_format=TQ4):
@@ -159,6 +158,20 @@ class LookUp:
         import look_up_kernel
 
         return look_up_kernel.build(self, options)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Codes [128, bytes] INT8 of learned keys to centroids by coordinate, [width, 128] FP16."""
+
+    layout: Layout
+    name: str = "restored"
+    arguments: tuple = (Argument("codes"), Argument("out", output=True))
+
+    def build(self, **options):
+        import look_up_kernel
+
+        return look_up_kernel.build_restored(self, options)
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,10 @@ class StoreByProgram:
         program = StoreProgram(cache.shape(layer).num_kv_heads, k=k_side, v=v_side)
         matrix = READS.built_in(HEAD_DIM).transform.matrix(layer, HEAD_DIM)
         tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
+        tensors |= k_side.domain_tensors(cache.plan.k(layer), layer, cache.device)
         given = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
-        for prefix, kv_format, (side, x, fields) in zip("kv", cache.plan.layers[layer], given, strict=True):
+        for prefix, (side, x, fields) in zip("kv", given, strict=True):
             missing = -x.shape[0] % program.rows
             tensors[prefix] = pad(x.float(), (0, 0, 0, 0, 0, missing))
-            tensors |= side.tensors(prefix, fields) | side.domain_tensors(prefix, kv_format, layer, cache.device)
+            tensors |= side.tensors(prefix, fields)
         self._runner.call(program, ordered(program, tensors))

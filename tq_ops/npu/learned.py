@@ -1,25 +1,33 @@
-"""Learned coordinates as the programs take them: what leads into the domain of learned nibbles and out of it; no PyPTO here.
+"""Learned keys as the programs take them: what leads into the domain of their coordinates, and how levels lie; no PyPTO here.
 
-Each of the four is a matrix that holds all KV heads, one behind the other, so one program serves every layer: what differs
-between layers and heads is data.
+What differs between layers and heads is data, one matrix behind the other, so one program serves every layer. A format's
+columns are built into a program.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import STAGES
+from haarkv.codebooks import cubic
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.columns import EIGHTHS, Column, widths_of
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.rotated import Coordinates
 
-MEAN, SHARES, WEIGHTS, LIFT, OWNED = range(5)
-"""Order of the rows of `numbers`, H of each; of `OWNED`, H a stage."""
+MEAN, WEIGHTS, LIFT, SHARED = range(4)
+"""Order of the rows of `numbers`: H means, weights and lifts, then `LEVEL_ROWS`, which all heads share."""
 TRIES = len(GAINS)
 """How often a row of `numbers` repeats itself: the sizes at which a vector is tried lie side by side."""
+SPAN = 8.0
+"""What the levels of a coordinate span in a program before they become centroids. FP16 holds its cube."""
+_BYTE = 8
+_MOST_STRIDES = 4  # of the eighths of a part: 64 rows of 128 tokens
+_POWERS = 4
 
 
 def coordinates_of(kv_format: KVFormat, head_dim: int, layer: int) -> Coordinates | None:
@@ -29,9 +37,177 @@ def coordinates_of(kv_format: KVFormat, head_dim: int, layer: int) -> Coordinate
     return coordinates(layer) if coordinates else None
 
 
-def stages_of(of: Coordinates) -> int:
-    """The most nibbles that a coordinate owns."""
-    return int(of.owners.max()) // of.mean.shape[1] + 1
+# -- How levels lie --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one byte holds of an eighth's level: all of it, or the lower or the upper part of one that two bytes share.
+
+    Attributes:
+        shift: lowest bit in the byte.
+        whole: bits of the level in both bytes.
+    """
+
+    eighth: int
+    bits: int
+    shift: int
+    whole: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a format, as a program unpacks them.
+
+    Widths descend by eighth, so those of a width follow one another. Units of the last column are single bytes.
+    """
+
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of a level of each eighth."""
+        return widths_of(self.columns)
+
+    def nbytes(self, head_dim: int) -> int:
+        """Bytes of a vector's codes."""
+        return head_dim // EIGHTHS * sum(column.nbytes for column in self.columns)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of each eighth, how many rows of a tile its units lie apart: as many as a unit of its column has bytes.
+
+        The rows between hold what no query asks for.
+        """
+        by_eighth = {part.eighth: column.nbytes for column in self.columns for part in column.parts}
+        return tuple(by_eighth[eighth] for eighth in range(EIGHTHS))
+
+    def width(self, head_dim: int) -> int:
+        """Rows of a tile."""
+        return head_dim // EIGHTHS * sum(self.strides)
+
+    def rows(self, head_dim: int) -> Tensor:
+        """[D] int64, the row of each coordinate in a tile."""
+        units = torch.arange(head_dim // EIGHTHS)
+        parts, first = [], 0
+        for stride in self.strides:
+            parts.append(first + stride * units)
+            first += stride * len(units)
+        return torch.cat(parts)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Eighths that become centroids together: of one width, and few enough that not all of a tile is on its way at once.
+
+        Levels of all rows, their squares and what becomes of them would not fit in the unified buffer.
+        """
+        found: list[list[int]] = []
+        for eighth in range(EIGHTHS):
+            last = found[-1] if found else []
+            room = _MOST_STRIDES - sum(self.strides[other] for other in last)
+            if last and self.widths[last[0]] == self.widths[eighth] and self.strides[eighth] <= room:
+                last.append(eighth)
+            else:
+                found.append([eighth])
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def lower_pieces(self) -> tuple[Piece, ...]:
+        """The lower parts of levels that two bytes share."""
+        held = (piece for column in self.columns for byte in pieces(column) for piece in byte)
+        return tuple(piece for piece in held if piece.bits < piece.whole and piece.shift)
+
+
+def pieces(column: Column) -> list[list[Piece]]:
+    """What each byte of a column's unit holds, from the lowest bits on."""
+    found: list[list[Piece]] = [[] for _ in range(column.nbytes)]
+    for part in column.parts:
+        at, end = part.shift, part.shift + part.bits
+        while at < end:
+            byte, shift = divmod(at, _BYTE)
+            bits = min(end - at, _BYTE - shift)
+            found[byte].append(Piece(part.eighth, bits, shift, part.bits))
+            at += bits
+    return found
+
+
+# -- Centroids ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cubic:
+    """A centroid as a program restores it: `factor * u * (u**2 + rise)`; levels u lie `SPAN / 2**bits` apart, about 0."""
+
+    factor: float
+    rise: float
+
+
+def cubic_of(bits: int) -> Cubic:
+    """That of a width. With 1 bit there are two numbers, and many a cubic goes through them."""
+    a, b = cubic.FACTORS[bits]
+    if b == 0:
+        b = a / 16
+        a -= b
+    unit = SPAN / 2 ** (bits + 1)
+    return Cubic(b / unit**3, a / b * unit**2)
+
+
+# -- What a program takes ----------------------------------------------------------------------------------------------------
+
+
+LEVEL_ROWS = ("shrink", "inverse0", "inverse1", "inverse2", "inverse3", "linear", "cubed", "most", "a", "b", "upper")
+"""Order of the rows of `numbers` by which a program chooses levels of values v, a number a coordinate.
+
+    s = clip(v * shrink, -1, 1);  k = round(s * (inverse0 + inverse1 * s**2 + inverse2 * s**4 + inverse3 * s**6))
+    j = k + (v >= k * (linear + cubed * k**2));  level = j + most;  centroid = m * (a + b * m**2), m = 2 j - 1
+
+Boundaries are k = -most ... most. The rounded k is the one next to v or the next but one, which the comparison then settles.
+`upper` is 2**-r of a level whose lower r bits lie in another byte than its upper ones, 0 of any other.
+"""
+
+
+def level_rows(layout: Layout, head_dim: int) -> Tensor:
+    """[len(LEVEL_ROWS), D] fp32."""
+    eighths = torch.tensor([_numbers_of(bits) for bits in layout.widths], dtype=torch.float64).T
+    upper = torch.zeros(1, EIGHTHS, dtype=torch.float64)
+    for piece in layout.lower_pieces:
+        upper[0, piece.eighth] = 2.0**-piece.bits
+    return torch.cat([eighths, upper]).repeat_interleave(head_dim // EIGHTHS, 1).float()
+
+
+@cache
+def _numbers_of(bits: int) -> tuple[float, ...]:
+    """Of one width, all but `upper`. The inverse is off by a quarter of a level at most; less than half would do."""
+    a, b = cubic.FACTORS[bits]
+    most = 2 ** (bits - 1) - 1
+    # The middle of m = 2 k - 1 and m = 2 k + 1.
+    linear, cubed = 2 * (a + 3 * b), 8 * b
+    if not most:
+        return (0.0,) * (1 + _POWERS) + (linear, cubed, 0.0, a, b)
+    top = most * (linear + cubed * most**2)
+    k = most * np.sin(np.linspace(0, np.pi / 2, 400)[1:])  # dense at the end, where the curve bends most
+    s = k * (linear + cubed * k**2) / top
+    inverse = np.linalg.lstsq(np.stack([s ** (2 * i + 1) for i in range(_POWERS)], 1), k, rcond=None)[0]
+    return (1 / top, *inverse.tolist(), linear, cubed, float(most), a, b)
+
+
+def places_of(layout: Layout, head_dim: int) -> Tensor:
+    """[D or 2 D, bytes] fp16: a vector's levels, then their upper parts where there are any, by it are its bytes."""
+    units = head_dim // EIGHTHS
+    places = torch.zeros(2, EIGHTHS, units, layout.nbytes(head_dim))
+    unit, first = torch.arange(units), 0
+    for column in layout.columns:
+        for byte, held in enumerate(pieces(column)):
+            at = first + unit * column.nbytes + byte
+            for piece in held:
+                lower = piece in layout.lower_pieces
+                if lower or piece.bits == piece.whole:
+                    places[0, piece.eighth, unit, at] = 2.0**piece.shift
+                if lower or piece.bits < piece.whole:
+                    # The upper byte's part, which the lower byte must not hold.
+                    places[1, piece.eighth, unit, at] = -(2.0**_BYTE) if lower else 1.0
+        first += units * column.nbytes
+    return places[: 2 if layout.lower_pieces else 1].view(-1, layout.nbytes(head_dim)).half()
 
 
 @cache
@@ -40,29 +216,32 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
 
     Returns:
         forward: [H * D, D] bf16.
-        numbers: [(4 + stages) * H, TRIES * D] fp32: means, shares, weights, lifts (each the same in all columns), and for
-            each stage which coordinates own a nibble of it, 1 or 0.
-        places: [H * stages * D, N / 2] fp16. A vector's levels, stage after stage, by a head's part of it are its bytes: a
-            level has 1 at the byte where it is the low half, 16 where it is the high one.
-        rows: [H * N, D] fp32, the coordinate of each nibble, divided by the head's lift. A lift is the power of two above
-            the longest row: queries by rows are no longer than the queries, so FP16 holds them.
+        numbers: [3 * H + 11, TRIES * D] fp32: means, weights, lifts (each the same in all columns), and `LEVEL_ROWS`.
+        places: as `places_of` makes it.
+        rows: [H * width, D] fp32, by rows of a tile, each coordinate times the factor of its centroids, divided by the head's
+            lift. A lift is the power of two above the longest row: queries by rows are no longer than the queries, so FP16
+            holds them.
     """
     coordinates = coordinates_of(kv_format, head_dim, layer)
     assert coordinates is not None, f"{kv_format.name} has no learned coordinates"
-    heads, nibbles = coordinates.owners.shape
-    stages, half = stages_of(coordinates), nibbles // 2
-    lift = torch.ldexp(torch.ones(heads), torch.frexp(coordinates.rows.norm(dim=-1).amax(1)).exponent).unsqueeze(1)
-    owned = torch.zeros(heads, STAGES * head_dim).scatter_(1, coordinates.owners, 1.0)[:, : stages * head_dim]
-    by_stage = owned.view(heads, stages, head_dim).transpose(0, 1).reshape(-1, head_dim)
-    places = torch.zeros(heads, stages * head_dim, half)
-    nibble = torch.arange(nibbles)
-    places[torch.arange(heads).unsqueeze(1), coordinates.owners, nibble % half] = torch.where(nibble < half, 1.0, 16.0)
+    layout = layout_of(kv_format, head_dim)
+    factors = torch.tensor([cubic_of(bits).factor for bits in layout.widths]).repeat_interleave(head_dim // EIGHTHS)
+    rows = torch.zeros(len(coordinates.rows), layout.width(head_dim), head_dim)
+    rows[:, layout.rows(head_dim)] = coordinates.rows * factors.unsqueeze(-1)
+    lift = torch.ldexp(torch.ones(len(rows)), torch.frexp(rows.norm(dim=-1).amax(1)).exponent).unsqueeze(1)
     tensors = {
         "forward": coordinates.forward.flatten(0, 1).to(torch.bfloat16),
         "numbers": torch.cat(
-            [coordinates.mean, coordinates.shares, coordinates.weights, lift.expand(-1, head_dim), by_stage]
+            [coordinates.mean, coordinates.weights, lift.expand(-1, head_dim), level_rows(layout, head_dim)]
         ).repeat(1, TRIES),
-        "places": places.flatten(0, 1).half(),
-        "rows": (coordinates.rows / lift.unsqueeze(-1)).flatten(0, 1),
+        "places": places_of(layout, head_dim),
+        "rows": (rows / lift.unsqueeze(-1)).flatten(0, 1),
     }
     return {name: tensor.to(device).contiguous() for name, tensor in tensors.items()}
+
+
+def layout_of(kv_format: KVFormat, head_dim: int) -> Layout:
+    """How the levels of a learned format lie."""
+    described = kv_format.description(head_dim)
+    assert described is not None, f"{kv_format.name} has no learned coordinates"
+    return Layout(described.columns)

@@ -1,4 +1,4 @@
-"""What the NPU programs read: a few formats at one head_dim, their tables built into the programs, and learned nibbles."""
+"""What the NPU programs read: a few formats at one head_dim, their tables built into the programs, and learned keys."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ HEAD_DIM = 128
 FORMAT = formats.get("tq4")
 READS = Reads(
     "its programs", head_dims=(HEAD_DIM,), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
-    learned=lambda _: range(64, 257, 64),
+    learned=True,
 )  # fmt: skip

@@ -50,20 +50,21 @@ class AttentionShape:
         """M tile of the cube: 16 pads a small group; a larger one is cut evenly."""
         return 32 if self.queries % 32 == 0 else 16
 
-    def score_cube(self, width: int) -> tuple[list[int], list[int], list[int]]:
+    def score_cube(self, width: int = HEAD_DIM) -> tuple[list[int], list[int], list[int]]:
         """Tiles (M, K, N) of q @ k.T: as many keys as fit, so that all unpacking of a head feeds one task.
 
         Args:
             width: numbers of a key, as the cube takes it; a power of two times an odd number that is left out of the tiles.
         """
         keys = min(self.step_tokens, self.longest_cube)
-        k = min(_even(width), _L0B // (_BF16 * keys))
-        return [self.cube_rows] * 2, [k, min(_even(width), 4 * k)], [keys, keys]
+        even = width & -width
+        k = min(even, _L0B // (_BF16 * keys))
+        return [self.cube_rows] * 2, [k, min(even, 4 * k)], [keys, keys]
 
-    def weigh_cube(self, width: int) -> tuple[list[int], list[int], list[int]]:
-        """Tiles (M, K, N) of p @ v: probabilities are loaded once, values 1,024 at a time; `width` as in `score_cube`."""
+    def weigh_cube(self) -> tuple[list[int], list[int], list[int]]:
+        """Tiles (M, K, N) of p @ v: probabilities are loaded once, values 1,024 at a time."""
         tokens = [128, min(self.step_tokens, 2048), min(self.step_tokens, 1024)]
-        return [self.cube_rows] * 2, tokens, [_even(width)] * 2
+        return [self.cube_rows] * 2, tokens, [HEAD_DIM] * 2
 
     def mask(self) -> Tensor:
         """[queries, 2 * step + unit] fp32: row r is 0 up to column `step + its token` and -1e30 behind it.
@@ -73,11 +74,6 @@ class AttentionShape:
         token = torch.arange(self.unit_tokens).repeat_interleave(self.group).unsqueeze(1)
         column = torch.arange(2 * self.step_tokens + self.unit_tokens)
         return torch.where(column <= self.step_tokens + token, 0.0, -1e30)
-
-
-def _even(width: int) -> int:
-    """The largest power of two that divides a width, up to 128: a tile of the cube."""
-    return min(width & -width, 128)
 
 
 def heads_at_once(num_kv_heads: int, most: int) -> int:
@@ -116,8 +112,7 @@ class StoreProgram:
     def arguments(self) -> tuple[Argument, ...]:
         return (
             *(Argument(name) for name in ("k", "v", "rotation", "slot")),
-            *self.k.domain_arguments("k"),
-            *self.v.domain_arguments("v"),
+            *self.k.domain_arguments(),
             *self.k.arguments("k"),
             *self.v.arguments("v"),
         )

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.learned import PREFIX
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import misfit
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
-from haarkv.tq_ops.npu.learned import TRIES, coordinates_of, domain_tensors, stages_of
+from haarkv.tq_ops.npu.learned import TRIES, Layout, coordinates_of, domain_tensors, layout_of
 from haarkv.tq_ops.npu.program import Argument
 from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
 
@@ -51,7 +50,7 @@ class Side:
         scales: the field that holds one number a vector; None if there is none.
         most_heads: KV heads of one iteration of decode, at most; the cost model likes so many.
         width: numbers of a vector as the cube meets it.
-        stages: nibbles that a learned coordinate owns at most; 0 where nothing is learned.
+        layout: how levels of learned coordinates lie; None where nothing is learned.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Side:
     scales: Stored | None
     most_heads: int
     width: int = HEAD_DIM
-    stages: int = 0
+    layout: Layout | None = None
 
     @property
     def scale_row(self) -> Stored:
@@ -82,20 +81,21 @@ class Side:
         """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`; unread rows without any."""
         return (
             Stored("forward", torch.bfloat16, HEAD_DIM), Stored("numbers", torch.float32, TRIES * HEAD_DIM),
-            Stored("places", torch.float16, self.width // 2), Stored("rows", torch.float32, HEAD_DIM),
+            Stored("places", torch.float16, self.layout.nbytes(HEAD_DIM) if self.layout else HEAD_DIM),
+            Stored("rows", torch.float32, HEAD_DIM),
         )  # fmt: skip
 
-    def domain_tensors(self, prefix: str, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
+    def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
         """The arguments that `domain` describes, such as `k_forward`, of a layer; the same tensors each time."""
-        if self.stages:
+        if self.layout:
             found = domain_tensors(kv_format, HEAD_DIM, layer, device)
         else:
             found = {stored.field: _unread_row(stored, device) for stored in self.domain}
-        return {f"{prefix}_{name}": tensor for name, tensor in found.items()}
+        return {f"k_{name}": tensor for name, tensor in found.items()}
 
-    def domain_arguments(self, prefix: str) -> tuple[Argument, ...]:
+    def domain_arguments(self) -> tuple[Argument, ...]:
         """Those arguments."""
-        return tuple(Argument(f"{prefix}_{stored.field}") for stored in self.domain)
+        return tuple(Argument(f"k_{stored.field}") for stored in self.domain)
 
 
 _NO_SCALES = Stored("no_scale", torch.float16, BLOCK_SIZE)
@@ -113,10 +113,11 @@ SIDES = {side.name: side for side in (TQ4, PUBLISHED, BF16)}
 """Every side of a fixed format that programs read, by the name of its format."""
 
 
-def learned(nibbles: int, stages: int) -> Side:
-    """The side of a vector of so many learned nibbles, of which a coordinate owns up to `stages`."""
-    codes = Stored("codes", torch.int8, nibbles // 2)
-    return Side(f"{PREFIX}{nibbles}", codes, Stored("scale", torch.float16, BLOCK_SIZE), 8, nibbles, stages)
+def learned(kv_format: KVFormat) -> Side:
+    """The side of a format of learned keys."""
+    layout = layout_of(kv_format, HEAD_DIM)
+    codes = Stored("codes", torch.int8, layout.nbytes(HEAD_DIM))
+    return Side(kv_format.name, codes, Stored("scale", torch.float16, BLOCK_SIZE), 8, layout.width(HEAD_DIM), layout)
 
 
 def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:
@@ -132,6 +133,6 @@ def side_of(kv_format: KVFormat, layer: int = 0) -> Side:
     """
     if misfit(READS, kv_format, HEAD_DIM) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
-    if of := coordinates_of(kv_format, HEAD_DIM, layer):
-        return learned(of.owners.shape[1], stages_of(of))
+    if coordinates_of(kv_format, HEAD_DIM, layer):
+        return learned(kv_format)
     return SIDES[kv_format.name] if kv_format in READS.also else TQ4

@@ -120,10 +120,7 @@ def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
 
 def domain_arguments(plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
     """What a layer's program takes of learned coordinates, on its device; the same tensors each time."""
-    found: dict[str, Tensor] = {}
-    for prefix, side, kv_format in zip("kv", sides_of(plan, layer), plan.layers[layer], strict=True):
-        found |= side.domain_tensors(prefix, kv_format, layer, device)
-    return found
+    return sides_of(plan, layer)[0].domain_tensors(plan.k(layer), layer, device)
 
 
 def layer_call(

@@ -74,7 +74,7 @@ def _queries(q_ready, width, first_row, first_head, shape):
 def _finish(softmax, stored_v, attended, first_row, first_head, shape):
     """Bring what a unit's queries attended to out of the domain of V's tiles, into their rows. The inverse of `_queries`."""
     for head in range(shape.heads_at_once):
-        pypto.set_vec_tile_shapes(16, stored_v.width)
+        pypto.set_vec_tile_shapes(16, HEAD_DIM)
         plain = stored_v.finish(softmax[head].result(), first_head + head, shape)
         pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
         part = pypto.clone(pypto.reshape(plain, [shape.unit_tokens, shape.group, HEAD_DIM]))
@@ -137,10 +137,6 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         k_numbers: parameter(side_k.domain[1]),
         k_places: parameter(side_k.domain[2]),
         k_rows: parameter(side_k.domain[3]),
-        v_forward: parameter(side_v.domain[0]),
-        v_numbers: parameter(side_v.domain[1]),
-        v_places: parameter(side_v.domain[2]),
-        v_rows: parameter(side_v.domain[3]),
         k_vectors: parameter(side_k.vectors),
         k_scales: parameter(side_k.scale_row),
         v_vectors: parameter(side_v.vectors),
@@ -148,16 +144,15 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
     ):
         domain_k = Domain(rotation, rotation_fp16, k_forward, k_numbers, k_places, k_rows)
-        domain_v = Domain(rotation, rotation_fp16, v_forward, v_numbers, v_places, v_rows)
         stored_k = kernel_k(side_k, k_vectors, k_scales, domain_k)
-        stored_v = kernel_v(side_v, v_vectors, v_scales, domain_v)
+        stored_v = kernel_v(side_v, v_vectors, v_scales, Domain(rotation, rotation_fp16))
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
             base = tile * rows
             tokens = tile_tokens[tile]
             q = pypto.tensor([rows, heads, HEAD_DIM], stored_k.kept_dtype, "q")
             k = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "k")
             v = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "v")
-            q_ready = pypto.tensor([rows, heads, stored_k.width], stored_k.query_dtype, "q_ready")
+            q_ready = pypto.tensor([rows, heads, side_k.width], stored_k.query_dtype, "q_ready")
             new_k = stored_k.room(vectors, "new_k")
             new_v = stored_v.room(vectors, "new_v")
             attended = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_BF16, "attended")
@@ -182,12 +177,12 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 start = position[first]
                 keys = start + (tokens - u * unit).min(unit)
                 for g in pypto.loop(kv_heads // at_once, name="HEADS", idx_name="g"):
-                    softmax = softmaxes(shape, stored_v.width)
+                    softmax = softmaxes(shape)
                     for t in pypto.loop((keys + step - 1) // step, name="KEYS", idx_name="t"):
                         place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
                         # Row r of the table is 0 up to column step + its token, then -1e30.
                         hidden_keys = pypto.view(mask, [queries, step], [0, step - (start - t * step).min(step)])
-                        queries_of_unit = _queries(q_ready, stored_k.width, u * unit, g * at_once, shape)
+                        queries_of_unit = _queries(q_ready, side_k.width, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
                             attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=True)
                         else:

@@ -44,9 +44,8 @@ class LayerProgram:
             "up_proj", "down_proj", "rotation", "rotation_fp16", "mask", "cos", "sin", "tile_tokens", "slot", "position",
             "sequence", "block_table",
         )  # fmt: skip
-        domains = (*self.k.domain_arguments("k"), *self.v.domain_arguments("v"))
         cache = (*self.k.arguments("k"), *self.v.arguments("v"))
-        return (*(Argument(name) for name in names), *domains, *cache, Argument("out", output=True))
+        return (*(Argument(name) for name in names), *self.k.domain_arguments(), *cache, Argument("out", output=True))
 
     def build(self, **options: dict[str, Any]) -> Kernel:
         from haarkv.models.qwen3_14b.npu import layer_kernel

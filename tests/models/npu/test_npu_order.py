@@ -126,14 +126,14 @@ def learned_plan():
 
 
 @pytest.mark.npu_long
-def test_decode_of_learned_nibbles_leaves_no_access_unordered():
+def test_decode_of_learned_keys_leaves_no_access_unordered():
     run = run_layer(decode, DECODE, plan=learned_plan())
     check_order(run, tokens=18, tiles=2)
     assert list(run.unordered()) == []
 
 
 @pytest.mark.npu_long
-def test_prefill_of_learned_nibbles_leaves_no_access_unordered_that_matters():
+def test_prefill_of_learned_keys_leaves_no_access_unordered_that_matters():
     check_prefill(run_layer(short_prefill, SHORT_PREFILL, plan=learned_plan()), 37, tiles=3)
 
 

@@ -151,6 +151,31 @@ def test_strides_are_compared_where_the_headers_assume_them_equal(call, faulty):
     assert [(finding.line, finding.function) for finding in found] == ([(10, "f")] if faulty else [])
 
 
+ROWS_OF_A_TALLER_TILE = """extern "C" [aicore] void f(CoreFuncParam* param) {
+half __ubuf__ *UB_A = (half __ubuf__ *)get_imm(0x0); // size: 0x2000
+half *UB_A_T = (half *)get_imm(0x0); // size: 0x2000
+using UB_TileTensor = TileTensor<half, LocalLayout2Dim<32, 128>, Hardware::UB>;
+UB_TileTensor ubTensor_1((uint64_t)((half *)UB_A_T + 2048), (SHAPE));
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "faulty"),
+    [
+        ("Shape2Dim(16, 128)", False),
+        ("Shape2Dim(17, 128)", True),
+        ("Shape2Dim((RUNTIME_GetViewValidShapeDim(sym_1_dim_1, 16, 16)), (RUNTIME_GetViewValidShapeDim(sym_1_dim_0, 0, 128)))", False),
+        ("Shape2Dim((RUNTIME_GetViewValidShapeDim(sym_1_dim_1, 16, 32)), (RUNTIME_GetViewValidShapeDim(sym_1_dim_0, 0, 128)))", True),
+        ("Shape2Dim(sym_1_dim_0, sym_1_dim_1)", True),
+    ],
+)  # fmt: skip
+def test_rows_of_a_taller_tile_end_where_their_shape_says(shape, faulty):
+    """Half of the rows from the middle on; as long as nothing is known of them, they count as many as the tile has."""
+    found = check("planted", {"kernel_aicore/f.cpp": ROWS_OF_A_TALLER_TILE.replace("SHAPE", shape)}).findings
+    assert ["bytes from 4096 on; UB_A has 8192" in finding.says for finding in found] == [True] * faulty
+
+
 def test_rules_name_operands_that_are_there():
     for (name, tiles), rule in RULES.items():
         assert all(index < tiles for index in rule.same), name

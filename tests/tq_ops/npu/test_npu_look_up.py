@@ -2,9 +2,15 @@
 
 import re
 
+import pytest
 import torch
-from npu_programs import Levels, LookUp, needs_pypto
+from npu_programs import Levels, LookUp, Restored, needs_pypto
 
+from haarkv.codebooks import cubic
+from haarkv.tq_ops.formats.columns import unpack_columns
+from haarkv.tq_ops.formats.learned import COLUMNS
+from haarkv.tq_ops.npu.emitted.text import parse
+from haarkv.tq_ops.npu.learned import Layout, cubic_of
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.sim.simulator import Mode
 
@@ -43,3 +49,47 @@ def test_nothing_goes_row_by_row(simulator):
     calls = re.findall(r"^(T[A-Z]\w*).*\);$", text, re.MULTILINE)
     assert len(calls) == 22, calls
     assert not [name for name in ("TWhere", "TCompare", "TGather") if name in text]
+
+
+# -- Learned keys ------------------------------------------------------------------------------------------------------------
+COUNTED = {2: (55, 1280), 3: (49, 1280), 4: (54, 1920), 5: (53, 2272)}
+"""Operations of a block of 128 tokens, and their rows of 256 bytes. With `tq4` it is 20 and 2,560: its rows are tokens."""
+
+
+@pytest.mark.parametrize("bits", COLUMNS)
+def test_every_byte_of_learned_keys_gives_the_centroids_of_its_levels(simulator, bits):
+    """Within 2**-10: three roundings to FP16, where the reference has FP32. Rows between hold anything finite."""
+    layout = Layout(COLUMNS[bits])
+    # Each byte of a vector runs through all values, the two of a unit by different steps.
+    step = torch.arange(layout.nbytes(HEAD_DIM)) % 2 * 36 + 1
+    for half in (0, 128):
+        codes = ((torch.arange(128).unsqueeze(1) + half) * step + torch.arange(len(step))).to(torch.uint8)
+        out = torch.full((layout.width(HEAD_DIM), 128), float("nan")).half()
+        simulator.run(Restored(layout), [codes.view(torch.int8), out], Mode.NUMBERS)
+        levels = unpack_columns(codes, layout.columns).long().chunk(8, -1)
+        expected = torch.cat([cubic.centroids(width)[part] for width, part in zip(layout.widths, levels, strict=True)], -1)
+        factor = torch.tensor([cubic_of(width).factor for width in layout.widths]).repeat_interleave(16)
+        ours = out.float()[layout.rows(HEAD_DIM)].T * factor
+        assert ((ours - expected).abs() <= 2.0**-10 * expected.abs()).all()
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", COLUMNS)
+def test_learned_keys_are_restored_by_one_task_without_copies(simulator, bits):
+    """One load, a store for each part, and as much arithmetic as was counted; nothing goes row by row or spills."""
+    layout = Layout(COLUMNS[bits])
+    arguments = [torch.zeros(128, layout.nbytes(HEAD_DIM), dtype=torch.int8), torch.zeros(layout.width(HEAD_DIM), 128).half()]
+    run = simulator.run(Restored(layout), arguments, Mode.COMPILE)
+    calls = re.findall(r"^(T[A-Z]\w*).*\);$", "".join(run.sources.values()), re.MULTILINE)
+    assert set(calls) == {"TLoad", "TCast", "TTrans", "TMulS", "TAddS", "TSubS", "TSub", "TMul", "TStore"} | (
+        {"TAdd"} if layout.lower_pieces else set()
+    )
+    assert (calls.count("TLoad"), calls.count("TStore")) == (1, len(layout.parts))
+    work = [
+        operation.operands
+        for path, text in run.sources.items() if "aiv" in path
+        for operation in parse(path, text).operations if operation.name not in ("TLoad", "TStore")
+    ]  # fmt: skip
+    # A cast has the rows of its source; the results are all by coordinate.
+    rows = [operands[1 if operands[1] and operands[1].dtype == "int8_t" else 0] for operands in work]
+    assert (len(work), sum(min(tile.rows or 128, tile.layout[0]) for tile in rows)) == COUNTED[bits]

@@ -1,11 +1,11 @@
 """Scope 2a on the device: quantize and append, bit for bit what the format stores."""
 
 import pytest
-from npu_learned import made_up
 from npu_programs import MEAN_AT, needs_pypto, store_case, verify
 from npu_verify import VerificationError, check_verified
 
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.npu.sides import SIDES, TQ4
 from haarkv.tq_ops.npu.sim.simulator import Mode
 
@@ -29,13 +29,11 @@ def test_the_fields_of_another_format_are_its_own_after_every_pass(simulator, na
     assert len({row.pass_name for row in run.rows}) >= 6
 
 
-@pytest.mark.npu_long
-@pytest.mark.parametrize("nibbles", [(128, 64), (256, 192)])
-def test_learned_nibbles_of_every_stage_are_those_of_the_format_after_every_pass(simulator, nibbles):
-    """Two stages of K and one of V, or three of both; a vector that is the mean stores scale 0."""
-    made = made_up()
-    case = store_case(20, pair=(made.format("k", nibbles[0]), made.format("v", nibbles[1])))
-    assert (case.program.k.stages, case.program.v.stages) == ((2, 1) if nibbles == (128, 64) else (3, 3))
+@pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.npu_long) for bits in (2, 3, 5))])
+def test_learned_keys_are_those_of_the_format_after_every_pass(simulator, bits):
+    """Levels of 1 to 6 bits, some of them in two bytes, rows of 32 to 80 bytes; a vector that is the mean stores scale 0."""
+    case = store_case(20, pair=(made_up.calibration().format(bits), formats.get("tq4")))
+    assert case.program.k.vectors.width == 16 * bits
     worst, run = verify(simulator, case)
     assert worst == 0
     assert len({row.pass_name for row in run.rows}) >= 6

@@ -51,6 +51,7 @@ RULES: dict[tuple[str, int], Rule] = {
     **{(f"{name}S", 2): _OWN for name in ("TAdd", "TSub", "TMul", "TDiv", "TMax", "TMin", "TBitwiseAnd", "TBitwiseOr")},
     **{(name, 2): _OWN for name in ("TBitrshiftS", "TBitlshiftS", "TAbs", "TExp", "TSqrt", "TRsqrt", "TCast", "TExpand")},
     **{(f"TRow{name}Single", 3): _OWN for name in ("Sum", "Max", "Min")},
+    ("TTrans", 3): Rule((), "result, source and scratch have rows of different lengths, each addressed with its own"),
     ("TExtract", 2): Rule((), "takes a piece of L1 in the cube's own order, at a coordinate"),
     ("TMatmul", 3): Rule((), "the three are tiles of different matrices"),
 }  # fmt: skip

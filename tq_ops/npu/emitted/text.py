@@ -43,6 +43,7 @@ class Tile:
         layout: rows, columns and what is outside of them as they lie in memory; None where it is known at run time only.
         buffer: None for a tile in global memory.
         offset: bytes from the buffer's begin.
+        rows: of a view into a taller tile, as many as it has at most; None where the layout says it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Tile:
     buffer: Buffer | None
     offset: int
     line: int
+    rows: int | None = None
 
     @property
     def strides(self) -> tuple[int, ...] | None:
@@ -62,7 +64,11 @@ class Tile:
 
     @property
     def bytes(self) -> int:
-        return prod(self.layout or ()) * SIZES[self.dtype]
+        """From its first number to its last, and to the end of that row."""
+        layout = self.layout or ()
+        if self.rows is not None and len(layout) == 2:
+            layout = (min(self.rows, layout[0]), layout[1])
+        return prod(layout) * SIZES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,8 @@ _BUFFER = re.compile(r"(\w+) (__\w+__) \*(\w+) = .*get_imm\((0x[0-9a-f]+)\); // 
 _TYPE = re.compile(r"using (\w+) = TileTensor<(?:__gm__ )?(\w+), (\w+Layout\d)Dim(?:<([\d, ]+)>)?, Hardware::(\w+)>;$")
 # A place is `(uint64_t)NAME_T`, or so many elements behind it.
 _TILE = re.compile(r"(\w*TileTensor\w*) (\w+)\((?:\(uint64_t\)(?:\(\((\w+) \*\))?(\w+)_T(?: \+ (\d+)\))?,)?")
+# Its shape: a number of rows, or how many a view takes at most of what there is.
+_ROWS = re.compile(r"\(Shape2Dim\((?:(\d+), |\(RUNTIME_GetViewValidShapeDim\(\w+, \d+, (\d+)\)\), )")
 _OPERATION = re.compile(r"(T[A-Z]\w*)")
 _NAME = re.compile(r"\w+Tensor_\d+")
 _STACK = re.compile(r"-cce-aicore-stack-size=(0x[0-9a-f]+)")
@@ -151,7 +159,8 @@ def parse(path: str, text: str) -> KernelFunction:
             if kind[2] not in SIZES or (kind[5] != "GM" and match[4] not in buffers):
                 raise UnknownTextError(f"{path}, line {line}: a tile of unknown type or place: {words[:80]}")
             offset = int(match[5] or 0) * SIZES[match[3] or kind[2]]
-            tiles[match[2]] = Tile(match[2], kind[5], kind[2], layout, buffers.get(match[4]), offset, line)
+            rows = int(shape[1] or shape[2]) if (shape := _ROWS.search(words)) else None
+            tiles[match[2]] = Tile(match[2], kind[5], kind[2], layout, buffers.get(match[4]), offset, line, rows)
         elif match := _OPERATION.match(words):
             names = _arguments(words)
             if missing := [name for name in names if _NAME.fullmatch(name) and name not in tiles]:

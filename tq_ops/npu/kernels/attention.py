@@ -38,13 +38,13 @@ class Place:
 class OnlineSoftmax:
     """Softmax of one KV head over steps of keys: running maximum, sum and weighted values, FP32."""
 
-    def __init__(self, rows, width, name):
+    def __init__(self, rows, name):
         self.total = pypto.tensor([rows, 1], pypto.DT_FP32, f"total{name}")
         self.best = pypto.tensor([rows, 1], pypto.DT_FP32, f"best{name}")
-        self.value = pypto.tensor([rows, width], pypto.DT_FP32, f"value{name}")
+        self.value = pypto.tensor([rows, HEAD_DIM], pypto.DT_FP32, f"value{name}")
 
     def begin(self, score, weigh):
-        """The first step: logits [rows, step], and a function from probabilities to their sum of values [rows, width]."""
+        """The first step: logits [rows, step], and a function from probabilities to their sum of values [rows, 128]."""
         highest = pypto.amax(score, dim=-1, keepdim=True)
         p = pypto.exp(score - highest)
         self.total[:] = pypto.sum(p, dim=-1, keepdim=True)
@@ -61,13 +61,13 @@ class OnlineSoftmax:
         self.value[:] = self.value * shrink + weigh(p)
 
     def result(self):
-        """Values [rows, width] FP32."""
+        """Values [rows, 128] FP32."""
         return self.value / self.total
 
 
-def softmaxes(shape, width):
-    """One `OnlineSoftmax` a head of the iteration, of values of that width; made anew for each unit."""
-    return [OnlineSoftmax(shape.queries, width, head) for head in range(shape.heads_at_once)]
+def softmaxes(shape):
+    """One `OnlineSoftmax` a head of the iteration; made anew for each unit."""
+    return [OnlineSoftmax(shape.queries, head) for head in range(shape.heads_at_once)]
 
 
 def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
@@ -85,16 +85,16 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
     key_tiles, key_scales = keys.tiles(place, shape), keys.scales(place, shape)
     value_tiles, value_scales = values.tiles(place, shape), values.scales(place, shape)
     for head in range(shape.heads_at_once):
-        pypto.set_cube_tile_shapes(*shape.score_cube(keys.width))
-        raw = pypto.matmul(queries[head], key_tiles[head], pypto.DT_FP32, b_trans=True)
+        pypto.set_cube_tile_shapes(*shape.score_cube(keys.side.width))
+        raw = pypto.matmul(queries[head], key_tiles[head], pypto.DT_FP32, b_trans=keys.by_token)
         pypto.set_vec_tile_shapes(16, step)
         score = _scaled(raw, keys.scale_row(key_scales, place, head, shape, HEAD_DIM**-0.5)) + mask
 
         def weigh(p, head=head):
             scaled = values.probabilities(_scaled(p, values.scale_row(value_scales, place, head, shape, 1.0)))
-            pypto.set_cube_tile_shapes(*shape.weigh_cube(values.width))
+            pypto.set_cube_tile_shapes(*shape.weigh_cube())
             out = pypto.matmul(scaled, value_tiles[head], pypto.DT_FP32)
-            pypto.set_vec_tile_shapes(16, values.width)
+            pypto.set_vec_tile_shapes(16, HEAD_DIM)
             return out
 
         if first:

@@ -100,7 +100,7 @@ def build(program: Any, options: dict[str, Any]) -> Any:
         for b in pypto.loop(seq_lens.shape[0], name="SEQUENCE", idx_name="b"):
             keys = seq_lens[b]
             for g in pypto.loop(shape.num_kv_heads // at_once, name="HEADS", idx_name="g"):
-                softmax = softmaxes(shape, HEAD_DIM)
+                softmax = softmaxes(shape)
                 row = b * heads + g * at_once * shape.queries
                 for t in pypto.loop((keys + step - 1) // step, name="KEYS", idx_name="t"):
                     place = Place(block_table, b, t * (step // BLOCK), g * at_once)

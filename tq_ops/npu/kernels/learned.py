@@ -1,25 +1,32 @@
-"""Learned nibbles on the device: quantize stage by stage, and attend by each KV head's own coordinates.
+"""Learned keys on the device: choose levels of every width at once, and restore centroids by the cubic that they are.
 
-The table of 16 levels is that of `tq4`, and so is the way nibbles lie in bytes: byte j holds nibble j in its low half and
-nibble j + N/2 in its high half. What differs by head and layer comes as data, see `tq_ops.npu.learned`.
+What differs by head and layer comes as data, see `tq_ops.npu.learned`; how levels lie in bytes is built in.
 """
 
 import pypto
 
-from haarkv.codebooks.learned import refinements
+from haarkv.tq_ops.formats.columns import EIGHTHS
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
-from haarkv.tq_ops.npu.kernels.side import ScaledSide
-from haarkv.tq_ops.npu.kernels.tq4 import BOUNDARIES, CENTROIDS, LARGEST_FP16, LEAST_NORM, STEEP, centroids, levels_of
-from haarkv.tq_ops.npu.learned import LIFT, MEAN, OWNED, SHARES, TRIES, WEIGHTS
+from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
+from haarkv.tq_ops.npu.kernels.tq4 import LARGEST_FP16, LEAST_NORM, STEEP
+from haarkv.tq_ops.npu.learned import LEVEL_ROWS, LIFT, MEAN, SHARED, SPAN, TRIES, WEIGHTS, cubic_of, pieces
 
 _VECTORS = 8  # of a vector tile of FP32
 _ALL_TRIES = TRIES * HEAD_DIM
-_TILE = BLOCK * 128  # numbers of a vector tile of centroids
+_UNITS = HEAD_DIM // EIGHTHS
+# Adding and subtracting it rounds FP32 to whole numbers; FP16 to multiples of a step if it is that many steps.
+_WHOLE = 1.5 * 2.0**23
+_STEPS = 1.5 * 2.0**10
 
 
-class LearnedNibbles(ScaledSide):
-    """One side of a cache of N learned nibbles: codes [blocks * Hkv * 128, N / 2] INT8, scale [blocks * Hkv, 128] FP16."""
+class LearnedKeys(ScaledSide):
+    """K in a cache of learned keys: codes [blocks * Hkv * 128, bytes] INT8, scale [blocks * Hkv, 128] FP16.
+
+    Tiles lie by coordinate, [width, step]: the levels of an eighth are rows then, and take what their own lines take.
+    """
+
+    by_token = False
 
     # -- Storing -------------------------------------------------------------------------------------------------------
     def store(self, x, tokens, kv_heads, new):
@@ -45,14 +52,17 @@ class LearnedNibbles(ScaledSide):
         Args:
             x: [tokens, 128] FP32.
         Returns:
-            codes [tokens, N / 2] INT8 and scale [tokens, 1] FP16.
-        Rounding points: (x - mean) / length to BF16; scale to FP16. The centroid of level 7 is
-            off by 1e-9, as a sum of the gaps below it.
+            codes [tokens, bytes] INT8 and scale [tokens, 1] FP16.
+        Rounding points: (x - mean) / length to BF16; scale to FP16. Boundaries and centroids are FP32 cubics, off by up to
+            3e-7 from the reference's tables.
         """
         rows = _fitting(tokens, _VECTORS)
 
         def numbers(kind, width=HEAD_DIM):
             return pypto.view(self.domain.numbers, [1, width], [kind * kv_heads + head, 0])
+
+        def level_row(name):
+            return pypto.view(self.domain.numbers, [1, _ALL_TRIES], [SHARED * kv_heads + LEVEL_ROWS.index(name), 0])
 
         pypto.set_vec_tile_shapes(rows, HEAD_DIM)
         shifted = x - numbers(MEAN)
@@ -65,78 +75,177 @@ class LearnedNibbles(ScaledSide):
         pypto.set_pass_options(sg_set_scope=head + 1)
         squares = y * y
         gamma = gamma * _length(squares * numbers(WEIGHTS))
-        y = y / _at_least(_length(squares * numbers(SHARES)), LEAST_NORM, tokens)
+        y = y / _at_least(_length(squares * (1.0 / HEAD_DIM)), LEAST_NORM, tokens)
         pypto.set_vec_tile_shapes(rows, _ALL_TRIES)
-        left = pypto.concat([y if gain == 1.0 else y * gain for gain in GAINS], 1)
-        levels, restored = self._choose(left, lambda stage: numbers(OWNED + stage, _ALL_TRIES))
+        value = pypto.concat([y if gain == 1.0 else y * gain for gain in GAINS], 1)
+        level, restored = _choose(value, level_row)
         weighted = restored * numbers(WEIGHTS, _ALL_TRIES)
         pypto.set_vec_tile_shapes(rows, HEAD_DIM)
-        level, kept = _nearest(levels, restored, weighted, y, tokens)
-        nibbles = pypto.tensor([tokens, self.side.stages * HEAD_DIM], pypto.DT_FP16, f"nibbles{head}")
-        for stage, values in enumerate(level):
-            pypto.assemble(pypto.cast(values, pypto.DT_FP16), [0, stage * HEAD_DIM], nibbles)
+        level, kept = _nearest(level, restored, weighted, y, tokens)
+        parts = [level]
+        if split := self.side.layout.lower_pieces:
+            upper = level * pypto.view(level_row("upper"), [1, HEAD_DIM], [0, 0])
+            # Down to a whole number: to the next one, once less than half has been taken away.
+            parts.append((upper - (0.5 - 0.5 ** (1 + max(piece.bits for piece in split))) + _WHOLE) - _WHOLE)
+        levels = pypto.tensor([tokens, len(parts) * HEAD_DIM], pypto.DT_FP16, f"levels{head}")
+        for index, values in enumerate(parts):
+            pypto.assemble(pypto.cast(values, pypto.DT_FP16), [0, index * HEAD_DIM], levels)
         scale = pypto.minimum(gamma / pypto.sqrt(kept), pypto.full([tokens, 1], LARGEST_FP16, pypto.DT_FP32))
         scale = pypto.cast(scale, pypto.DT_FP16)
         pypto.set_pass_options(sg_set_scope=-1)
-        return self._bytes(nibbles, head, tokens), scale
+        return self._bytes(levels, len(parts) * HEAD_DIM, tokens), scale
 
-    def _choose(self, left, owned):
-        """Levels of coordinates [tokens, tries * 128], FP32, for each stage, and what they restore."""
-        levels, restored = [], None
-        for stage, step in enumerate(refinements()[: self.side.stages]):
-            level = levels_of(left / step if stage else left)
-            levels.append(level)
-            centroid = _centroid(level)
-            restores = (centroid * step if stage else centroid) * owned(stage)
-            restored = restored + restores if stage else restores
-            left = left - restores
-        return levels, restored
-
-    def _bytes(self, levels, head, tokens):
-        """Bytes [tokens, N / 2] INT8 of one head: its levels by where each of them goes, which the cube adds up."""
-        width = self.side.stages * HEAD_DIM
-        places = pypto.view(self.domain.places, [width, self.width // 2], [head * width, 0])
-        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [self.width // 2] * 2)
+    def _bytes(self, levels, width, tokens):
+        """Bytes [tokens, bytes] INT8 of levels [tokens, width] by where each of them goes, which the cube adds up."""
+        nbytes = self.side.vectors.width
+        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [_UNITS, _UNITS])
+        places = pypto.view(self.domain.places, [width, nbytes], [0, 0])
         byte = pypto.matmul(levels, places, pypto.DT_FP32)
-        pypto.set_vec_tile_shapes(_fitting(tokens, 32), self.width // 2)
+        pypto.set_vec_tile_shapes(_fitting(tokens, 32), whole_lines(nbytes))
         signed = byte - pypto.clip(byte - 127.0, 0.0, 1.0) * 256.0
         return pypto.cast(pypto.cast(signed, pypto.DT_FP16), pypto.DT_INT8)
 
     # -- Reading -------------------------------------------------------------------------------------------------------
     def tiles(self, place, shape):
-        """Centroids [step, N] FP16 of each head of the iteration, without their scale; fewer nibbles, more rows to a task."""
-        rows = _fitting(shape.step_tokens, _TILE // self.width)
-        heads = range(shape.heads_at_once)
-        return [centroids(self.gather(place, head, shape, "nibbles"), rows, self.width) for head in heads]
+        """Centroids by coordinate, [width, step] FP16 of each head of the iteration, without scale and factors."""
+        return [self._tile(place, head, shape) for head in range(shape.heads_at_once)]
+
+    def _tile(self, place, head, shape):
+        nbytes, blocks = self.side.vectors.width, shape.step_tokens // BLOCK
+        out = pypto.tensor([self.side.width, shape.step_tokens], pypto.DT_FP16, f"keys{head}")
+        for index in range(blocks):
+            row = (place.tile(index, shape) + head) * BLOCK
+            codes = pypto.view(self.stored_vectors, [BLOCK, nbytes], [row, 0])
+            # One task a block: cut where tiles change their shape, each eighth would go through memory.
+            pypto.set_pass_options(sg_set_scope=head * blocks + index + 1)
+            restored(codes, self.side.layout, lambda values, row, at=index: pypto.assemble(values, [row, at * BLOCK], out))
+            pypto.set_pass_options(sg_set_scope=-1)
+        return out
 
     def scale_row(self, scales, place, head, shape, factor):
         row = super().scale_row(scales, place, head, shape, factor)
         return row * pypto.view(self.domain.numbers, [1, 1], [LIFT * shape.num_kv_heads + place.head + head, 0])
 
     def ready(self, q, rows, shape, out):
-        group = shape.group
+        group, width = shape.group, self.side.width
         for head in range(shape.num_kv_heads):
             pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
             own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
-            pypto.set_cube_tile_shapes([_sixteens(rows * group)] * 2, [64, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
-            ready = pypto.matmul(
-                pypto.reshape(own, [rows * group, HEAD_DIM]), self._coordinates(head), pypto.DT_FP32, b_trans=True
-            )
-            pypto.set_vec_tile_shapes(4, group, self.width)
-            ready = pypto.cast(pypto.reshape(ready, [rows, group, self.width]), pypto.DT_FP16)
+            lanes = min(width & -width, HEAD_DIM)
+            pypto.set_cube_tile_shapes([_sixteens(rows * group)] * 2, [64, HEAD_DIM], [lanes, lanes])
+            coordinates = pypto.view(self.domain.rows, [width, HEAD_DIM], [head * width, 0])
+            flat = pypto.reshape(own, [rows * group, HEAD_DIM])
+            ready = pypto.matmul(flat, coordinates, pypto.DT_FP32, b_trans=True)
+            pypto.set_vec_tile_shapes(4, group, width)
+            ready = pypto.cast(pypto.reshape(ready, [rows, group, width]), pypto.DT_FP16)
             pypto.assemble(ready, [0, head * group, 0], out)
 
-    def finish(self, value, head, shape):
-        pypto.set_cube_tile_shapes([16, 16], [64, 64], [HEAD_DIM, HEAD_DIM])
-        out = pypto.matmul(value, self._coordinates(head), pypto.DT_FP32)
-        pypto.set_vec_tile_shapes(16, HEAD_DIM)
-        # Probabilities add up to 1, so the mean is added once.
-        mean = pypto.view(self.domain.numbers, [1, HEAD_DIM], [MEAN * shape.num_kv_heads + head, 0])
-        return pypto.cast(out + mean, pypto.DT_BF16)
 
-    def _coordinates(self, head):
-        """[N, 128] FP32 of one head."""
-        return pypto.view(self.domain.rows, [self.width, HEAD_DIM], [head * self.width, 0])
+# -- Restoring centroids ---------------------------------------------------------------------------------------------------
+
+
+def restored(codes, layout, put):
+    """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [width, tokens] FP16, each over its factor.
+
+    They come in the parts of the layout: `put` takes one and its first row.
+
+    A byte read as signed is brought to the middle of its range first, in steps of `SPAN / 256`: all that follows is symmetric.
+    """
+    tokens, nbytes = codes.shape
+    pypto.set_vec_tile_shapes(tokens, whole_lines(nbytes))
+    byte = pypto.transpose(pypto.cast(codes, pypto.DT_FP16), 0, 1)
+    pypto.set_vec_tile_shapes(nbytes, tokens)
+    raised = byte * (SPAN / 256) + (SPAN / 2 + SPAN / 512)
+    middle = raised - _rounded(raised, SPAN)
+    eighths, first = {}, 0
+    for column in layout.columns:
+        rows = _UNITS * column.nbytes
+        pypto.set_vec_tile_shapes(rows, tokens)
+        # Of units of two bytes every other row is the byte that is meant. The upper one is read a row further, so that
+        # both lie in the same row.
+        for byte, held in enumerate(pieces(column)):
+            _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), held, eighths)
+        first += rows
+    first = 0
+    for own in layout.parts:
+        rows = _UNITS * sum(layout.strides[eighth] for eighth in own)
+        # Each eighth is made where it belongs: nothing is copied.
+        pypto.set_vec_tile_shapes(rows, tokens)
+        level = pypto.concat([eighths[eighth] for eighth in own], 0) if len(own) > 1 else eighths[own[0]]
+        put((level * level + cubic_of(layout.widths[own[0]]).rise) * level, first)
+        first += rows
+
+
+def _unpack(rest, held, eighths):
+    """Split what a byte holds, from the highest bits down, into levels about their middle that span `SPAN`."""
+    for piece in reversed(held):
+        step = SPAN * 2.0 ** (piece.shift - 8)
+        if piece.shift:
+            raised = rest + step / 2
+            upper = _rounded(raised, step)
+            value, rest = upper - step / 2, raised - upper
+        else:
+            value = rest
+        if piece.bits < piece.whole and not piece.shift:
+            # The upper part of a level. Its lower part, in the byte before, spans as much as a whole one.
+            value = (value * 256.0 + eighths[piece.eighth]) * 2.0**-piece.bits
+        elif piece.shift + piece.bits < 8:
+            value = value * 2.0 ** (8 - piece.shift - piece.bits)
+        eighths[piece.eighth] = value
+
+
+def _rounded(x, step):
+    """FP16 to the next multiple of a power of two."""
+    return (x + _STEPS * step) - _STEPS * step
+
+
+# -- Choosing levels -------------------------------------------------------------------------------------------------------
+
+
+def _choose(value, row):
+    """Levels of values [tokens, tries * 128], FP32, and the centroids they stand for; `row` gives one of `LEVEL_ROWS`."""
+    shrunk = pypto.clip(value * row("shrink"), -1.0, 1.0)
+    square = shrunk * shrunk
+    inverse = square * row("inverse3") + row("inverse2")
+    inverse = inverse * square + row("inverse1")
+    inverse = inverse * square + row("inverse0")
+    k = (inverse * shrunk + _WHOLE) - _WHOLE
+    boundary = (k * k * row("cubed") + row("linear")) * k
+    # 1 or 0: so large a product leaves nothing between.
+    k = k + pypto.clip((value - boundary) * STEEP + 1.0, 0.0, 1.0)
+    m = k * 2.0 - 1.0
+    return k + row("most"), (m * m * row("b") + row("a")) * m
+
+
+def _nearest(levels, restored, weighted, y, tokens):
+    """Levels [tokens, 128] of the try that lies nearest to y [tokens, 128], and its `kept` [tokens, 1].
+
+    Args:
+        levels: [tokens, tries * 128], and so are the next two.
+    """
+
+    def of(values, number):
+        return pypto.view(values, [tokens, HEAD_DIM], [0, number * HEAD_DIM])
+
+    level = of(levels, 0)
+    kept, fit = _kept_and_fit(of(restored, 0), of(weighted, 0), y)
+    for number in range(1, TRIES):
+        other, nearer = _kept_and_fit(of(restored, number), of(weighted, number), y)
+        # 1 or 0: so large a product leaves nothing between.
+        better = pypto.clip((nearer - fit) * STEEP, 0.0, 1.0)
+        fit = pypto.maximum(fit, nearer)
+        kept = kept * (1.0 - better) + other * better
+        level = level + (of(levels, number) - level) * better
+    return level, kept
+
+
+def _kept_and_fit(restored, weighted, y):
+    along = pypto.sum(weighted * y, dim=-1, keepdim=True)
+    kept = pypto.sum(weighted * restored, dim=-1, keepdim=True)
+    return kept, along * along / kept
+
+
+# -- Sizes -----------------------------------------------------------------------------------------------------------------
 
 
 def _fitting(count, most):
@@ -158,42 +267,3 @@ def _length(squares):
 
 def _at_least(length, least, tokens):
     return pypto.maximum(length, pypto.full([tokens, 1], least, pypto.DT_FP32))
-
-
-def _nearest(levels, restored, weighted, y, tokens):
-    """Levels [tokens, 128] for each stage of the try that lies nearest to y [tokens, 128], and its `kept` [tokens, 1].
-
-    Args:
-        levels: for each stage, [tokens, tries * 128], and so are the others.
-    """
-
-    def of(values, number):
-        return pypto.view(values, [tokens, HEAD_DIM], [0, number * HEAD_DIM])
-
-    level = [of(values, 0) for values in levels]
-    kept, fit = _kept_and_fit(of(restored, 0), of(weighted, 0), y)
-    for number in range(1, TRIES):
-        other, nearer = _kept_and_fit(of(restored, number), of(weighted, number), y)
-        # 1 or 0: so large a product leaves nothing between.
-        better = pypto.clip((nearer - fit) * STEEP, 0.0, 1.0)
-        fit = pypto.maximum(fit, nearer)
-        kept = kept * (1.0 - better) + other * better
-        level = [one + (of(values, number) - one) * better for one, values in zip(level, levels, strict=True)]
-    return level, kept
-
-
-def _kept_and_fit(restored, weighted, y):
-    along = pypto.sum(weighted * y, dim=-1, keepdim=True)
-    kept = pypto.sum(weighted * restored, dim=-1, keepdim=True)
-    return kept, along * along / kept
-
-
-def _centroid(level):
-    """c[level] in FP32: the least one and the gaps up to the level.
-
-    Of the level alone: if its steps were used here too, all would wait in the unified buffer and spill.
-    """
-    value = pypto.clip(level, 0.0, 1.0) * (CENTROIDS[1] - CENTROIDS[0]) + CENTROIDS[0]
-    for index in range(1, len(BOUNDARIES)):
-        value = value + pypto.clip(level - float(index), 0.0, 1.0) * (CENTROIDS[index + 1] - CENTROIDS[index])
-    return value

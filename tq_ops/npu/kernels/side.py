@@ -11,6 +11,7 @@ import torch
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, bf16_as_fp16, rotate_queries, unrotate
 
+_LINE = 32
 DTYPES = {
     torch.int8: pypto.DT_INT8,
     torch.float16: pypto.DT_FP16,
@@ -25,15 +26,20 @@ class Domain:
 
     Attributes:
         rotation, rotation_fp16: [128, 128] BF16 and FP16.
-        forward, numbers, places, rows: of learned nibbles, as `tq_ops.npu.learned.domain_tensors` makes them.
+        forward, numbers, places, rows: of learned keys, as `tq_ops.npu.learned.domain_tensors` makes them.
     """
 
     rotation: object
-    rotation_fp16: object
+    rotation_fp16: object = None
     forward: object = None
     numbers: object = None
     places: object = None
     rows: object = None
+
+
+def whole_lines(count):
+    """So many bytes in whole lines of the unified buffer: tiles come in those, whatever the tensor's own width."""
+    return -(-count // _LINE) * _LINE
 
 
 class CacheSide:
@@ -44,16 +50,16 @@ class CacheSide:
         vectors, scales: the side's two arguments of the program; without scales the second is not read.
         domain: of its tiles.
     Attributes:
-        width: numbers of a vector in a tile.
+        by_token: whether tiles are [step, 128]; else [width, step], of K alone.
         kept_dtype: of queries as they are kept until all of a tile's keys are stored.
         query_dtype: of queries as the cube takes them beside the tiles.
     """
 
     kept_dtype = query_dtype = pypto.DT_BF16
+    by_token = True
 
     def __init__(self, side, vectors, scales, domain):
         self.side, self.stored_vectors, self.stored_scales, self.domain = side, vectors, scales, domain
-        self.width = side.width
 
     # -- Storing -------------------------------------------------------------------------------------------------------
     def room(self, count, name):
@@ -87,7 +93,7 @@ class CacheSide:
             new: of `room`, filled.
         """
         vectors, scales = self.side.vectors, self.side.scales
-        pypto.set_vec_tile_shapes(16, vectors.width)
+        pypto.set_vec_tile_shapes(16, whole_lines(vectors.width))
         block = slot // BLOCK
         offset = slot % BLOCK
         for head in range(kv_heads):
@@ -117,7 +123,7 @@ class CacheSide:
         return rows
 
     def tiles(self, place, shape):
-        """[step, width] of each head of the iteration, as the cube takes them."""
+        """[step, 128] of each head of the iteration, as the cube takes them; see `by_token`."""
         raise NotImplementedError
 
     def scales(self, place, shape):
@@ -156,7 +162,7 @@ class CacheSide:
         return query
 
     def finish(self, value, head, shape):
-        """What queries of a KV head attended to, [rows, width] FP32 -> BF16 in the model's own domain; once a query."""
+        """What queries of a KV head attended to, [rows, 128] FP32 -> BF16 in the model's own domain; once a query."""
         return pypto.cast(value, pypto.DT_BF16)
 
 

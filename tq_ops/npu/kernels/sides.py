@@ -3,7 +3,7 @@
 import pypto
 
 from haarkv.tq_ops.npu.kernels.bf16 import Plain
-from haarkv.tq_ops.npu.kernels.learned import LearnedNibbles
+from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
 from haarkv.tq_ops.npu.kernels.side import DTYPES
 from haarkv.tq_ops.npu.kernels.tq4 import Packed
 from haarkv.tq_ops.npu.kernels.tq4_seed import SeedBytes
@@ -14,7 +14,7 @@ _KERNELS = {TQ4: Packed, PUBLISHED: SeedBytes, BF16: Plain}
 
 def kernel_of(side):
     """The class of a `Side`'s `CacheSide`."""
-    return LearnedNibbles if side.stages else _KERNELS[side]
+    return LearnedKeys if side.layout else _KERNELS[side]
 
 
 def parameter(stored):

@@ -26,10 +26,6 @@ def build(program: Any, options: dict[str, Any]) -> Any:
         k_numbers: parameter(side_k.domain[1]),
         k_places: parameter(side_k.domain[2]),
         k_rows: parameter(side_k.domain[3]),
-        v_forward: parameter(side_v.domain[0]),
-        v_numbers: parameter(side_v.domain[1]),
-        v_places: parameter(side_v.domain[2]),
-        v_rows: parameter(side_v.domain[3]),
         k_vectors: parameter(side_k.vectors),
         k_scales: parameter(side_k.scale_row),
         v_vectors: parameter(side_v.vectors),
@@ -37,7 +33,7 @@ def build(program: Any, options: dict[str, Any]) -> Any:
     ):
         tokens = slot.shape[0]
         stored_k = kernel_k(side_k, k_vectors, k_scales, Domain(rotation, None, k_forward, k_numbers, k_places, k_rows))
-        stored_v = kernel_v(side_v, v_vectors, v_scales, Domain(rotation, None, v_forward, v_numbers, v_places, v_rows))
+        stored_v = kernel_v(side_v, v_vectors, v_scales, Domain(rotation))
         for tile in pypto.loop((tokens + rows - 1) // rows, name="TILE", idx_name="tile"):
             new_k = stored_k.room(count, "new_k")
             new_v = stored_v.room(count, "new_v")

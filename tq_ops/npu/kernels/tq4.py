@@ -35,7 +35,7 @@ class Packed(RotatedSide, ScaledSide):
     def tiles(self, place, shape):
         """Centroids [step, 128] FP16 of each head of the iteration, rotated and without their scale."""
         heads = range(shape.heads_at_once)
-        return [centroids(self.gather(place, head, shape, "packed"), BLOCK, self.width) for head in heads]
+        return [centroids(self.gather(place, head, shape, "packed"), BLOCK, HEAD_DIM) for head in heads]
 
 
 def quantize(x, rotation, vectors):
