@@ -75,8 +75,8 @@ class TQCache(Cache):  # type: ignore[misc]
         sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
         plan: layer -> formats, for layers that differ from `kv`; or a file of `tq plan`, which says all.
-        calibration: what formats `lr2` to `lr5` take their coordinates from: of `tq.calibrate`, or a file. It must be this model's;
-            only its shapes can be checked here.
+        calibration: what formats `lr2` to `lr5` take their coordinates from: of `tq.calibrate`, or a file. It must be this
+            model's; only its shapes can be checked here.
         model: whose cache it is. If it is given, its weights are looked at: uneven channels of K and V are balanced, and
             a model whose text would be garbage is refused. They are found where they have Llama's names, and otherwise left.
         balance: False stores every channel as it is.

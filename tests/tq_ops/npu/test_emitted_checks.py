@@ -160,13 +160,16 @@ UB_TileTensor ubTensor_1((uint64_t)((half *)UB_A_T + 2048), (SHAPE));
 """
 
 
+_VALID = "RUNTIME_GetViewValidShapeDim"
+
+
 @pytest.mark.parametrize(
     ("shape", "faulty"),
     [
         ("Shape2Dim(16, 128)", False),
         ("Shape2Dim(17, 128)", True),
-        ("Shape2Dim((RUNTIME_GetViewValidShapeDim(sym_1_dim_1, 16, 16)), (RUNTIME_GetViewValidShapeDim(sym_1_dim_0, 0, 128)))", False),
-        ("Shape2Dim((RUNTIME_GetViewValidShapeDim(sym_1_dim_1, 16, 32)), (RUNTIME_GetViewValidShapeDim(sym_1_dim_0, 0, 128)))", True),
+        (f"Shape2Dim(({_VALID}(sym_1_dim_1, 16, 16)), ({_VALID}(sym_1_dim_0, 0, 128)))", False),
+        (f"Shape2Dim(({_VALID}(sym_1_dim_1, 16, 32)), ({_VALID}(sym_1_dim_0, 0, 128)))", True),
         ("Shape2Dim(sym_1_dim_0, sym_1_dim_1)", True),
     ],
 )  # fmt: skip
