@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation.ops.caches import CacheCase
@@ -163,11 +164,11 @@ def format_cases(table: Table) -> Iterator[OpCase]:
 
     A format that a backend learns to read is thereby tested without being written down here.
     """
-    for name in formats.names():
+    for name in (*formats.names(), *(f"k=lr{bits},v=tq4" for bits in COLUMNS)):
         for head_dim in HEAD_DIMS:
-            plan = KVSpec(name).plan(1)
-            if table is not REFERENCE and table.unsupported(plan, head_dim) is None:
-                yield Store(CacheCase(name, head_dim, 1, 2, 8, (0,), (3,)), small=True)
+            stored = CacheCase(name, head_dim, 1, 2, 8, (0,), (3,))
+            if table is not REFERENCE and table.unsupported(stored.plan, head_dim) is None:
+                yield Store(stored, small=True)
                 yield Attention(CacheCase(name, head_dim, 2, 1, 8, (11,), (2,)), FP32, small=True)
 
 

@@ -43,8 +43,11 @@ class Table:
 
     def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
         """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
-        shape = KVShape(1, head_dim)
         try:
+            described = [kv_format.description(head_dim) for kv_format in plan.formats]
+            # Learned coordinates are of as many KV heads as they were learned of.
+            heads = {found.transform.heads for found in described if found} - {None}
+            shape = KVShape(next(iter(heads), None) or 1, head_dim)
             plan.require_layout(shape)
         except InputError as error:
             return str(error)

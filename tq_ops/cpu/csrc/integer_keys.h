@@ -1,4 +1,5 @@
-// Q.K of nibbles, and of levels of several widths, by dot products of 16-bit integers, two products per lane and instruction, for BF16 activations.
+// Q.K of nibbles, and of levels of several widths, by dot products of 16-bit integers, two products per lane and instruction,
+// for BF16 activations.
 
 constexpr int kQueryStride = kMaxDim;  // integers per row
 
@@ -127,7 +128,8 @@ inline float whole_query_in_steps(const Side& side, const float* q, float most_t
     return step;
 }
 
-// Calls body(x, lookup) for each step of each word, in order; lookup(x) are the centroids of the levels of a register of words.
+// Calls body(x, lookup) for each step of each word, in order; lookup(x) are the centroids of the levels of a register of
+// words.
 template <int TILES, class Body>
 inline __attribute__((always_inline)) void each_step(const Side& side, const uint32_t* words, Body body) {
     for (int c = 0; c < side.columns->count; ++c) {

@@ -3,8 +3,8 @@
 // A packed vector of N levels is read as N / 8 words of 32 bits, each with eight 4-bit levels. This gives two orders:
 //   word order   level k of word j at j * 8 + k          rotated queries
 //   plane order  level k of word j at k * (N / 8) + j    accumulators
-// The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim. Levels of
-// other widths than 4 bits are unpacked first: up to 4 bits into such words, wider ones into numbers, in their own order.
+// The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim. Levels
+// of other widths than 4 bits are unpacked first: up to 4 bits into such words, wider ones into numbers, in their own order.
 // Levels of several widths lie in columns (`Columns`), and queries for them are in their own order.
 #pragma once
 
@@ -12,10 +12,11 @@
 
 namespace haarkv {
 
-constexpr int kMaxRows = 8;    // query rows of a tile
-constexpr int kMaxTiles = 16;  // tiles that one pass over the codes serves
-constexpr int kMaxDim = 256;   // the largest head_dim
-constexpr int kMaxKeysTile = 32;  // keys are padded to this in scratch
+constexpr int kMaxRows = 8;                  // query rows of a tile
+constexpr int kMaxTiles = 16;                // tiles that one pass over the codes serves
+constexpr int kMaxDim = 256;                 // the largest head_dim
+constexpr int kMaxWords = kMaxDim * 5 / 32;  // of a packed vector that is read as words: 5 bits a number
+constexpr int kMaxKeysTile = 32;             // keys are padded to this in scratch
 
 // What a side stores: one of its cells for each of the N levels. All but nibbles become FP32 numbers, a few vectors at a time.
 enum Cell : int32_t {

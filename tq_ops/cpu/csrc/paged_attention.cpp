@@ -152,7 +152,7 @@ void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, 
 
 // The sums of a row over all splits, which left partials from `first` on, `apart` from each other.
 void merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first, int64_t apart, std::vector<float>& factors,
-                float* merged, float* exact) {
+               float* merged, float* exact) {
     const int64_t size = of.size() * apart, splits = static_cast<int64_t>(factors.size());
     const float *maxima = of.maxima(first) + r, *totals = of.totals(first) + r;
     float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
@@ -185,7 +185,7 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
     for (int t = 0; t < pass.tiles; ++t)
         for (int r = 0; r < wave.tiles[pass.first_tile + t].tile.rows; ++r, ++rows)
             merge_row(kernels, of, r, pass.first_partial + t, pass.tiles, factors, merged + rows * of.levels,
-                                    exact + rows * dim);
+                      exact + rows * dim);
     if (a.rotation_back.numbers)
         multiply(a, kernels, merged, rows, false, a.rotation_back, pass.kv_head, out);
     else

@@ -120,7 +120,7 @@ struct Avx512 {
         for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
-        alignas(64) uint8_t copy[width * kMaxDim / 2];
+        alignas(64) uint8_t copy[width * kMaxWords * 4];
         if (keys < width) {
             for (int i = 0; i < width; ++i)
                 std::memcpy(copy + i * words * 4, codes + smaller(i, keys - 1) * words * 4, words * 4);
