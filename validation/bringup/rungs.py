@@ -11,7 +11,7 @@ import torch
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.npu.device import Runner
 from haarkv.tq_ops.npu.first_programs import StoreByProgram, add
 from haarkv.tq_ops.table import OpTable, with_ops
@@ -72,8 +72,9 @@ def store(bench: Workbench) -> Found:
     if table is None:
         return Found(None, _NOTHING)
     said, compared = [], 0
-    # K and V of a cache may have different formats; a store takes one at a time.
-    for kv in dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats):
+    # K and V of a cache may have different formats; a store takes one at a time, and learned ones are of keys alone.
+    names = dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats)
+    for kv in (f"k={name},v=tq4" if formats.needs_calibration(name) else name for name in names):
         case = Store(CacheCase(kv, bench.config.heads.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW))
         finding = case.check(table, device)
         compared += 2 * sum(_NEW) * _HEADS * bench.config.heads.head_dim
