@@ -36,7 +36,7 @@ def windows(count, length, seed=0):
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_learned_nibbles_are_nearer_than_tq4_of_the_same_bytes(family):
+def test_learned_keys_are_nearer_than_tq4_of_the_same_bytes(family):
     model = uneven(family)
     before = model.config._attn_implementation
     steps = []
@@ -55,7 +55,7 @@ def test_learned_nibbles_are_nearer_than_tq4_of_the_same_bytes(family):
     assert error["k=lr3,v=tq4"] < 0.7 * error["tq4"]
     cache = tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file)
     stats = model(input_ids=unseen, past_key_values=cache).past_key_values.stats()
-    assert stats.layers[0].used == 2 * 4 * file.shape.layers[0].num_kv_heads * 60 * (16 + 2)
+    assert stats.layers[0].used == 4 * file.shape.layers[0].num_kv_heads * 60 * (32 * 3 // 8 + 2 + 32 * 4 // 8 + 2)
 
 
 def test_generation_goes_on_from_the_cache():
@@ -83,10 +83,9 @@ def test_the_moments_are_those_of_our_own_forward():
     file = tq.calibrate(model, [window])
     assert file.fingerprint == subject.fingerprint
     assert file.calibration.context == 4096
-    for layer, pair in enumerate(learning.layers):
-        for ours, theirs in zip(pair, (file.calibration.k[layer], file.calibration.v[layer]), strict=True):
-            torch.testing.assert_close(theirs.mean, ours.mean, rtol=0.02, atol=0.02)
-            torch.testing.assert_close(theirs.weights[:, :8], ours.weights[:, :8], rtol=0.05, atol=1e-3)
+    for ours, theirs in zip(learning.layers, file.calibration.k, strict=True):
+        torch.testing.assert_close(theirs.mean, ours.mean, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(theirs.weights[:, :8], ours.weights[:, :8], rtol=0.05, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -117,13 +116,9 @@ def test_what_cannot_be_learned_or_read_is_one_line(tmp_path):
     path = tmp_path / "learned.safetensors"
     tq.calibrate(model, windows(1, 40), out=path)
     with safe_open(path, "pt") as stored:
-        assert stored.metadata()["haarkv_calibration"] == "2"
+        assert stored.metadata()["haarkv_calibration"] == "3"
     assert calibration_file.load(path).shape.layers[0].head_dim == 32
     with pytest.raises(InputError, match="made for another model"):
         tq.TQCache(SMALL["gpt_neox"]().config, kv="k=lr3,v=tq4", calibration=path)
     with pytest.raises(InputError, match="leave out kv, tail, sink, skip_layers and calibration"):
         tq.TQCache(model.config, plan=path, calibration=path)
-    model.model.layers[1].self_attn.o_proj = torch.nn.Linear(64, 64)
-    model.model.layers[1].self_attn.__dict__["_modules"]["other"] = model.model.layers[1].self_attn._modules.pop("o_proj")
-    with pytest.raises((InputError, AttributeError), match=r"no projection behind attention|o_proj"):
-        tq.calibrate(model, windows(1, 40))

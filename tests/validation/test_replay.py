@@ -82,7 +82,7 @@ def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
 def test_a_fault_in_learned_coordinates_takes_them_along():
     config = MODEL.config
     learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
-    table = next(fault for fault in planted_learned(MODEL, 1) if fault.name == "a mean left out of K").table()
+    table = next(fault for fault in planted_learned(MODEL, 1) if fault.name == "the mean left out").table()
     make = faulty(lambda _: table)
     run = failed(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED, learned=learned)
     file = written(run)

@@ -117,4 +117,7 @@ def oscar_format(calibration: Calibration, side: str) -> Oscar:
     Raises:
         InputError: the calibration holds other coordinates than rotations.
     """
-    return Oscar(calibration.k if side == "k" else calibration.v, _KEPT[side])
+    bases = calibration.k if side == "k" else calibration.v
+    if not bases:
+        raise InputError(f"{NAME} takes rotations of values too, and this calibration is of keys alone")
+    return Oscar(bases, _KEPT[side])

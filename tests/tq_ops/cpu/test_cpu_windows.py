@@ -9,7 +9,7 @@ import torch
 from op_tables import LAYER, every_table, relative
 from torch import Tensor
 
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -42,7 +42,10 @@ def rings(kv: KVSpec, window: int, block_size: int = 32) -> tuple[PagedKVCache, 
 def stored(cache: PagedKVCache, batch: Batch, seed: int) -> Tensor:
     """Store random K and V of a batch by the reference; queries [T, 10, 128] fp32 of it."""
     generator, tokens = torch.Generator().manual_seed(seed), len(batch.positions)
-    reference.store_kv(*torch.randn(2, tokens, 2, 128, generator=generator), cache, LAYER, batch)
+    k, v = torch.randn(2, tokens, 2, 128, generator=generator)
+    if formats.needs_calibration(cache.plan.k(LAYER).name):
+        k = made_up.vectors(LEARNED.k[LAYER], tokens, generator).transpose(0, 1)
+    reference.store_kv(k, v, cache, LAYER, batch)
     return 2 * torch.randn(tokens, 10, 128, generator=generator)
 
 

@@ -30,7 +30,7 @@ def moment(dim, seed):
 
 def learned(dim=128):
     sides = [tuple(rotations(moment(dim, 10 * side + layer)) for layer in range(2)) for side in (0, 1)]
-    return Calibration(*sides, digest=f"rotations of {dim}")
+    return Calibration(sides[0], f"rotations of {dim}", v=sides[1])
 
 
 def vectors(*shape, seed=0):
@@ -128,7 +128,7 @@ def test_the_largest_numbers_of_a_vector_are_clipped():
     """Behind a rotation that does nothing, six of K's numbers are cut back, eleven of V's."""
     eye = torch.eye(128).expand(HEADS, 128, 128).contiguous()
     basis = Basis(torch.zeros(HEADS, 128), eye, eye, torch.ones(HEADS, 128))
-    of = Calibration((basis,), (basis,), "nothing")
+    of = Calibration((basis,), "nothing", v=(basis,))
     x = torch.linspace(-1, 1, 128).expand(HEADS, 1, 128)
     for side, limit in (("k", sorted(x[0, 0].abs().tolist())[122]), ("v", sorted(x[0, 0].abs().tolist())[117])):
         kv_format = oscar_format(of, side)
@@ -158,6 +158,8 @@ def test_what_is_refused():
     with pytest.raises(InputError, match=r"oscar2 needs the rotations that .* learns of a model"):
         formats.get("oscar2")
     with pytest.raises(InputError, match="oscar2 takes rotations, and the calibration's coordinates of layer 0 are none"):
+        formats.get("oscar2", "k", calibration())
+    with pytest.raises(InputError, match="oscar2 takes rotations of values too, and this calibration is of keys alone"):
         formats.get("oscar2", "v", calibration())
     kv_format = oscar_format(learned(), "k")
     with pytest.raises(InputError, match="learned of vectors of 128 numbers, not 64"):
