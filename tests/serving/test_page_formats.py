@@ -144,7 +144,7 @@ def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path)
     config.compilation_config.static_forward_context["model.layers.0.other"] = layer(ours=False)
     specs = AWorker(config).get_kv_cache_spec()
     sizes = [specs[name].state_content_size_bytes for name in names]
-    assert sizes == [66 + 34, 512, 66 + 34, 100, 130 + 18, 50 + 18, 132, 132]
+    assert sizes == [66 + 50, 512, 66 + 50, 100, 130 + 50, 50 + 50, 132, 132]
     assert specs["model.layers.0.other"] == plain_spec(SHAPE)
     # The same bytes as a cache of our own takes, and so in `/metrics`.
     pages = [specs[name].page_size_bytes for name in names[:LAYERS]]
@@ -271,7 +271,7 @@ def test_a_plan_that_cannot_be_served_is_refused(tmp_path, name):
 
 def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_context(tmp_path):
     def asked(shape=OF_SHAPE, weights="0123456789abcdef", context=None, **options: object) -> VllmConfig:
-        held = formats.Calibration(learned().k, learned().v, "", context)
+        held = formats.Calibration(learned().k, "", context)
         path = tmp_path / "other.safetensors"
         path.write_bytes(calibration_file.dumps(CalibrationFile(held, shape, weights)))
         chosen._spec.cache_clear()
