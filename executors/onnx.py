@@ -244,7 +244,7 @@ def _kept_places(kept: Kept, batch: Batch, past: Tensor) -> dict[str, Tensor]:
         past: [B] int32, tokens that were stored before.
     Returns:
         `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
-        [B, sink + tail] int32, `UNSTORED` of those that are not there or are sinks as well.
+        [B, sink + tail] int32; `UNSTORED` where no token is kept, and where the tail repeats a sink.
     """
     _, heads, places, _ = kept.vectors.shape
     first = torch.arange(kept.sink, device=past.device).expand(len(past), -1)

@@ -68,6 +68,14 @@ def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
     assert calibration_file.load(tmp_path / "again.safetensors").calibration.digest == file.calibration.digest
 
 
+def test_without_a_text_the_model_writes_one_itself(tq, tmp_path):
+    code, out, err = tq("calibrate", "--out", "own.safetensors", *SHORT, "--force", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["tokens"] == 600
+    again = tq("calibrate", "--out", "again.safetensors", *SHORT, "--force", "--json")
+    assert json.loads(again[1])["digest"] == json.loads(out)["digest"]
+
+
 def test_eval_and_generate_take_learned_formats(tq):
     files = ("--text", "unseen.txt", "--calibration", "it.safetensors", "--greedy-prompts", 0, "--tokens", 60, "--json")
     code, out, err = tq("eval", *files, "--kv", "k=lr3,v=tq3,k=lr4,v=tq4,tq4")

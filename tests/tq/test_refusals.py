@@ -39,6 +39,10 @@ REFUSED = {
         ("--bogus", "--bogus"),
     ],
     GENERATE: [
+        ("--kv auto --kv-tail 3", "--kv auto sets the whole cache; leave out --kv-tail"),
+        ("--kv-loss 0.1", "--kv-loss says what --kv auto may lose"),
+        ("--kv auto --kv-loss -1", "--kv-loss is a mean KL in nats a token, above 0, not -1"),
+        ("--kv lr64", "there is no lr64: learned keys take lr2, lr3, lr4, lr5"),
         ("--model ''", "no such model: ''"),
         ("--model latin1", "no such model"),
         (f"--model {'a' * 5000}", "no such model"),

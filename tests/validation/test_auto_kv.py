@@ -1,5 +1,7 @@
 """`--kv auto`: the text that a model writes, the choice, and what is remembered of it."""
 
+import json
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import auto, remembered
 from haarkv.validation.planning.calibrate import load_subject
 from haarkv.validation.planning.own_text import SEQUENCES, start_token, write
+from tq.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,16 @@ def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home
     remembered.cache_for("tiny", loss=0.002)
     remembered.cache_for("tiny", loss=0.01)
     assert asked == [0.002, 0.002, 0.01]
+
+
+def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypatch, capsys):
+    monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+    for said in (1, 0):
+        given = ["--kv", "auto", "--kv-loss", "0.002", "--prompt", "def", "--max-new-tokens", "2", "--json"]
+        assert main(["generate", *given]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["kv"]["format"] == f"{chosen.spec.kv}; tail 128; sink 4"
+        assert err.count(f"tq: {chosen}") == said
 
 
 def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monkeypatch, tmp_path):

@@ -79,8 +79,8 @@ def command(
         raise InputError(f"--context must lie in 1 … {most:,}, the model's positions, not be {context:,}")
     if window is not None and not 1 <= window <= context:
         raise InputError(f"--window must lie in 1 … {context:,}, the context, not be {window:,}")
-    ids = _own_text(subject, tokens + (verify_tokens if other is None else 0)) if text is None else encode(text)
-    half = tokens if text is None else len(ids) // 2
+    ids = _own_text(subject, tokens + 1 + (verify_tokens + 1 if other is None else 0)) if text is None else encode(text)
+    half = tokens + 1 if text is None else len(ids) // 2
     learned_from, unseen = (ids[:half], ids[half:]) if other is None else (ids, encode(other))
     work = make_workload(learned_from, context, window=window, tokens=tokens, prompts=0)
     # As long as is allowed: coordinates that do not hold for late positions show there.

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks import cubic
+from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import EIGHTHS, Column, widths_of
+from haarkv.tq_ops.formats.columns import Column, widths_of
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads

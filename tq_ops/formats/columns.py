@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EIGHTHS = 8
+from haarkv.codebooks.learned import EIGHTHS
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks import cubic
-from haarkv.codebooks.learned import Basis
+from haarkv.codebooks.learned import EIGHTHS, Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import LevelChoice, lengths_of, require_finite
-from haarkv.tq_ops.formats.columns import EIGHTHS, Column, column, pack_columns, unpack_columns, widths_of
+from haarkv.tq_ops.formats.columns import Column, column, pack_columns, unpack_columns, widths_of
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
     Description,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,6 @@ class CalibrationFile:
     def spec(self) -> KVSpec:
         """A KV cache that may take these coordinates, in the default format until another is asked for."""
         return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
-
-
-def with_plan(file: CalibrationFile, plan: str) -> CalibrationFile:
-    """The same with the text of a plan file."""
-    return replace(file, plan=plan)
 
 
 def calibration_of(k: Sequence[Basis], context: int | None = None) -> Calibration:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks import cubic
+from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import EIGHTHS, Column, widths_of
+from haarkv.tq_ops.formats.columns import Column, widths_of
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.rotated import Coordinates
 

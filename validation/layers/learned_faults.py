@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from haarkv.codebooks.learned import EIGHTHS
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.base import by_token
-from haarkv.tq_ops.formats.columns import EIGHTHS
 from haarkv.tq_ops.formats.learned import LearnedFormat
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.formats.rotated import Coordinates

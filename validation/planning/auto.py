@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from haarkv.engine.plans import plan_for
 from haarkv.models.catalog import read_config
@@ -75,16 +74,13 @@ class Chosen:
         )
 
 
-def choose(
-    subject: Subject, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None, ids: Tensor | None = None
-) -> Chosen:
+def choose(subject: Subject, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None) -> Chosen:
     """Choose a cache for a model.
 
     Args:
         subject: the model.
         loss: mean KL in nats a token that it may lose.
         on_step: told what has been done, and how many tokens it took.
-        ids: a text [n] int64 in place of what the model writes, of `LEARNED_FROM + JUDGED_BY` tokens at least.
     Raises:
         InputError: a bound that is none.
     """
@@ -92,8 +88,7 @@ def choose(
         raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
     times = [time.monotonic()]
     base = subject.session(KVSpec("bf16"))
-    if ids is None:
-        ids = write(base, LEARNED_FROM + JUDGED_BY, on_step=on_step)
+    ids = write(base, LEARNED_FROM + JUDGED_BY + 1, on_step=on_step)  # the last one is only predicted
     times.append(time.monotonic())
     context = subject.config.max_position_embeddings
     windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
@@ -101,8 +96,8 @@ def choose(
     file = subject.file_of(learning, context, {})
     times.append(time.monotonic())
     judged = make_workload(
-        ids[LEARNED_FROM : LEARNED_FROM + JUDGED_BY + 1].tolist(), context, window=min(JUDGED_BY - 1, context),
-        tokens=JUDGED_BY - 1, prompts=0,
+        ids[LEARNED_FROM:].tolist(), context, window=min(JUDGED_BY, context),
+        tokens=JUDGED_BY, prompts=0,
     )  # fmt: skip
     specs, rows = [spec_of(kv, file.calibration, subject.config) for kv in CHOICES], dict[int, FidelityRow]()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,9 @@ def chosen_before(file: Path) -> KVSpec | None:
 
 def remember(file: Path, chosen: Chosen) -> None:
     """Keep a choice; a folder that cannot be written keeps none."""
-    config_plan = plan_for(chosen.spec, chosen.config)
-    text = plan_file.dumps(
-        config_plan, chosen.file.shape, {"said": str(chosen), "rows": [row.measured for row in chosen.rows]}
-    )
-    content = calibration_file.dumps(calibration_file.with_plan(chosen.file, text))
+    measured = {"said": str(chosen), "rows": [row.measured for row in chosen.rows]}
+    text = plan_file.dumps(plan_for(chosen.spec, chosen.config), chosen.file.shape, measured)
+    content = calibration_file.dumps(replace(chosen.file, plan=text))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
+from haarkv.codebooks.learned import EIGHTHS
 from haarkv.models.qwen3_14b.onnx.levels import LevelScopes
-from haarkv.tq_ops.formats.columns import EIGHTHS
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.onnx.graph import Graph
 
@@ -171,7 +171,7 @@ class AttentionScopes(LevelScopes):
         return g.node(name, "BitwiseOr", low, raised)
 
     def _bits(self, g: Graph, name: str, x: str, shift: int, width: int, dtype: type[np.generic]) -> str:
-        """So many bits of unsigned integers, from `shift` on."""
+        """`width` bits of unsigned integers, from bit `shift` on."""
         down = g.node(f"{name}_down", "BitShift", x, g.scalar(shift, dtype), direction="RIGHT") if shift else x
         return g.node(name, "BitwiseAnd", down, g.scalar(2**width - 1, dtype))
 

@@ -15,9 +15,10 @@ from onnx import TensorProto
 from torch import Tensor
 
 from haarkv.codebooks import cubic
+from haarkv.codebooks.learned import EIGHTHS
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import EIGHTHS, widths_of
+from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Description

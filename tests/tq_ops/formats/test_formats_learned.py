@@ -9,11 +9,12 @@ from bases import calibration, vectors_of
 from learned_slow import GOLDEN_BITS, ROWS, codes, golden_basis, slow
 from small_models import SMALL, resized
 
+from haarkv.codebooks.learned import EIGHTHS
 from haarkv.engine.plans import plan_for
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats.columns import EIGHTHS, widths_of
+from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache

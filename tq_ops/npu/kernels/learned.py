@@ -5,7 +5,7 @@ What differs by head and layer comes as data, see `tq_ops.npu.learned`; how leve
 
 import pypto
 
-from haarkv.tq_ops.formats.columns import EIGHTHS
+from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
