@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -49,12 +49,15 @@ class Basis:
         forward: [H, D, D] fp32; column i makes coordinate i.
         back: [H, D, D] fp32; row i is what one unit of coordinate i adds to the vector.
         weights: [H, D] fp32, what a squared error of a coordinate costs; descending by eighths, with the sum D.
+        inv_freq: [R/2] fp64, the angle by which RoPE turns numbers i and i + R/2 of a key from one position to the next; the
+            keys it was learned from were turned back to where their stretch of the text begins. Empty where nobody knows.
     """
 
     mean: Tensor
     forward: Tensor
     back: Tensor
     weights: Tensor
+    inv_freq: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @property
     def num_kv_heads(self) -> int:
@@ -68,7 +71,7 @@ class Basis:
 
     def heads(self, part: slice | list[int]) -> Basis:
         """That of some KV heads."""
-        return Basis(*(tensor[part] for tensor in (self.mean, self.forward, self.back, self.weights)))
+        return Basis(self.mean[part], self.forward[part], self.back[part], self.weights[part], self.inv_freq)
 
 
 # -- The closed form -------------------------------------------------------------------------------------------------------

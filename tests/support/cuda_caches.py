@@ -93,7 +93,9 @@ def check_stored(ours: PagedKVCache, theirs: PagedKVCache, k: Tensor, v: Tensor,
     for side, x in (("k", k), ("v", v)):
         mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (ours, theirs))
         new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
-        compared, length = compare_tokens(getattr(theirs, f"{side}_format")(LAYER), LAYER, *new, x, noise)
+        kv_format = getattr(theirs, f"{side}_format")(LAYER)
+        given = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions).transpose(0, 1)
+        compared, length = compare_tokens(kv_format, LAYER, *new, given, noise)
         assert compared.unexplained == 0
         assert compared.match > 0.999
         assert length <= bounds.LAYER_FP32.length

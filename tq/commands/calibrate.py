@@ -41,13 +41,12 @@ if TYPE_CHECKING:
 @options.count("--tokens", "Tokens to learn from.", 10240)
 @options.count("--verify-tokens", "Tokens to judge by.", 4096)
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
-@options.count("--context", "Tokens a sequence may have; fewer serve K better [default: the model's most].", metavar="N")
 @options.resume_option
 @click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
 @options.json_option
 def command(
     text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
-    window: int | None, context: int | None, threads: int | None, resume_file: Path | None, force: bool,
+    window: int | None, threads: int | None, resume_file: Path | None, force: bool,
     as_json: bool, **model: Any,
 ) -> None:  # fmt: skip
     """Learn in which coordinates a model's keys are cheapest to store, for formats lr2 to lr5.
@@ -74,22 +73,19 @@ def command(
     with loading(model["model"]) as progress:
         subject = load_subject(progress=progress, **model)
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings
-    context = context or most
-    if context > most:
-        raise InputError(f"--context must lie in 1 … {most:,}, the model's positions, not be {context:,}")
-    if window is not None and not 1 <= window <= context:
-        raise InputError(f"--window must lie in 1 … {context:,}, the context, not be {window:,}")
+    if window is not None and not 1 <= window <= most:
+        raise InputError(f"--window must lie in 1 … {most:,}, the model's positions, not be {window:,}")
     ids = _own_text(subject, tokens + 1 + (verify_tokens + 1 if other is None else 0)) if text is None else encode(text)
     half = tokens + 1 if text is None else len(ids) // 2
     learned_from, unseen = (ids[:half], ids[half:]) if other is None else (ids, encode(other))
-    work = make_workload(learned_from, context, window=window, tokens=tokens, prompts=0)
-    # As long as is allowed: coordinates that do not hold for late positions show there.
-    longest = max(1, min(context, verify_tokens, len(unseen) - 1))
-    judged = make_workload(unseen, context, window=longest, tokens=verify_tokens, prompts=0)
+    work = make_workload(learned_from, most, window=window, tokens=tokens, prompts=0)
+    # As long as is allowed: keys of late positions are judged too.
+    longest = max(1, min(most, verify_tokens, len(unseen) - 1))
+    judged = make_workload(unseen, most, window=longest, tokens=verify_tokens, prompts=0)
     began = time.monotonic()
-    learning = _learn(subject, work, judged, context, resume_file)
+    learning = _learn(subject, work, judged, resume_file)
     seconds = time.monotonic() - began
-    found = subject.file_of(learning, context, {})
+    found = subject.file_of(learning, {})
     with scoring(2 * judged.scored) as on_step:
         rows = subject.judge(found.calibration, judged, on_step)
     report = _Report(work.scored, judged.scored, learning.fits, rows, seconds, len(learning.layers))
@@ -98,7 +94,7 @@ def command(
             f"{out_file} is not written: on unseen text {rows[1].kv} has a mean KL of {rows[1].kl_mean:.3g}, no better than "
             f"tq4's {rows[0].kl_mean:.3g}; give more --text, or --force"
         )
-    found = subject.file_of(learning, context, report.as_json)
+    found = subject.file_of(learning, report.as_json)
     write_whole(out_file, dumps(found))
     with unread_is_fine():
         _print(out_file, found, report, as_json)
@@ -113,7 +109,7 @@ def _own_text(subject: Subject, tokens: int) -> list[int]:
         return write(subject.session(KVSpec("bf16")), tokens, on_step=on_step).tolist()
 
 
-def _learn(subject: Subject, work: Workload, judged: Workload, context: int, resume_file: Path | None) -> Learning:
+def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path | None) -> Learning:
     """Learn all layers, or those that an earlier run has left."""
     from haarkv.validation.planning.calibrate import resumed, saved
 
@@ -122,7 +118,6 @@ def _learn(subject: Subject, work: Workload, judged: Workload, context: int, res
     run = {
         "model": subject.fingerprint,
         "dtype": str(subject.model.dtype).removeprefix("torch."),
-        "context": str(context),
         "text or windows": hashlib.sha256(tokens).hexdigest()[:16],
     }
     earlier = None
@@ -135,7 +130,7 @@ def _learn(subject: Subject, work: Workload, judged: Workload, context: int, res
 
     left = subject.config.num_layers - len(earlier.layers if earlier else ())
     with scoring(left * (work.scored + judged.scored)) as on_step:
-        return subject.learn(windows, held_back, context=context, learning=earlier, save=save, on_step=on_step)
+        return subject.learn(windows, held_back, learning=earlier, save=save, on_step=on_step)
 
 
 def _kept(path: Path) -> bytes:

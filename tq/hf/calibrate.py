@@ -14,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.planning.calibrate import basis_of, fit_of
@@ -27,7 +28,7 @@ _RECORDING = "haarkv_recording"
 
 def calibrate(
     model: PreTrainedModel, windows: Sequence[Sequence[int]], *, held_back: Sequence[Sequence[int]] = (),
-    context: int | None = None, out: str | Path | None = None, on_window: Callable[[int, int], None] = lambda *_: None,
+    out: str | Path | None = None, on_window: Callable[[int, int], None] = lambda *_: None,
 ) -> CalibrationFile:  # fmt: skip
     """Learn the coordinates of every layer's keys, for formats `lrB` of `TQCache`.
 
@@ -39,13 +40,10 @@ def calibrate(
         windows: token ids of each text; ten thousand tokens in all are enough for most models.
         held_back: the same, of texts that are not learned from: `learned["fit"]` of the file says for each layer how many
             times as much keys cost on them; far above 1.25, more text would help.
-        context: tokens of a sequence for which the coordinates shall hold; fewer serve K better. Unless given, the model's
-            limit where its keys turn by RoPE, else the longest window's.
         out: a file to write as well, as `tq calibrate` does.
         on_window: called with (windows done, windows in all).
     Raises:
-        InputError: no window, a context that nothing is known of, a
-            model whose attention cannot be recorded, or a file that cannot be written.
+        InputError: no window, a model whose attention cannot be recorded, or a file that cannot be written.
         NonFiniteError: a key or a query is not finite, with the layer.
     """
     if not windows or not all(map(len, (*windows, *held_back))):
@@ -53,48 +51,33 @@ def calibrate(
     if out is not None:
         check_writable(Path(out))
     turns = _rope_of(model, windows[0])
-    context = _context(model, context, max(map(len, windows)), turns)
-    learning, judging = (_Recorder(model, turns, context) for _ in range(2))
+    learning, judging = (_Recorder(model, turns) for _ in range(2))
     every = [(learning, window) for window in windows] + [(judging, window) for window in held_back]
     for done, (recorder, window) in enumerate(every, 1):
         recorder.run(window)
         on_window(done, len(every))
-    bases = [basis_of(sums, layer) for layer, sums in learning.sums()]
+    bases = [basis_of(sums, layer, turns[layer] if turns else None) for layer, sums in learning.sums()]
     pairs = zip(learning.sums(), judging.sums(), bases, strict=True) if held_back else ()
     fits = [fit_of(mine, theirs, basis) for (_, mine), (_, theirs), basis in pairs]
     learned = {"tokens": sum(map(len, windows)), "fit": fits}
     weights = fingerprint(model.state_dict().items())
-    file = CalibrationFile(
-        calibration_of(bases, context), model_shape(decoder_config(model.config), len(bases)), weights, learned
-    )
+    context = None if turns else max(map(len, windows))
+    shape = model_shape(decoder_config(model.config), len(bases))
+    file = CalibrationFile(calibration_of(bases, context), shape, weights, learned)
     if out is not None:
         write_whole(Path(out), dumps(file))
     return file
-
-
-def _context(model: PreTrainedModel, asked: int | None, longest: int, turns: Sequence[Tensor] | None) -> int:
-    most = getattr(decoder_config(model.config), "max_position_embeddings", None) or longest
-    if turns is None and (asked or 0) > longest:
-        raise InputError(
-            "keys of this model do not turn by their position as RoPE turns them, so its coordinates hold for the longest "
-            f"window's {longest:,} tokens; give windows of {asked:,}"
-        )
-    if asked is not None and not longest <= asked <= max(most, longest):
-        most = max(most, longest)
-        raise InputError(f"context is {asked:,} tokens; it must lie between the longest window's {longest:,} and {most:,}")
-    return asked or (longest if turns is None else max(most, longest))
 
 
 class _Recorder:
     """Runs windows through a model, and adds up what its attention is given.
 
     Args:
-        turns: of each layer, what a position is multiplied with to be an angle [R/2]; None to take keys as they stand.
-        context: tokens of a sequence; with `turns`, every window counts as if it stood at every place of it.
+        turns: of each layer; None to take keys as they stand.
     """
 
-    def __init__(self, model: PreTrainedModel, turns: Sequence[Tensor] | None = None, context: int = 0) -> None:
-        self._model, self._turns, self._context = model, turns, context
+    def __init__(self, model: PreTrainedModel, turns: Sequence[Turns] | None = None) -> None:
+        self._model, self._turns = model, turns
         self._sums, self._of_window = dict[int, Sums](), dict[int, Recorded]()
         self._layers = decoder_config(model.config).num_hidden_layers
 
@@ -125,7 +108,7 @@ class _Recorder:
         finally:
             model.set_attn_implementation(before)
         for layer, recorded in self._of_window.items():
-            self._sums[layer].add(recorded, self._turns[layer] if self._turns else None, self._context)
+            self._sums[layer].add(recorded, self._turns[layer] if self._turns else None)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -144,8 +127,8 @@ class _Recorder:
 # -- How keys turn with their position ---------------------------------------------------------------------------------------
 
 
-def _rope_of(model: PreTrainedModel, window: Sequence[int]) -> list[Tensor] | None:
-    """What a position is multiplied with to be an angle, [R/2], of each layer; None if some layer's keys turn otherwise.
+def _rope_of(model: PreTrainedModel, window: Sequence[int]) -> list[Turns] | None:
+    """How keys of each layer turn; None if some layer's keys turn otherwise than RoPE turns them.
 
     A few tokens are run at two places. Of the model's `inv_freq` buffers a layer's is the one that takes the moments of its
     keys from the first place to the second.
@@ -163,7 +146,7 @@ def _rope_of(model: PreTrainedModel, window: Sequence[int]) -> list[Tensor] | No
         fitting = [inv_freq for inv_freq in candidates if _turns(first, later, inv_freq)]
         if not fitting:
             return None
-        chosen.append(fitting[0])
+        chosen.append(Turns(tuple(fitting[0].tolist())))
     return chosen
 
 

@@ -43,6 +43,7 @@ class Packed:
         }
         self.begin = self.end = front
         self._short: dict[int, int] = {}
+        self._ahead = 0  # a token's position less its group, of formats that pack each token alone
 
     @property
     def blocks(self) -> int:
@@ -82,6 +83,8 @@ class Packed:
         for first in range(self.begin, self.end, step):
             last = min(first + step, self.end)
             vectors = self.kv_format.dequantize(self._read(first, last), self.layer)
+            if turns := self.kv_format.turns(self.layer):
+                vectors = turns.forth(vectors, torch.arange(first, last, device=vectors.device) + self._ahead)
             if group > 1:
                 vectors = vectors.flatten(2, 3)
             short = {g - first: n for g, n in self._short.items() if first <= g < last}
@@ -155,6 +158,7 @@ class Packed:
     def move(self, blocks: int) -> None:
         """Move to new memory for `blocks` blocks, at least as many as are in use."""
         held = self._read(self.begin, self.end)
+        self._ahead += self.begin - self.front
         self._short = {g - self.begin + self.front: n for g, n in self._short.items()}
         self.begin, self.end = self.front, self.front + self.end - self.begin
         block, place = self._places(self.begin, self.end)

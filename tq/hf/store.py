@@ -110,6 +110,10 @@ class SideStore:
                 vectors = torch.cat([self.kept.between(first, first + older), vectors], dim=2)
             if group > 1:
                 vectors = vectors.reshape(*vectors.shape[:2], groups, group, -1)
+            else:
+                begin = first + sinks
+                positions = torch.arange(begin, begin + vectors.shape[2], device=vectors.device)
+                vectors = kv_format.as_stored(vectors, self.layer, positions)
             try:
                 packed = kv_format.quantize(vectors, self.layer)
             except NonFiniteVectorError as error:

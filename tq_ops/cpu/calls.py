@@ -13,6 +13,8 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.stretches import STRETCH, Turns
+from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.reads import misfit, wrong_head_dim
@@ -30,7 +32,7 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
     """Fill in the calls of a layer for one instruction set, an index of `library.ISAS`.
 
     Returns:
-        None where the kernels do not read K's or V's format.
+        None where the kernels do not read K's or V's format, or a stretch of keys ends within a block.
     Raises:
         InputError: a head_dim that the kernels are not made for.
     """
@@ -41,21 +43,25 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
         return None
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in pair)
+    turns = pair[0].turns(layer)
+    if turns and STRETCH % cache.block_size:
+        return None
+    stretches = _stretches(turns)
     k_kept, v_kept = map(_kept, cache.kept(layer))
     attention = library.Attention(
         cache=library.Cache(
             k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=cache.block_size,
         ),
-        q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
+        stretches=stretches, q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
         rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs),
         block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0,
         window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
     k_tables, v_tables = (tables(kv_format, layer, shape.head_dim) for kv_format in pair)
     store = library.Store(
-        k=_store_side(k_fields, k_tables, k_kept, shape.head_dim),
-        v=_store_side(v_fields, v_tables, v_kept, shape.head_dim),
+        k=_store_side(k_fields, k_tables, k_kept, shape.head_dim, stretches),
+        v=_store_side(v_fields, v_tables, v_kept, shape.head_dim, _stretches(None)),
         slots=0, positions=0, query_start=0, rows=0, tokens=0, num_slots=cache.num_slots_of(layer), sequences=0,
         num_kv_heads=shape.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
@@ -76,6 +82,23 @@ def is_bf16(x: Tensor) -> bool:
     if found is None:
         raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")
     return found
+
+
+MOST_POSITIONS = 2**22
+"""Of a sequence whose keys are stored by stretches; the reference's ops run longer ones."""
+
+
+def too_long(cache: PagedKVCache, batch: Batch) -> bool:
+    """Whether a sequence may have more positions than stretches are known for."""
+    return batch.block_table.shape[1] * cache.block_size > MOST_POSITIONS
+
+
+def _stretches(turns: Turns | None) -> library.Stretches:
+    if turns is None:
+        return library.Stretches(cos=0, sin=0, half=0, count=0)
+    count = MOST_POSITIONS // STRETCH
+    cos, sin = turns.table(count, torch.device("cpu"))
+    return library.Stretches(cos=cos, sin=sin, half=len(turns.inv_freq), count=count)
 
 
 def _kept(kept: Kept | None) -> library.Kept:
@@ -139,7 +162,9 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
     return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
-def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int) -> library.StoreSide:
+def _store_side(
+    fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int, stretches: library.Stretches
+) -> library.StoreSide:
     learned, widths = by.refinement, (*by.planes, 0, 0)
     stored = _stored(fields, by.planes, learned is not None)
     entries = {field.name: getattr(learned, field.name) if learned else 0 for field in dataclasses.fields(Refinement)}
@@ -150,7 +175,7 @@ def _store_side(fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_
     )  # fmt: skip
     return library.StoreSide(
         x=0, codes=stored.codes, scales=_or_null(stored.scale), codes_stride=_block_bytes(stored.codes),
-        scales_stride=stored.scales_stride, quantizer=quantizer, kept=kept, bf16=0,
+        scales_stride=stored.scales_stride, quantizer=quantizer, stretches=stretches, kept=kept, bf16=0,
     )  # fmt: skip
 
 

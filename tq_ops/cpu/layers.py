@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.calls import Prepared, is_bf16
+from haarkv.tq_ops.cpu.calls import Prepared, is_bf16, too_long
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -100,6 +100,8 @@ class DenseLayers:
             ValueError: more new tokens of a sequence than the cache takes at a time.
         """
         cache.require_room(batch)
+        if too_long(cache, batch):
+            return None
         filled, hidden = self._of(cache), hidden.clone(memory_format=torch.contiguous_format)
         turns, kept = (library.Turns * len(ropes))(), []
         for turn, pair in zip(turns, ropes, strict=True):

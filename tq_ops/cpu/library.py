@@ -73,14 +73,20 @@ class Matrix(_Structure):
     )  # fmt: skip
 
 
+class Stretches(_Structure):
+    """How RoPE turns keys that are stored by stretches."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("half", c_int32), ("count", c_int32))
+
+
 class Attention(_Structure):
     """One call of `haarkv_attention`."""
 
     _fields_ = (
-        ("cache", Cache), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix), ("rotation_back", Matrix),
-        ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p), ("rows", c_void_p),
-        ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("window", c_int32),
-        ("softmax_scale", c_float), ("isa", c_int32), ("threads", c_int32),
+        ("cache", Cache), ("stretches", Stretches), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix),
+        ("rotation_back", Matrix), ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p),
+        ("rows", c_void_p), ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32),
+        ("window", c_int32), ("softmax_scale", c_float), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 
@@ -99,7 +105,7 @@ class StoreSide(_Structure):
 
     _fields_ = (
         ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("codes_stride", c_int64), ("scales_stride", c_int64),
-        ("quantizer", Quantizer), ("kept", Kept), ("bf16", c_int32),
+        ("quantizer", Quantizer), ("stretches", Stretches), ("kept", Kept), ("bf16", c_int32),
     )  # fmt: skip
 
 
@@ -198,7 +204,8 @@ _CALLS = {
     "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul, DenseLayer, Turns,
+    Kept, SideArgs, Cache, Matrix, Stretches, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul,
+    DenseLayer, Turns,
     Places, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""

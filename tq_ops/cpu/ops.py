@@ -16,7 +16,7 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, is_bf16, prepare
+from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, is_bf16, prepare, too_long
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -251,7 +251,7 @@ class CpuOps:
 
         """
         prepared = self.prepared(cache, layer)
-        if prepared is None:
+        if prepared is None or too_long(cache, batch):
             with self._threads_for_torch():
                 return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         batch = cache.placed(layer, batch)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats.stretches import Turns
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.formats.rotated import Description
@@ -120,6 +121,16 @@ class KVFormat(Protocol):
         """
         return None
 
+    def turns(self, layer: int) -> Turns | None:
+        """How keys of a layer turn, where they are stored by stretches: whoever stores one turns it back first, and whoever
+        reads one turns it forth. None where a key is stored as it is."""
+        return None
+
+    def as_stored(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
+        """Vectors [..., n, D] of positions [n] as `quantize` takes them: turned back where there are `turns`."""
+        turns = self.turns(layer)
+        return turns.back(x, positions) if turns else x
+
     def restored(self, head_dim: int) -> Restored | None:
         """How vectors are restored, where that rounds them to BF16; None of a format that does not."""
         return None
@@ -132,8 +143,8 @@ class KVFormat(Protocol):
         """Store vectors.
 
         Args:
-            x: [..., Hkv, n, D] fp32 or bf16, KV heads before tokens; K after RoPE, V as projected. A format that treats all
-                heads alike takes any leading axes.
+            x: [..., Hkv, n, D] fp32 or bf16, KV heads before tokens; K after RoPE, turned back where there are `turns`; V as
+                projected. A format that treats all heads alike takes any leading axes.
             layer: decoder layer, which chooses the rotation.
         Returns:
             every field of `fields(D)`, each [..., *field.shape].

@@ -1,7 +1,8 @@
 """Formats of learned keys, `lr2` to `lr5`: B bits a number on average, more for coordinates that matter, and one FP16 scale.
 
 What a coordinate is was learned of the model, for each layer and KV head. Coordinates are sorted by what an error of theirs
-costs, and each eighth of them has levels of its own width, the same in all layers and models.
+costs, and each eighth of them has levels of its own width, the same in all layers and models. Keys are stored by stretches of
+the text (`formats.stretches`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from haarkv.tq_ops.formats.rotated import (
     exact_norm,
     stored_scale,
 )
+from haarkv.tq_ops.formats.stretches import Turns
 
 PREFIX = "lr"
 COLUMNS = {
@@ -50,7 +52,8 @@ class Calibration:
     Attributes:
         k: of each layer.
         digest: SHA-256 of all of it, in hexadecimal, by which caches and files tell it from another.
-        context: tokens of a sequence up to which it holds, since RoPE turns keys by their position; None for any number.
+        context: tokens of a sequence up to which it holds, where nobody knows how keys turn by their position; None for any
+            number.
         v: of each layer's values, of a rival format that learns those too; else empty.
     """
 
@@ -150,6 +153,9 @@ class LearnedFormat(RotatedFormat):
             raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
         return self._described
 
+    def turns(self, layer: int) -> Turns | None:
+        return self._coordinates(layer).turns
+
     def pack(self, level: Tensor) -> Tensor:
         return pack_columns(level, self.columns)
 
@@ -211,7 +217,8 @@ class LearnedFormat(RotatedFormat):
 
 def coordinates(basis: Basis) -> Coordinates:
     """The coordinates of one layer as a transform has them."""
-    return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS)
+    turns = Turns(tuple(basis.inv_freq.tolist())) if len(basis.inv_freq) else None
+    return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS, turns)
 
 
 def _deviation(y: Tensor) -> Tensor:

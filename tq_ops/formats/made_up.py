@@ -13,7 +13,7 @@ from torch import Tensor
 from haarkv.codebooks.learned import EIGHTHS, Basis
 from haarkv.tq_ops.formats.learned import Calibration
 
-_LARGE, _CHANNELS = 30.0, 2
+_LARGE, _CHANNELS, _THETA = 30.0, 2, 1e4
 
 
 def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
@@ -35,7 +35,8 @@ def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
     back = (weights.sqrt().unsqueeze(-1) * rotation.mT * channels).to(torch.bfloat16)
     forward = torch.linalg.inv(back.double()).to(torch.bfloat16)
     mean = channels * torch.randn(heads, dim, generator=generator, dtype=torch.float64) / 4
-    return Basis(mean.float(), forward.float(), back.float(), weights.float())
+    inv_freq = _THETA ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return Basis(mean.float(), forward.float(), back.float(), weights.float(), inv_freq)
 
 
 @cache

@@ -21,6 +21,7 @@ from torch import Tensor
 from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
 from haarkv.tq_ops.formats.columns import Column
 from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
+from haarkv.tq_ops.formats.stretches import Turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class Coordinates:
         rows: [H, D, D] fp32 of BF16 numbers, a coordinate a row.
         weights: [H, D] fp32, of each coordinate in a vector's length.
         gains: the sizes at which a vector is tried; of those that serve it alike, the first.
+        turns: how RoPE turns x; None where x is stored as it is.
     """
 
     mean: Tensor
@@ -43,6 +45,7 @@ class Coordinates:
     rows: Tensor
     weights: Tensor
     gains: tuple[float, ...]
+    turns: Turns | None = None
 
     def to(self, device: torch.device) -> Coordinates:
         """The same on another device."""

@@ -229,15 +229,16 @@ class PagedKVCache:
         if most is not None and len(batch.positions) > most and int(batch.query_start_loc.diff().max()) > most:
             raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a window")
 
-    def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """De-quantized K and V of whole blocks, for the reference and for tests.
 
         Args:
             block_table: [B, n] int32 of a placed batch; -1 pads and reads as block 0, to be masked by the caller.
+            first: position of the first token of its first block.
         Returns:
             K and V as they are packed, each [B, Hkv, n * block_size, D] fp32.
         """
-        return self._kv[layer].read(block_table)
+        return self._kv[layer].read(block_table, first)
 
     def fields(self) -> Iterator[tuple[str, KVFormat, dict[str, Tensor], Kept | None]]:
         """Every side that is stored here: its name, such as `layers.0.k`, its format, fields and tokens in BF16."""

@@ -1,7 +1,8 @@
 """Learned coordinates as a file: safetensors, the model that they belong to, and a SHA-256 of everything in it.
 
-    tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32; every layer
-    metadata  haarkv_calibration: "3"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
+    tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32, .inv_freq [R/2] F64, empty
+              where nobody knows how keys turn; every layer
+    metadata  haarkv_calibration: "4"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
               holds, or nothing; learned: how, as JSON; plan: the text of a plan file, or nothing; sha256
 
 `learned` is for people; nothing reads it. The SHA-256 is taken of all of the rest: the metadata but for itself, and of each
@@ -30,9 +31,12 @@ from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 
-VERSION = "3"
+VERSION = "4"
 _KEYS = {"haarkv_calibration", "model", "fingerprint", "context", "learned", "plan", "sha256"}
-_DTYPES = {"mean": torch.float32, "forward": torch.bfloat16, "back": torch.bfloat16, "weights": torch.float32}
+_DTYPES = {
+    "mean": torch.float32, "forward": torch.bfloat16, "back": torch.bfloat16, "weights": torch.float32,
+    "inv_freq": torch.float64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,18 +143,22 @@ def _read(tensors: Mapping[str, Tensor], layer: int, shape: ModelShape) -> Basis
     if kv is None:
         raise ValueError(f"its model has no K and V in layer {layer}")
     heads, dim = kv.num_kv_heads, kv.head_dim
-    shapes = {"mean": (heads, dim), "forward": (heads, dim, dim), "back": (heads, dim, dim), "weights": (heads, dim)}
+    matrices, vectors = (heads, dim, dim), (heads, dim)
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "mean": (vectors,), "forward": (matrices,), "back": (matrices,), "weights": (vectors,),
+        "inv_freq": tuple((count,) for count in range(dim // 2 + 1)),
+    }  # fmt: skip
     found = {}
     for name, dtype in _DTYPES.items():
         key = f"layers.{layer}.k.{name}"
         if key not in tensors:
             raise ValueError(f"it lacks {key}")
         tensor = tensors[key]
-        if tensor.shape != shapes[name] or tensor.dtype != dtype:
-            raise ValueError(f"{key} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shapes[name])}")
+        if tuple(tensor.shape) not in shapes[name] or tensor.dtype != dtype:
+            raise ValueError(f"{key} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shapes[name][-1])}")
         if not torch.isfinite(tensor.float()).all():
             raise ValueError(f"{key} is not finite")
-        found[name] = tensor.float()
+        found[name] = tensor if dtype == torch.float64 else tensor.float()
     return Basis(**found)
 
 

@@ -46,7 +46,8 @@ class Side:
         last = torch.arange(len(x), device=x.device)
         try:
             if self.kv_format.group_tokens == 1:
-                return by_token(self.kv_format.quantize(x.transpose(0, 1), layer)), batch.slot_mapping
+                by_head = self.kv_format.as_stored(x.transpose(0, 1), layer, batch.positions)
+                return by_token(self.kv_format.quantize(by_head, layer)), batch.slot_mapping
             require_finite(x.transpose(0, 1))
             assert self.kept is not None, "a format of groups keeps tokens in BF16 until their group is full"
             groups = self.kept.filled(x, batch)
@@ -59,13 +60,17 @@ class Side:
             )
             raise NonFiniteError(f"{where} is not finite or too large for {self.kv_format.name}") from None
 
-    def unpack(self, layer: int, block_table: Tensor) -> Tensor:
-        """[B, Hkv, n * block_size, D] fp32 of whole blocks [B, n]."""
+    def unpack(self, layer: int, block_table: Tensor, first: int = 0) -> Tensor:
+        """[B, Hkv, n * block_size, D] fp32 of whole blocks [B, n], of a sequence's tokens from position `first` on."""
         blocks = block_table.clamp(min=0).long()
         # [B, n, Hkv, groups, *] -> [B, Hkv, n * groups, *]: a head's blocks one after the other.
         fields = {name: tensor[blocks].transpose(1, 2).flatten(2, 3) for name, tensor in self.fields.items()}
         vectors = self.kv_format.dequantize(fields, layer)
-        return vectors if self.kv_format.group_tokens == 1 else vectors.flatten(2, 3)
+        if self.kv_format.group_tokens > 1:
+            return vectors.flatten(2, 3)
+        turns = self.kv_format.turns(layer)
+        positions = torch.arange(first, first + vectors.shape[2], device=vectors.device)
+        return turns.forth(vectors, positions) if turns else vectors
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,9 @@ class LayerKV:
             if side.kept:
                 side.kept.write(x, batch)
 
-    def read(self, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        """De-quantized K and V of whole blocks [B, n], each [B, Hkv, n * block_size, D] fp32."""
-        return self.k.unpack(self.index, block_table), self.v.unpack(self.index, block_table)
+    def read(self, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """De-quantized K and V, each [B, Hkv, n * block_size, D] fp32; arguments as of `PagedKVCache.read`."""
+        return self.k.unpack(self.index, block_table, first), self.v.unpack(self.index, block_table, first)
 
     def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
         """Tokens in BF16 that the new ones replace. What is packed needs nothing: a sequence's length alone says what is its

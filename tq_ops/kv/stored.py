@@ -146,7 +146,7 @@ def carry_over(
             table = torch.tensor([blocks], dtype=torch.int32, device=source.device)
             k, v = (
                 _with_kept(x[0, :, inside], kept, place.row, batch.positions, length).transpose(0, 1)
-                for x, kept in zip(source.read(layer, table), source.kept(layer), strict=True)
+                for x, kept in zip(source.read(layer, table, first * source.block_size), source.kept(layer), strict=True)
             )
             target.write(layer, k, v, batch)
 

@@ -267,9 +267,8 @@ class Subject:
             plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
             windows = [plan.fed(window) for window in plan.windows]
             if entry.whose == OURS:
-                longest = max(self._task.windows)
-                learning = learn_model(self.model, self._ops, windows, (), context=longest)
-                self._learned[entry.whose] = calibration_of(learning.layers, longest)
+                learning = learn_model(self.model, self._ops, windows, ())
+                self._learned[entry.whose] = calibration_of(learning.layers)
             else:
                 self._learned[entry.whose] = learn_oscar(self.model, self.base, windows)
         return self._learned[entry.whose]

@@ -111,8 +111,7 @@ def _chances(
     runs: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for pair, noise in zip(moved, bounds.AMPLIFIED, strict=True):
         for part in parts_of(cache, made.index):
-            tokens, side = part.where(made.batch)[0], "kv".index(part.side)
-            x, y = (made.k, made.v)[side][tokens], pair[side][tokens]
+            x, y = (part.given(*vectors, made.batch) for vectors in ((made.k, made.v), pair))
             runs.setdefault(part.name, []).append(_of_part(part.kv_format, made.index, x, y, noise, generator))
     return {name: Chances(*map(torch.stack, zip(*pairs, strict=True))) for name, pairs in runs.items()}
 

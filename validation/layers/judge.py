@@ -142,10 +142,7 @@ def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: fl
     for part in parts_of(cache, made.index):
         tokens = part.where(made.batch)[0]
         if len(tokens):
-            x, allowed = (
-                (made.k if part.side == "k" else made.v)[tokens],
-                noise[tokens] if isinstance(noise, Tensor) else noise,
-            )
+            x, allowed = part.given(made.k, made.v, made.batch), noise[tokens] if isinstance(noise, Tensor) else noise
             both = compare_tokens(part.kv_format, made.index, made.stored[part.name], theirs[part.name], x, allowed)
             compared[part.name] = PartComparison(part.stage, *both)
     return StoredComparison(compared)

@@ -35,7 +35,8 @@ def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
 
     def storing(name: str, wrong: LearnedFormat) -> Fault:
         def keep(given: Given) -> Stored:
-            return {"k": by_token(wrong.quantize(given.k.transpose(0, 1), given.layer))}
+            k = wrong.as_stored(given.k.transpose(0, 1), given.layer, given.batch.positions)
+            return {"k": by_token(wrong.quantize(k, given.layer))}
 
         return at.keeping(name, "store_kv.k", keep)
 

@@ -37,6 +37,7 @@ class Part:
         kv_format: how its vectors are stored.
         fields: the very tensors, [units, Hkv, places of a unit, *]. A unit is a block, or a sequence's row.
         where: of a batch's tokens.
+        layer: whose part it is.
     """
 
     name: str
@@ -44,6 +45,13 @@ class Part:
     kv_format: KVFormat
     fields: dict[str, Tensor]
     where: Callable[[Batch], Where]
+    layer: int
+
+    def given(self, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """What its format quantizes of a batch's K and V [T, Hkv, D]: the vectors [n, Hkv, D] that go here."""
+        tokens = self.where(batch)[0]
+        x = (k if self.side == "k" else v)[tokens].transpose(0, 1)
+        return self.kv_format.as_stored(x, self.layer, batch.positions[tokens]).transpose(0, 1)
 
     @property
     def packed(self) -> bool:
@@ -84,15 +92,15 @@ def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
         return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
 
     pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
-    packed = [Part(side, side, kv_format, fields, slots) for side, kv_format, fields in pair]
+    packed = [Part(side, side, kv_format, fields, slots, layer) for side, kv_format, fields in pair]
     windows, sinks, plain = [], [], kv_formats.get("bf16")
     for side, window in zip("kv", cache.kept(layer), strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
-            windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring)))
+            windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring), layer))
         if window and window.sink:
             first = {"data": window.vectors[:, :, : window.sink]}
-            sinks.append(Part(f"sink.{side}", side, plain, first, _among_first(window.sink)))
+            sinks.append(Part(f"sink.{side}", side, plain, first, _among_first(window.sink), layer))
     return [*packed, *windows, *sinks]
 
 
@@ -181,8 +189,8 @@ def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tenso
     """What every part would hold of K and V [T, Hkv, D] fp32; by another layer's rotation, if one is named."""
     stored: Stored = {}
     for part in parts_of(cache, layer):
-        x = (k if part.side == "k" else v)[part.where(batch)[0]]
-        stored[part.name] = by_token(part.kv_format.quantize(x.transpose(0, 1), layer if rotated_as is None else rotated_as))
+        x = part.given(k, v, batch).transpose(0, 1)
+        stored[part.name] = by_token(part.kv_format.quantize(x, layer if rotated_as is None else rotated_as))
     return stored
 
 

@@ -60,7 +60,8 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
                 unread &= token >= length - window.ring
                 unit, offset = batch.rows[row].expand(length), token % max(window.ring, 1)
             if unread.any():
-                _drown(part, layer, changed[part.name], (unit[unread], offset[unread]), toward if part.side == "k" else None)
+                of = toward if part.side == "k" else None
+                _drown(part, changed[part.name], (unit[unread], offset[unread]), token[unread], of)
     return changed
 
 
@@ -81,16 +82,19 @@ def _toward(q: Tensor, kv_heads: int) -> Tensor:
     return torch.nn.functional.normalize(torch.linalg.pinv(by_head, rtol=0.01).sum(-1), dim=-1).unsqueeze(1)
 
 
-def _drown(part: Part, layer: int, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], toward: Tensor | None) -> None:
+def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], positions: Tensor, toward: Tensor | None) -> None:
     """Put longer vectors at some units and offsets, opposite ones or, if a direction is given, of that direction."""
     unit, offset = at
     there = {name: tensor[unit, :, offset] for name, tensor in fields.items()}
-    x = part.kv_format.dequantize(by_token(there), layer)
+    x = part.kv_format.dequantize(by_token(there), part.layer)
     length = lengths_of(x).unsqueeze(-1)
     longer = (_LONGEST / length.clamp(min=1e-30)).clamp(1 / 3, _LONGER)
     opposite = torch.where(x == 0, 1.0, -longer * x)
-    far = opposite if toward is None else torch.where(length == 0, 1.0, longer * length) * toward
-    for name, tensor in by_token(part.kv_format.quantize(far, layer)).items():
+    if toward is None:
+        far = opposite
+    else:
+        far = part.kv_format.as_stored(torch.where(length == 0, 1.0, longer * length) * toward, part.layer, positions)
+    for name, tensor in by_token(part.kv_format.quantize(far, part.layer)).items():
         fields[name][unit, :, offset] = tensor
 
 

@@ -221,6 +221,7 @@ class Store(_OnCache):
             kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
             block, place = _places(batch, self.cache.block_size)
             wanted, got = ({name: t[block, :, place] for name, t in fields.items()} for fields in (other, mine))
+            x = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions).transpose(0, 1)
             compared, length = compare_tokens(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
             if compared.unexplained:
                 fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"

@@ -92,8 +92,8 @@ def choose(subject: Subject, loss: float = LOSS, on_step: Callable[[str, int], N
     times.append(time.monotonic())
     context = subject.config.max_position_embeddings
     windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
-    learning = subject.learn(windows, (), context=context, on_step=on_step)
-    file = subject.file_of(learning, context, {})
+    learning = subject.learn(windows, (), on_step=on_step)
+    file = subject.file_of(learning, {})
     times.append(time.monotonic())
     judged = make_workload(
         ids[LEARNED_FROM:].tolist(), context, window=min(JUDGED_BY, context),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
+from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
@@ -63,7 +64,6 @@ def learn_model(
     windows: Sequence[Tensor],
     held_back: Sequence[Tensor],
     *,
-    context: int | None = None,
     learning: Learning | None = None,
     save: Callable[[Learning], None] = lambda _: None,
     on_step: OnStep = lambda *_: None,
@@ -77,7 +77,6 @@ def learn_model(
         ops: the table that runs the layers; it must take a bf16 cache.
         windows: token ids [n] int64 of each window to learn from, at least one.
         held_back: the same, of windows to judge by; may be none, and then no fit is known (NaN).
-        context: tokens of a sequence for which the coordinates shall hold; the longest window's unless given.
         learning: what an earlier run has done with the same model and windows.
         save: called after each layer.
     Raises:
@@ -85,20 +84,19 @@ def learn_model(
     """
     learning, config = learning or Learning(), model.config
     lengths = [len(window) for window in (*windows, *held_back)]
-    context = context or max(map(len, windows))
     if learning.hidden is None:
         learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
         mixer = config.layers[layer].attention
-        inv_freq = inverse_frequencies(mixer.rope)
+        turns = Turns(tuple(inverse_frequencies(mixer.rope).tolist()))
         (seen, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
             recorded = Recorded()
             after.append(_run(model, recording(ops, recorded), layer, hidden))
-            (seen if number < len(windows) else other).add(recorded, inv_freq, context)
+            (seen if number < len(windows) else other).add(recorded, turns, config.max_position_embeddings)
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
-        learning.layers.append(basis_of(seen, layer))
+        learning.layers.append(basis_of(seen, layer, turns))
         learning.fits.append(fit_of(seen, other, learning.layers[-1]))
         save(learning)
     return learning
@@ -118,14 +116,17 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
 
 
-def basis_of(sums: Sums, layer: int) -> Basis:
+def basis_of(sums: Sums, layer: int, turns: Turns | None) -> Basis:
     """The coordinates of a layer's keys, from its sums.
 
+    Args:
+        turns: by which they were added up.
     Raises:
         NonFiniteError: a sum is not finite.
     """
     try:
-        return learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
+        found = learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
+        return replace(found, inv_freq=torch.tensor(turns.inv_freq, dtype=torch.float64)) if turns else found
     except ValueError:
         raise NonFiniteError(f"layer {layer}: keys or queries of this text are not finite; nothing can be learned") from None
 
@@ -172,9 +173,9 @@ class Subject:
         """As `learn_model`."""
         return learn_model(self.model, self.ops, windows, held_back, **how)
 
-    def file_of(self, learning: Learning, context: int, learned: Mapping[str, Any]) -> CalibrationFile:
+    def file_of(self, learning: Learning, learned: Mapping[str, Any]) -> CalibrationFile:
         """What is written of a finished learning."""
-        return CalibrationFile(calibration_of(learning.layers, context), shape_of(self.config), self.fingerprint, learned)
+        return CalibrationFile(calibration_of(learning.layers), shape_of(self.config), self.fingerprint, learned)
 
     def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
         """`tq4`, and the same with learned keys, on a text that was not learned from."""
@@ -233,7 +234,7 @@ def load_subject(
 
 
 # -- As a file to go on from -------------------------------------------------------------------------------------------
-_VERSION = "4"
+_VERSION = "5"
 
 
 @dataclass

@@ -21,6 +21,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.learned import Calibration
+from haarkv.tq_ops.formats.stretches import STRETCH, Turns
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
 from haarkv.validation.layers.record import watched
@@ -121,16 +122,14 @@ class Recorded:
         """How many there are."""
         return sum(k.shape[1] for k in self._k)
 
-    @property
-    def keys(self) -> Tensor:
-        """[H, T, D] float64."""
-        return torch.cat(self._k, 1)
-
-    @property
-    def queries(self) -> Tensor:
-        """[H, n, D] float64: those that share a KV head one after the other."""
-        queries = torch.cat(self._q, 1)
-        return queries.reshape(self._k[0].shape[0], -1, queries.shape[-1])
+    def of_stretches(self, turns: Turns | None) -> tuple[Tensor, Tensor]:
+        """Keys [H, T, D] float64 as their stretches store them; and queries [H, n, D] as keys of their own stretch meet them,
+        those that share a KV head one after the other. Both as they stand without `turns`."""
+        keys, queries = torch.cat(self._k, 1), torch.cat(self._q, 1)
+        if turns and keys.shape[1] > STRETCH:
+            places = torch.arange(keys.shape[1])
+            keys, queries = (turns.back(x, places).double() for x in (keys, queries))
+        return keys, queries.reshape(len(keys), -1, queries.shape[-1])
 
 
 class Sums:
@@ -150,19 +149,20 @@ class Sums:
         self.q, self.k, self.unit = (Moments.empty(heads, dim) for _ in range(3))
         self._lengths: tuple[Tensor, Tensor] | None = None
 
-    def add(self, window: Recorded, inv_freq: Tensor | None = None, context: int = 0) -> None:
-        """Add a window, as if its text had stood at every place of a context.
+    def add(self, window: Recorded, turns: Turns | None = None, context: int = STRETCH) -> None:
+        """Add a window, as if its text had stood at every place of a stretch.
 
-        The window is laid end to end, as often as fills the context. So all places count alike, the first and the last too,
-        but for those where two windows overlap, which count twice. Steps of less than a window would leave the two ends to few
-        windows.
+        A window that is shorter than a stretch is laid end to end, as often as fills it. So all places count alike, the first
+        and the last too, but for those where two windows overlap, which count twice. Steps of less than a window would leave
+        the two ends to few windows. Of a longer one every stretch counts as the first, its queries too: most of what they look
+        for lies near.
 
         Args:
             window: what was recorded of it.
-            inv_freq: of the model's RoPE; None to take keys and queries where they stand.
+            turns: of the layer's keys; None to take keys and queries where they stand.
             context: tokens of a sequence.
         """
-        keys, queries = window.keys, window.queries
+        keys, queries = window.of_stretches(turns)
         q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
         q.add(queries)
         k.add(keys)
@@ -173,7 +173,8 @@ class Sums:
         squares = ((centred @ cost) * centred).sum(-1)
         unit.add(keys, torch.where(squares > 0, 1 / squares.clamp(min=_TINY), 0.0))
         for sums, of_window in ((self.q, q), (self.k, k), (self.unit, unit)):
-            turned = of_window if inv_freq is None else over_positions(of_window, inv_freq, _shifts(window.tokens, context))
+            shifts = _shifts(window.tokens, min(context, STRETCH))
+            turned = of_window if turns is None else over_positions(of_window, torch.tensor(turns.inv_freq), shifts)
             sums.weight += turned.weight
             sums.first += turned.first
             sums.second += turned.second
@@ -194,7 +195,7 @@ def _second(moments: Moments) -> Tensor:
 
 
 def _shifts(tokens: int, context: int) -> Tensor:
-    return torch.linspace(0, max(0, context - tokens), math.ceil(max(1, context) / tokens), dtype=torch.float64)
+    return torch.linspace(0, max(0, context - tokens), max(1, math.ceil(context / tokens)), dtype=torch.float64)
 
 
 def recording(ops: OpTable, window: Recorded) -> OpTable:

@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.planning.auto import CHOICES, JUDGED_BY, LEARNED_FROM, LOSS, SINKS, TAIL, Chosen, choose_for
 
-_VERSION = 1
+_VERSION = 2
 
 
 def home() -> Path:

@@ -60,7 +60,6 @@ template <class Simd, class P, int R> struct Attend {
     uint8_t* const codes;
     float *const k_scale, *const words;
     const float* own[R];    // [dim] queries for keys in BF16
-    float less[R];          // softmax_scale * q . K's mean, which the logits of packed keys lack
     float shrink[R];        // of all sums, by the block at hand
     bool met_kept = false;  // whether a row has seen a value in BF16
 
@@ -128,7 +127,7 @@ template <class Simd, class P, int R> struct Attend {
     void score_exact(int base, int n, const Seen* seen) {
         if (k_kept.none_in(base, n)) return;
         const KeptKeys<R> keys(k_kept, base, n, seen);
-        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, less, tile.softmax_scale, stride, found, logits);
+        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, tile.less, tile.softmax_scale, stride, found, logits);
     }
 
     // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns what `packed_keys` says,
@@ -208,14 +207,12 @@ template <class Simd, class P, int R> struct Attend {
     }
 
     void widen_queries(float* queries) {
-        const float* mean = cache.k.mean ? cache.k.mean + static_cast<int64_t>(tile.kv_head) * dim : nullptr;
         for (int r = 0; r < R; ++r) {
             float* query = queries + r * dim;
             for (int i = 0; i < dim; ++i)
                 query[i] = tile.bf16 ? bf16_to_float(static_cast<const uint16_t*>(tile.own[r])[i])
                                      : static_cast<const float*>(tile.own[r])[i];
-            own[r] = query, less[r] = 0.0f;
-            if (mean) score_numbers<Simd, 1>(mean, 1, dim, own + r, tile.softmax_scale, 1, less + r);
+            own[r] = query;
         }
     }
 };

@@ -8,9 +8,16 @@ using namespace haarkv;
 
 extern "C" {
 
+// How RoPE turns keys that are stored by stretches of kStretchKeys positions: by how much where each begins.
+struct Stretches {
+    const float *cos, *sin;  // [stretches, half]; null where keys are stored as they are
+    int32_t half, count;     // numbers i and i + half of a key are turned together
+};
+
 // One call of `haarkv_attention`.
 struct HaarkvAttention {
     Cache cache;
+    Stretches stretches;         // of keys; there are as many as any sequence has
     const void* q;               // [T, Hq, D] BF16 or FP32
     void* out;                   // [T, Hq, D] of the same
     Matrix rotation;             // q @ rotation is the rotated query in word order; no numbers where K is not rotated
@@ -32,6 +39,7 @@ struct HaarkvStoreSide {
     uint16_t* scales;
     int64_t codes_stride, scales_stride;
     Quantizer quantizer;
+    Stretches stretches;
     Kept kept;
     int32_t bf16;
 };

@@ -47,6 +47,7 @@ __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room
         sizeof(Side),
         sizeof(Cache),
         sizeof(Matrix),
+        sizeof(Stretches),
         sizeof(HaarkvAttention),
         sizeof(Quantizer),
         sizeof(HaarkvStoreSide),
@@ -119,11 +120,13 @@ static void put_numbers(Cell cell, const float* x, int64_t dim, uint8_t* codes) 
     for (int64_t i = 0; i < dim; ++i) to[i] = float_to_bf16(x[i]);
 }
 
-// Returns 0, or 1 without storing anything if a slot lies outside the cache or a side refuses a vector.
+// Returns 0, or 1 without storing anything if a slot lies outside the cache, a side refuses a vector, or no stretch is known.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     const int64_t heads = s->num_kv_heads;
     for (int64_t t = 0; t < s->tokens; ++t)
         if (s->slots[t] < 0 || s->slots[t] >= s->num_slots) return 1;
+    for (int64_t t = 0; s->k.stretches.cos && t < s->tokens; ++t)
+        if (s->positions[t] >= static_cast<int64_t>(s->k.stretches.count) * kStretchKeys) return 1;
     for (const HaarkvStoreSide* side : {&s->k, &s->v})
         if (!all_stored(*side, s->tokens * heads)) return 1;
     const Kernels& kernels = kernels_of(s->isa);
@@ -149,6 +152,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
             widen(kernels, at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
             if (side.kept.vectors)
                 keep(kernels, side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
+            if (side.stretches.cos) turn_back(side.stretches, s->positions[token] / kStretchKeys, x + r * dim);
             const int64_t vector = head * s->block_size + s->slots[token] % s->block_size;
             const Stored to = place_of(side, s->slots[token] / s->block_size, vector);
             codes[r] = to.codes, scales[r] = to.scale;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 
+#include "calls.h"
 #include "isa.h"
 #include "kernels.h"
 #include "numbers.h"
@@ -21,6 +22,10 @@ inline void widen(const Kernels& kernels, const void* x, bool bf16, int64_t n, f
 }
 
 inline const void* at(const void* x, bool bf16, int64_t index) { return static_cast<const char*>(x) + index * (bf16 ? 2 : 4); }
+
+// Positions of a stretch, and keys of one item of attention. Fixed, so that sums do not depend on the number of threads or on
+// the rest of the batch.
+constexpr int kStretchKeys = 1024;
 
 struct Free {
     void operator()(float* p) const { std::free(p); }
@@ -46,6 +51,16 @@ class Scratch {
     Floats numbers_;
     int64_t size_ = 0;
 };
+
+// Stretches a key or a query x back by the position at which a stretch begins.
+inline void turn_back(const Stretches& stretches, int64_t stretch, float* x) {
+    const float *cos = stretches.cos + stretch * stretches.half, *sin = stretches.sin + stretch * stretches.half;
+    float* high = x + stretches.half;
+    for (int i = 0; i < stretches.half; ++i) {
+        const float a = x[i], b = high[i];
+        x[i] = a * cos[i] + b * sin[i], high[i] = b * cos[i] - a * sin[i];
+    }
+}
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }

@@ -97,6 +97,7 @@ struct Tile {
     int32_t limits[kMaxRows];
     const float* q[kMaxRows];   // [k.levels] rotated, word order
     const void* own[kMaxRows];  // [head_dim] the same as it was given, BF16 or FP32
+    float less[kMaxRows];       // softmax_scale * q . K's mean, which the logits of packed keys lack
     float softmax_scale;
     int32_t bf16;        // BF16 activations: round probabilities to BF16, each block's against its own maximum
     float* sums;         // [rows, v.levels] out, plane order: sum of p * v over what is packed

@@ -14,9 +14,8 @@ using namespace haarkv;
 namespace haarkv {
 namespace {
 
-// Keys of one item. Fixed, so that sums do not depend on the number of threads or on the rest of the batch.
-constexpr int kSplitKeys = 1024;
 constexpr int64_t kPassRows = kMaxTiles * kMaxRows;
+constexpr int kLanes = 16;  // a head_dim is a multiple of it
 // Of rotated queries and partial sums that are kept at a time: for each thread, at least, and at most.
 constexpr int64_t kBytesPerThread = 1 << 20, kLeastBytes = 4 << 20, kMostBytes = 16 << 20;
 
@@ -105,7 +104,7 @@ class Cutter {
     int64_t rows() const { return static_cast<int64_t>(a_.query_start[sequence_ + 1] - a_.query_start[sequence_]) * group(); }
 
     void add_pass(Wave& wave) const {
-        const int blocks_per_split = std::max(1, kSplitKeys / a_.cache.block_size);
+        const int blocks_per_split = std::max(1, kStretchKeys / a_.cache.block_size);
         Pass pass{};
         pass.first_tile = static_cast<int64_t>(wave.tiles.size());
         pass.first_partial = wave.partials;
@@ -201,17 +200,52 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
     }
 }
 
+// softmax_scale * q . K's mean of a tile's queries x [rows, head_dim], which the logits of packed keys lack.
+void find_less(const HaarkvAttention& a, const float* x, Tile& tile) {
+    const int64_t dim = a.cache.head_dim;
+    const float* mean = a.cache.k.mean ? a.cache.k.mean + tile.kv_head * dim : nullptr;
+    for (int r = 0; r < tile.rows; ++r, x += dim) {
+        float sums[kLanes] = {};
+        for (int64_t d = 0; mean && d < dim; d += kLanes)
+            for (int i = 0; i < kLanes; ++i) sums[i] = std::fma(x[d + i], mean[d + i], sums[i]);
+        float sum = 0.0f;
+        for (int i = 0; i < kLanes; ++i) sum += sums[i];
+        tile.less[r] = a.softmax_scale * sum;
+    }
+}
+
 // The rotated queries of a pass, [rows, k.levels].
-void rotate(const HaarkvAttention& a, const Kernels& kernels, const Wave& wave, const Pass& pass, float* scratch,
-            float* rotated) {
+void rotate(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const Pass& pass, float* scratch, float* rotated) {
     const int64_t dim = a.cache.head_dim;
     float* x = a.rotation.numbers ? scratch : rotated;
     int rows = 0;
     for (int t = 0; t < pass.tiles; ++t) {
-        const Tile& tile = wave.tiles[pass.first_tile + t].tile;
+        Tile& tile = wave.tiles[pass.first_tile + t].tile;
         for (int r = 0; r < tile.rows; ++r, ++rows) widen(kernels, tile.own[r], a.bf16, dim, x + rows * dim);
+        find_less(a, x + (rows - tile.rows) * dim, tile);
     }
     if (a.rotation.numbers) multiply(a, kernels, x, rows, a.bf16, a.rotation, pass.kv_head, rotated);
+}
+
+// Floats of scratch that `rotate_for` needs.
+int64_t turned_floats(const HaarkvAttention& a) {
+    return a.stretches.cos ? kPassRows * (a.cache.head_dim + a.cache.k.levels) : 0;
+}
+
+// Rotated queries of a pass as keys of a stretch meet them.
+void rotate_for(const HaarkvAttention& a, const Kernels& kernels, int64_t stretch, Tile* tiles, int count, float* scratch) {
+    const int64_t dim = a.cache.head_dim;
+    float *x = scratch, *rotated = scratch + kPassRows * dim;
+    int rows = 0;
+    for (int t = 0; t < count; ++t) {
+        for (int r = 0; r < tiles[t].rows; ++r, ++rows) {
+            widen(kernels, tiles[t].own[r], a.bf16, dim, x + rows * dim);
+            turn_back(a.stretches, stretch, x + rows * dim);
+            tiles[t].q[r] = rotated + rows * a.cache.k.levels;
+        }
+        find_less(a, x + (rows - tiles[t].rows) * dim, tiles[t]);
+    }
+    multiply(a, kernels, x, rows, a.bf16 && !stretch, a.rotation, tiles->kv_head, rotated);
 }
 
 // Attends to one wave.
@@ -225,7 +259,7 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
         for (int t = 0; t < pass.tiles; ++t)
             for (int r = 0; r < kMaxRows; ++r, rotated += k_levels) wave.tiles[pass.first_tile + t].tile.q[r] = rotated;
     };
-    parallel_for(a.threads, passes, rotate_pass);
+    if (!a.stretches.cos) parallel_for(a.threads, passes, rotate_pass);
 
     auto attend_split = [&](int64_t item, int thread) {
         const Split& split = wave.splits[item];
@@ -239,7 +273,14 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
             tiles[t].sums = partials.sums(index);
             tiles[t].kept_totals = partials.kept_totals(index), tiles[t].kept_sums = partials.kept_sums(index);
         }
-        kernels.attend(a.cache, tiles, pass.tiles, scratch + thread * scratch_size);
+        float* const own = scratch + thread * scratch_size;
+        if (!a.stretches.cos) return kernels.attend(a.cache, tiles, pass.tiles, own);
+        const int64_t stretch = static_cast<int64_t>(split.first_block) * a.cache.block_size / kStretchKeys;
+        rotate_for(a, kernels, stretch, tiles, pass.tiles, own);
+        kernels.attend(a.cache, tiles, pass.tiles, own + turned_floats(a));
+        // What logits lack is another number in each stretch.
+        for (int t = 0; t < pass.tiles; ++t)
+            for (int r = 0; r < tiles[t].rows; ++r) tiles[t].maxima[r] += tiles[t].less[r];
     };
     parallel_for(a.threads, static_cast<int64_t>(wave.splits.size()), attend_split);
 
@@ -257,7 +298,7 @@ extern "C" {
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
     const Kernels& kernels = kernels_of(a->isa);
     const Cache& cache = a->cache;
-    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache), merged_floats(cache));
+    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache) + turned_floats(*a), merged_floats(cache));
     const int64_t scratch_size = divide_up(own, 16) * 16;
     // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
     static thread_local Scratch own_scratch, numbers, queries;

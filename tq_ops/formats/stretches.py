@@ -1,0 +1,62 @@
+"""Keys in stretches: each is stored as RoPE would have turned it had its stretch of the text come first.
+
+RoPE turns pairs of a key's numbers by angles that grow with its position. What keys of a model have in common, which learned
+coordinates live on, is lost as these angles spread. So a text is cut into stretches of 1,024 positions, and a key is turned
+back by the position where its stretch begins. A query is turned back by as much before it meets the keys of a stretch: their
+product stays what it was. docs/learned.md says what this gains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+STRETCH = 1024
+"""Positions of a stretch."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How RoPE turns the keys of one layer.
+
+    Attributes:
+        inv_freq: R/2 angles of a position: numbers i and i + R/2 of a key are turned by position * inv_freq[i].
+    """
+
+    inv_freq: tuple[float, ...]
+
+    def table(self, stretches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin [n, R/2] fp32 of the angles at which stretches begin, n at least as many; kept. Do not write to it."""
+        return _table(self, 1 << max(0, stretches - 1).bit_length(), device)
+
+    def back(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Keys as their stretches store them, or queries as keys of some positions' stretches meet them.
+
+        Args:
+            x: [..., T, D] of a floating dtype.
+            positions: [T] int64.
+        Returns:
+            [..., T, D] fp32, whose first R numbers are turned.
+        """
+        return self._turned(x, positions, -1.0)
+
+    def forth(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The inverse of `back`."""
+        return self._turned(x, positions, 1.0)
+
+    def _turned(self, x: Tensor, positions: Tensor, way: float) -> Tensor:
+        stretch = (positions // STRETCH).to(x.device)
+        cos, sin = (part[stretch] for part in self.table(int(stretch.max()) + 1 if len(stretch) else 1, x.device))
+        half = len(self.inv_freq)
+        low, high, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
+        return torch.cat([low * cos - high * sin * way, high * cos + low * sin * way, rest], dim=-1)
+
+
+@lru_cache(maxsize=64)
+def _table(turns: Turns, stretches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    starts = STRETCH * torch.arange(stretches, dtype=torch.float64)
+    angles = starts.unsqueeze(1) * torch.tensor(turns.inv_freq, dtype=torch.float64)
+    return angles.cos().float().to(device), angles.sin().float().to(device)
