@@ -11,6 +11,7 @@ from haarkv.codebooks.learned import tempered
 from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats.stretches import STRETCH, Turns
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.planning import calibrate
@@ -97,8 +98,9 @@ def test_recording_changes_nothing():
     plain, seen = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, window)))
     assert torch.equal(plain, seen)
     assert window.tokens == 40
-    assert window.keys.shape == (HEADS, 40, DIM)
-    assert window.queries.shape == (HEADS, 40 * CONFIG.heads.num_heads // HEADS, DIM)
+    keys, queries = window.of_stretches(None)
+    assert keys.shape == (HEADS, 40, DIM)
+    assert queries.shape == (HEADS, 40 * CONFIG.heads.num_heads // HEADS, DIM)
 
 
 def test_learned_formats_lose_less_than_tq4_at_the_same_bytes(whole):
@@ -190,22 +192,19 @@ def test_moments_over_positions_are_those_of_vectors_that_stand_there(turned):
     torch.testing.assert_close(found.mean, everywhere.mean)
 
 
-def test_what_is_learned_for_a_context_serves_keys_at_its_end():
-    """Windows of 40 tokens; keys of the same text 1,000 tokens later cost more, but not if that was asked for."""
-    inv_freq, shift = inverse_frequencies(CONFIG.common.attention.rope), 1000
-    cost = {}
-    for context in (40, 1040):
-        basis, *_ = learn_model(MODEL, reference, WINDOWS[:3], (), context=context).layers
-        late = Sums(HEADS, DIM)
-        late.add(recorded(*(seen_by_attention(0)[part] for part in "kq")))
-        late.q, late.unit = (
-            over_positions(moments, inv_freq, torch.tensor([float(shift)])) for moments in (late.q, late.unit)
-        )
-        spread = basis.forward.double().mT @ late.spread(basis.mean.double()) @ basis.forward.double()
-        back = basis.back.double()
-        metric = (back @ late.metric @ back.mT).diagonal(dim1=-2, dim2=-1)
-        cost[context] = float((metric * spread.diagonal(dim1=-2, dim2=-1) / basis.weights).mean())
-    assert cost[40] > 1.5 * cost[1040]
+def test_a_window_longer_than_a_stretch_counts_stretch_by_stretch():
+    """A text and the same again one stretch later: the moments of the text, and as many lengths."""
+    turns = Turns(tuple(inverse_frequencies(CONFIG.common.attention.rope).tolist()))
+    generator = torch.Generator().manual_seed(0)
+    k, q = (torch.randn(STRETCH, heads, DIM, generator=generator) for heads in (HEADS, CONFIG.heads.num_heads))
+    again = [torch.cat([x, turns.forth(x.transpose(0, 1), torch.full((STRETCH,), STRETCH)).transpose(0, 1)]) for x in (k, q)]
+    once, twice = Sums(HEADS, DIM), Sums(HEADS, DIM)
+    once.add(recorded(k, q), turns)
+    twice.add(recorded(*again), turns)
+    assert twice.tokens == 2 * once.tokens
+    torch.testing.assert_close(twice.metric, once.metric, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(twice.spread(twice.k.mean), once.spread(once.k.mean), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(twice.k.mean, once.k.mean, rtol=1e-4, atol=1e-5)
 
 
 def at_its_place(x, inv_freq):
@@ -215,14 +214,14 @@ def at_its_place(x, inv_freq):
     return torch.cat([z.real, z.imag], dim=-1)
 
 
-def test_every_place_of_a_context_counts_alike():
+def test_every_place_of_a_stretch_counts_alike():
     """Windows of unequal length in which all keys say the same: their moments are those of that key at all places."""
     inv_freq, context = 1e4 ** -(torch.arange(8, dtype=torch.float64) / 8), 240
     key = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sums, all_places = Sums(1, 16), Moments.empty(1, 16)
     for length in (60, 24, 240):
         keys = at_its_place(key.expand(1, length, 16), inv_freq).transpose(0, 1)
-        sums.add(recorded(keys, keys), inv_freq, context)
+        sums.add(recorded(keys, keys), Turns(tuple(inv_freq.tolist())), context)
     all_places.add(at_its_place(key.expand(1, context, 16), inv_freq))
     assert sums.tokens == 60 + 24 + 240
     for found in (sums.q, sums.k):
@@ -230,13 +229,14 @@ def test_every_place_of_a_context_counts_alike():
         torch.testing.assert_close(found.spread(found.mean), all_places.spread(all_places.mean))
 
 
-def test_every_window_is_laid_through_the_context():
+def test_every_window_is_laid_through_the_stretch():
     """A model's windows, one of them shorter, each by its own length."""
-    windows, context = [WINDOWS[0], WINDOWS[1][:16], WINDOWS[2]], 80
+    windows, context = [WINDOWS[0], WINDOWS[1][:16], WINDOWS[2]], CONFIG.max_position_embeddings
+    turns = Turns(tuple(inverse_frequencies(CONFIG.common.attention.rope).tolist()))
     seen, sums, begin = seen_by_attention(0, windows), Sums(HEADS, DIM), 0
     for window in windows:
         here = slice(begin, begin := begin + len(window))
-        sums.add(recorded(seen["k"][here], seen["q"][here]), inverse_frequencies(CONFIG.common.attention.rope), context)
-    found, *_ = learn_model(MODEL, reference, windows, (), context=context).layers
-    expected = calibrate.basis_of(sums, 0)
+        sums.add(recorded(seen["k"][here], seen["q"][here]), turns, context)
+    found, *_ = learn_model(MODEL, reference, windows, ()).layers
+    expected = calibrate.basis_of(sums, 0, turns)
     assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in vars(found))

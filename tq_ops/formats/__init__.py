@@ -25,7 +25,8 @@ from haarkv.tq_ops.formats.learned import Calibration, bits_of
 from haarkv.tq_ops.formats.manthan import Manthan3
 from haarkv.tq_ops.formats.oscar import NAME as OSCAR
 from haarkv.tq_ops.formats.oscar import oscar_format
-from haarkv.tq_ops.formats.plain import FP8E4M3, Plain
+from haarkv.tq_ops.formats.plain import FP8E4M3, ByStretches, Plain
+from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
 
 Side = Literal["k", "v"]
@@ -51,6 +52,11 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     Plain("fp32", torch.float32, "exact, for checking fp32 runs"),
 )
 _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
+
+
+def by_stretches(turns: Turns) -> KVFormat:
+    """`fp32`, of keys that are stored by stretches."""
+    return ByStretches(turns)
 
 
 def names() -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
+from haarkv.tq_ops.formats.stretches import Turns
 
 LARGEST_FP8 = 448.0
 
@@ -33,6 +34,19 @@ class Plain(KVFormat):
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         return bytes_of(fields["data"], 1)
+
+
+class ByStretches(Plain):
+    """Plain numbers of keys that are stored by stretches, for the reference to read."""
+
+    to_compare = True
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__("fp32", torch.float32, "keys by stretches")
+        self._turns = turns
+
+    def turns(self, layer: int) -> Turns:
+        return self._turns
 
 
 class FP8E4M3(KVFormat):

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.base import Restored
-from haarkv.tq_ops.formats.plain import Plain
 from haarkv.tq_ops.formats.rotated import centroids_at
-from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
@@ -146,21 +144,8 @@ def _numbers(cache: PagedKVCache, layer: int, seed: int | None, way: int) -> Pag
 def as_numbers(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> PagedKVCache:
     """A layer's cache that holds these FP32 [num_blocks, Hkv, block_size, D] in place of what is packed."""
     plain, shape, turns = formats.get("fp32"), cache.shape(layer), cache.k_format(layer).turns(layer)
-    pair, fields = (_InStretches(turns) if turns else plain, plain), ({"data": k}, {"data": v})
+    pair, fields = (formats.by_stretches(turns) if turns else plain, plain), ({"data": k}, {"data": v})
     return PagedKVCache.over(pair, layer, fields, cache.kept(layer), shape.head_dim, shape.window, cache.ring(layer))
-
-
-class _InStretches(Plain):
-    """FP32 numbers of keys that are stored by stretches, for the reference to read."""
-
-    to_compare = True
-
-    def __init__(self, turns: Turns) -> None:
-        super().__init__("fp32", torch.float32, "keys by stretches")
-        self._turns = turns
-
-    def turns(self, layer: int) -> Turns:
-        return self._turns
 
 
 def _decided(by: Restored, fields: dict[str, Tensor], layer: int, generator: torch.Generator, way: int) -> Tensor:

@@ -87,7 +87,7 @@ REFUSED = {
     "dtype": (changed(_float_matrix), "layers.0.k.back is torch.float32"),
     "heads": (changed(metadata={"model": json.dumps({**SHAPE.as_json(), "num_kv_heads": 3})}), r"not torch.float32 \[3, 32\]"),
     "layers": (changed(metadata={"model": json.dumps({**SHAPE.as_json(), "num_layers": 3})}), "it lacks layers.2.k.mean"),
-    "version": (changed(metadata={"haarkv_calibration": "2"}), "its version is 2, not 3"),
+    "version": (changed(metadata={"haarkv_calibration": "2"}), "its version is 2, not 4"),
     "model": (changed(metadata={"model": "[]"}), "its model is not described by num_layers"),
     "words": (save_tensors({"a": torch.zeros(1)}), "it lacks context, fingerprint, haarkv_calibration"),
     "text": (b"{}", "truncated or no safetensors file"),
