@@ -32,7 +32,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from haarkv.engine.loading import load
     from haarkv.engine.sampling import Sampling
     from haarkv.engine.session import Session
     from haarkv.models.config import ModelConfig
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from tq.hf.cache import TQCache as TQCache
     from tq.hf.calibrate import calibrate as calibrate
     from tq.hf.generate import generate as generate
+    from tq.loading import load as load
 
 try:
     __version__ = version("haarkv")
@@ -52,7 +52,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 # Every public name and its module; the docstring says what each is for.
 _PUBLIC = {
-    "load": "haarkv.engine.loading",
+    "load": "tq.loading",
     "Session": "haarkv.engine.session",
     "Sampling": "haarkv.engine.sampling",
     "formats": "haarkv.tq_ops.formats",

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import tq
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import auto, remembered
@@ -97,3 +98,24 @@ def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monke
     monkeypatch.setattr(remembered, "home", lambda: tmp_path / "file")
     monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
     assert remembered.cache_for("tiny", loss=0.002) is chosen.spec
+
+
+def test_load_takes_what_the_command_takes(at_home, tmp_path):
+    """The choice is said once and remembered; what sets the whole cache stands alone."""
+    said = []
+    session = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=said.append)
+    assert len(said) == 1
+    assert session.plan.sink == auto.SINKS
+    again = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=said.append)
+    assert len(said) == 1
+    assert again.plan.describe() == session.plan.describe()
+    (file,) = at_home.iterdir()
+    learned = tq.load("tiny", kv="k=lr3,v=tq3", calibration=file, tail=16, sink=2)
+    assert learned.plan.describe() == "k=lr3,v=tq3; tail 16; sink 2"
+    assert tq.load("tiny", plan=file).plan.describe() == session.plan.describe()
+    with pytest.raises(InputError, match="auto sets the whole cache; leave out tail"):
+        tq.load("tiny", kv="auto", tail=3)
+    with pytest.raises(InputError, match="plan sets the whole cache; leave out kv"):
+        tq.load("tiny", kv="tq4", plan=file)
+    with pytest.raises(InputError, match="kv_loss says what kv='auto' may lose"):
+        tq.load("tiny", kv="tq4", kv_loss=0.1)
