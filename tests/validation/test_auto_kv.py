@@ -52,8 +52,8 @@ def test_the_smallest_cache_under_the_bound_is_taken(chosen):
     assert chosen.spec.kv == chosen.row.kv
     # The next smaller one was measured: nothing between was passed over.
     assert smaller[-1].kv == auto.CHOICES[auto.CHOICES.index(chosen.spec.kv) - 1]
-    assert (chosen.spec.tail, chosen.spec.sink) == (128, 4)
-    assert f"takes {chosen.spec.kv} with 128 recent and 4 first tokens" in str(chosen)
+    assert (chosen.spec.tail, chosen.spec.sink) == (124, 4)
+    assert f"takes {chosen.spec.kv} with 124 recent and 4 first tokens" in str(chosen)
 
 
 def test_a_bound_that_is_none_is_refused(subject):

@@ -4,7 +4,7 @@
     coordinates  of its keys, learned from two thirds of that text
     choice       by halving the list of caches, each measured on the rest of the text beside the model's own bf16 cache
 
-Every cache keeps the first 4 and the newest 128 tokens in BF16. Values keep a fixed rotation: they have nothing to learn, and
+Every cache keeps the first 4 and the newest 124 tokens in BF16. Values keep a fixed rotation: they have nothing to learn, and
 lose less than keys do.
 """
 
@@ -33,7 +33,7 @@ from haarkv.validation.planning.own_text import write
 
 LOSS = 0.01
 """Mean KL in nats a token that a cache may lose unless asked otherwise."""
-TAIL, SINKS = 128, 4
+TAIL, SINKS = 124, 4
 CHOICES = (
     "k=lr2,v=tq2", "k=lr3,v=tq2", "k=lr3,v=tq3", "k=lr4,v=tq3", "k=lr4,v=tq4", "k=lr5,v=tq4", "k=lr5,v=tq5", "k=tq8,v=tq6",
     "k=tq8,v=tq8", "bf16",
