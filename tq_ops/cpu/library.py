@@ -27,6 +27,14 @@ class Cell(IntEnum):
     MIXED = 1
 
 
+class Gate(IntEnum):
+    """What a gate goes through, as csrc/kernels.h says."""
+
+    SILU = 0
+    GELU = 1
+    SIGMOID = 2
+
+
 class _Structure(ctypes.Structure):
     """A C structure that keeps the tensors alive whose addresses it holds.
 
@@ -144,7 +152,7 @@ class GatedMul(_Structure):
     """One call of `haarkv_gated_mul`."""
 
     _fields_ = (
-        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("gelu", c_int32), ("bf16", c_int32),
+        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("function", c_int32), ("bf16", c_int32),
         ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 

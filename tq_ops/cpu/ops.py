@@ -125,7 +125,7 @@ class CpuOps:
 
         A gate below -87.3 counts as that: its silu is -1e-36 or less in size, where the reference's is smaller still.
         """
-        return self._gated_mul(gate, up, dtype, gelu=False)
+        return self._gated_mul(gate, up, dtype, library.Gate.SILU)
 
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
         """GeGLU's product `gelu(gate) * up`, gelu by its tanh; arguments, result and rounding points as the reference's.
@@ -133,14 +133,21 @@ class CpuOps:
         `1 + tanh` is made without a difference, which leaves few digits where a gate is negative. Of a gate far below zero,
         1e-38 of it is left where the reference has zero.
         """
-        return self._gated_mul(gate, up, dtype, gelu=True)
+        return self._gated_mul(gate, up, dtype, library.Gate.GELU)
 
-    def _gated_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype, *, gelu: bool) -> Tensor:
+    def sigmoid_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gated product `sigmoid(gate) * up`; arguments, result and rounding points as the reference's.
+
+        A gate below -87.3 counts as that.
+        """
+        return self._gated_mul(gate, up, dtype, library.Gate.SIGMOID)
+
+    def _gated_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype, function: library.Gate) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty(gate.shape, dtype=dtype)
         call = library.GatedMul.__new__(library.GatedMul)
         call.gate, call.up, call.y, call.count = gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel()
-        call.gelu, call.bf16, call.isa, call.threads = gelu, is_bf16(y), self.isa_number, self.threads
+        call.function, call.bf16, call.isa, call.threads = function, is_bf16(y), self.isa_number, self.threads
         self._library.haarkv_gated_mul(ctypes.byref(call))
         return y
 
@@ -267,6 +274,13 @@ class CpuOps:
         call.rows = rows.data_ptr()
         self._library.haarkv_attention(ctypes.byref(call))
         return out
+
+    def gated_delta(
+        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
+        batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        """The gated delta rule; as the reference, which runs it."""
+        return reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache, layer, batch)
 
     def prepared(self, cache: PagedKVCache, layer: int) -> Prepared | None:
         """The calls of one layer of a cache, made once: filling them in takes longer than storing a token.

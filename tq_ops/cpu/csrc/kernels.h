@@ -166,12 +166,15 @@ struct Rope {
     int32_t isa, threads;
 };
 
-// y = silu(gate) * up, or GELU by its tanh in place of SiLU.
+// What a gate goes through: SiLU, GELU by its tanh, or a sigmoid.
+enum GateFunction : int32_t { kSilu = 0, kGelu = 1, kSigmoid = 2 };
+
+// y = function(gate) * up.
 struct GatedMul {
     const float *gate, *up;
     void* y;  // BF16 or FP32
     int64_t count;
-    int32_t gelu, bf16, isa, threads;
+    int32_t function, bf16, isa, threads;
 };
 
 struct Kernels {

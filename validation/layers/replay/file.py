@@ -197,7 +197,7 @@ def _weights(config: ModelConfig, tensors: Mapping[str, Tensor]) -> LayerWeights
     found, names = {}, {}
     for field, stored in tensors_of(config.common, config.hidden_size).items():
         tensor = tensors[f"weights.{field}"]
-        dtype = torch.float32 if stored.plus_one else tensors["hidden"].dtype
+        dtype = stored.kept_as(tensors["hidden"].dtype)
         if tuple(tensor.shape) != stored.shape or tensor.dtype != dtype:
             raise ValueError(f"{field} is {tensor.dtype} {list(tensor.shape)}, not {list(stored.shape)}")
         found[field], names[field] = tensor, stored.name
