@@ -157,6 +157,21 @@ class GatedMul(_Structure):
     )  # fmt: skip
 
 
+class GatedDelta(_Structure):
+    """One call of `haarkv_gated_delta`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "x", "a", "b", "conv", "a_log", "dt_bias", "out", "mixed", "gates", "windows", "memories", "seen", "positions",
+            "slots", "rows", "query_start",
+        )),
+        ("channels", c_int64),
+        *((name, c_int32) for name in (
+            "sequences", "versions", "key_heads", "value_heads", "key_dim", "value_dim", "taps", "isa", "threads",
+        )),
+    )  # fmt: skip
+
+
 DENSE_WEIGHTS = (
     "input_norm", "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_proj",
     "mixer_out_norm", "post_norm", "gate_proj", "up_proj", "down_proj", "mlp_out_norm",
@@ -203,10 +218,10 @@ class Layers(_Structure):
 
 _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
-    "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_layers": Layers,
+    "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul, DenseLayer, Turns,
+    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul, GatedDelta, DenseLayer, Turns,
     Places, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""
@@ -234,7 +249,7 @@ def load() -> ctypes.CDLL:
         raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
-    library.haarkv_store.restype = library.haarkv_layers.restype = c_int32
+    library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
     return library
 
 
