@@ -3,7 +3,8 @@
 // the headers instantiate nothing of std::.
 //
 // The kernels are templates over `Simd`, one register of an instruction set. It provides: width (lanes), registers, F
-// (floats), I (as many 32-bit words), Table (16 floats); load, store, zero, set1, add, mul, fma, max, round,
+// (floats), I (as many 32-bit words), Table (16 floats); load, store, stream (past the caches, to a
+// whole register's address), fence (after it), zero, set1, add, mul, fma, max, round,
 // times_power_of_two, expf, round_bf16, exp_bf16 (exp(x - most), rounded to BF16), first(n, a, b), reduce_add, reduce_each
 // (four of them at once, to the same bits), reduce_four (four sums in an order of its own, times a factor), reduce_max; table,
 // load_words, shift<N>, lookup (by the low 4 bits of each word), wide_table, lookup_bytes, no_words, store_words, add_reached

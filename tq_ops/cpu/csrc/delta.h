@@ -83,6 +83,7 @@ struct One {
     typedef float F;
     static F load(const float* p) { return *p; }
     static void store(float* p, F x) { *p = x; }
+    static void stream(float* p, F x) { *p = x; }
     static F set1(float x) { return x; }
     static F zero() { return 0.0f; }
     static F add(F a, F b) { return a + b; }
@@ -112,81 +113,135 @@ template <class Simd, int W> inline void read_memory(const float* memory, int64_
     }
 }
 
-// One row of S = S * decay + k change, what q reads of it, and what the next token's k reads of it.
-template <class Simd, int W, bool NEXT>
+// How a changed memory is written, and whether what the next token's k reads of it is summed as well.
+enum Writing { kInPlace, kLast, kStreamed };
+
+// One row of S = S * decay + k change, what q reads of it, and in place what the next token's k reads of it.
+template <class Simd, int W, Writing WRITING>
 inline void change_row(const float* from, float* to, float decay, float k, float q, float next,
                        const typename Simd::F (&change)[W], typename Simd::F (&out)[W], typename Simd::F (&told)[W]) {
     const typename Simd::F kept = Simd::set1(decay), key = Simd::set1(k), query = Simd::set1(q);
 #pragma GCC unroll 8
     for (int w = 0; w < W; ++w) {
         const typename Simd::F s = Simd::fma(key, change[w], Simd::mul(Simd::load(from + w * Simd::width), kept));
-        Simd::store(to + w * Simd::width, s);
+        if constexpr (WRITING == kStreamed)
+            Simd::stream(to + w * Simd::width, s);
+        else
+            Simd::store(to + w * Simd::width, s);
         out[w] = Simd::fma(s, query, out[w]);
-        if constexpr (NEXT) told[w] = Simd::fma(s, Simd::set1(next), told[w]);
+        if constexpr (WRITING == kInPlace) told[w] = Simd::fma(s, Simd::set1(next), told[w]);
     }
 }
 
-// All rows of one token, from one place to another, which may be the same. `next` [rows] is read where NEXT says so.
-template <class Simd, int W, bool NEXT>
-inline void change_memory(const float* from, int64_t from_stride, float* to, int64_t to_stride, int rows, float decay,
-                          const float* k, const float* q, const float* next, const typename Simd::F (&change)[W],
-                          RowSums<Simd, W>* out, RowSums<Simd, W>* told) {
+// A token's numbers beside the memory: q, k and the next token's k, [key_dim] each, and what is left of the memory.
+struct DeltaToken {
+    const float *q, *k, *next;
+    float decay;
+};
+
+// All rows of one token, from one place to another, which may be the same.
+template <class Simd, int W, Writing WRITING>
+inline void change_memory(const float* from, int64_t from_stride, float* to, int64_t to_stride, int rows, const DeltaToken& by,
+                          const typename Simd::F (&change)[W], RowSums<Simd, W>* out, RowSums<Simd, W>* told,
+                          const float* ahead) {
     out->clear(), told->clear();
+    auto row = [&](int i, int parity) {
+        if (ahead)
+            for (int w = 0; w < W; ++w) __builtin_prefetch(ahead + i * from_stride + w * Simd::width, 0, 2);
+        change_row<Simd, W, WRITING>(from + i * from_stride, to + i * to_stride, by.decay, by.k[i], by.q[i],
+                                     WRITING == kInPlace ? by.next[i] : 0.0f, change, out->of[parity], told->of[parity]);
+    };
     int i = 0;
-    for (; i + 2 <= rows; i += 2) {
-        change_row<Simd, W, NEXT>(from + i * from_stride, to + i * to_stride, decay, k[i], q[i], NEXT ? next[i] : 0.0f, change,
-                                  out->of[0], told->of[0]);
-        change_row<Simd, W, NEXT>(from + (i + 1) * from_stride, to + (i + 1) * to_stride, decay, k[i + 1], q[i + 1],
-                                  NEXT ? next[i + 1] : 0.0f, change, out->of[1], told->of[1]);
-    }
-    if (i < rows)
-        change_row<Simd, W, NEXT>(from + i * from_stride, to + i * to_stride, decay, k[i], q[i], NEXT ? next[i] : 0.0f, change,
-                                  out->of[0], told->of[0]);
+    for (; i + 2 <= rows; i += 2) row(i, 0), row(i + 1, 1);
+    if (i < rows) row(i, 0);
 }
+
+// What a token changes in W registers of columns, of what its k reads of the memory.
+template <class Simd, int W>
+inline void find_change(const RowSums<Simd, W>& told, const float* gates, const float* v, typename Simd::F (&change)[W]) {
+    const typename Simd::F forgotten = Simd::set1(-gates[0]), strength = Simd::set1(gates[1]);
+    for (int w = 0; w < W; ++w)
+        change[w] = Simd::mul(Simd::fma(told.total(w), forgotten, Simd::load(v + w * Simd::width)), strength);
+}
+
+template <class Simd, int W> inline void put_out(const RowSums<Simd, W>& out, float* to) {
+    for (int w = 0; w < W; ++w) Simd::store(to + w * Simd::width, out.total(w));
+}
+
+// Where a head's numbers of one token lie, from a column on.
+struct DeltaPlaces {
+    int64_t key, value, memory, out;
+
+    DeltaPlaces(const GatedDelta& o, int64_t head, int64_t column)
+        : key(head * o.key_heads / o.value_heads * o.key_dim),
+          value(2 * o.key_heads * o.key_dim + head * o.value_dim + column),
+          memory(head * o.key_dim * o.value_dim + column),
+          out(head * o.value_dim + column) {}
+};
 
 // W registers of a head's columns, from `column` on, over all tokens of a turn. Scratch of [key_dim, W registers].
 template <class Simd, int W>
 void delta_block(const GatedDelta& o, const DeltaTurn& turn, int64_t head, int64_t column, float* scratch) {
     const int rows = o.key_dim;
-    const int64_t of_head = head * rows * o.value_dim + column, width = W * Simd::width, keys = o.key_heads * rows;
-    const int64_t key = head * o.key_heads / o.value_heads * rows, value = 2 * keys + head * o.value_dim + column;
-    const float* memory = turn.memory ? turn.memory + of_head : nullptr;
-    int64_t stride = o.value_dim;
-    if (!memory || turn.end - turn.begin > 1) {
-        for (int i = 0; i < rows; ++i)
-            for (int w = 0; w < W; ++w)
-                Simd::store(scratch + i * width + w * Simd::width,
-                            memory ? Simd::load(memory + i * stride + w * Simd::width) : Simd::zero());
-        memory = scratch, stride = width;
-    }
+    const DeltaPlaces at(o, head, column);
+    const int64_t width = W * Simd::width, keys = o.key_heads * rows;
+    for (int i = 0; i < rows; ++i)
+        for (int w = 0; w < W; ++w)
+            Simd::store(scratch + i * width + w * Simd::width,
+                        turn.memory ? Simd::load(turn.memory + at.memory + i * o.value_dim + w * Simd::width) : Simd::zero());
     RowSums<Simd, W> told, out;
     const float* mixed = o.mixed + turn.begin * o.channels;
-    read_memory<Simd, W>(memory, stride, mixed + keys + key, rows, &told);
+    read_memory<Simd, W>(scratch, width, mixed + keys + at.key, rows, &told);
     for (int64_t token = turn.begin; token < turn.end; ++token, mixed += o.channels) {
-        const float *q = mixed + key, *k = q + keys, *gates = o.gates + 2 * (token * o.value_heads + head);
-        const typename Simd::F forgotten = Simd::set1(-gates[0]), strength = Simd::set1(gates[1]);
+        const float *q = mixed + at.key, *k = q + keys, *gates = o.gates + 2 * (token * o.value_heads + head);
         typename Simd::F change[W];
-        for (int w = 0; w < W; ++w)
-            change[w] = Simd::mul(Simd::fma(told.total(w), forgotten, Simd::load(mixed + value + w * Simd::width)), strength);
-        const bool last = token + 1 == turn.end;
-        float* kept = token < turn.first_kept ? nullptr : turn.kept_memory(o, token) + of_head;
-        if (last)
-            change_memory<Simd, W, false>(memory, stride, kept, o.value_dim, rows, gates[0], k, q, nullptr, change, &out, &told);
+        find_change<Simd, W>(told, gates, mixed + at.value, change);
+        if (token + 1 < turn.end)
+            change_memory<Simd, W, kInPlace>(scratch, width, scratch, width, rows, {q, k, k + o.channels, gates[0]}, change,
+                                             &out, &told, nullptr);
         else
-            change_memory<Simd, W, true>(memory, stride, scratch, width, rows, gates[0], k, q, k + o.channels, change, &out,
-                                         &told);
-        float* to = o.out + (token * o.value_heads + head) * o.value_dim + column;
-        for (int w = 0; w < W; ++w) Simd::store(to + w * Simd::width, out.total(w));
-        for (int i = 0; !last && kept && i < rows; ++i)
-            std::memcpy(kept + i * o.value_dim, scratch + i * width, width * sizeof(float));
+            change_memory<Simd, W, kLast>(scratch, width, scratch, width, rows, {q, k, nullptr, gates[0]}, change, &out, &told,
+                                          nullptr);
+        put_out(out, o.out + token * o.value_heads * o.value_dim + at.out);
+        if (token < turn.first_kept) continue;
+        float* kept = turn.kept_memory(o, token) + at.memory;
+        for (int i = 0; i < rows; ++i) std::memcpy(kept + i * o.value_dim, scratch + i * width, width * sizeof(float));
     }
+}
+
+// The same of a single token: the memory is read once from where it was and written once to where it is kept.
+template <class Simd, int W>
+void delta_step(const GatedDelta& o, const DeltaTurn& turn, int64_t head, int64_t column, const float* ahead) {
+    const DeltaPlaces at(o, head, column);
+    const float *mixed = o.mixed + turn.begin * o.channels, *q = mixed + at.key, *k = q + o.key_heads * o.key_dim;
+    const float *gates = o.gates + 2 * (turn.begin * o.value_heads + head), *memory = turn.memory + at.memory;
+    float* kept = turn.kept_memory(o, turn.begin) + at.memory;
+    RowSums<Simd, W> told, out;
+    read_memory<Simd, W>(memory, o.value_dim, k, o.key_dim, &told);
+    typename Simd::F change[W];
+    find_change<Simd, W>(told, gates, mixed + at.value, change);
+    constexpr uintptr_t kWhole = Simd::width * sizeof(float);
+    const DeltaToken token{q, k, nullptr, gates[0]};
+    if (reinterpret_cast<uintptr_t>(kept) % kWhole == 0 && o.value_dim % Simd::width == 0)
+        change_memory<Simd, W, kStreamed>(memory, o.value_dim, kept, o.value_dim, o.key_dim, token, change, &out, &told, ahead);
+    else
+        change_memory<Simd, W, kLast>(memory, o.value_dim, kept, o.value_dim, o.key_dim, token, change, &out, &told, ahead);
+    put_out(out, o.out + turn.begin * o.value_heads * o.value_dim + at.out);
 }
 
 // As `Kernels::delta_columns`.
 template <class Simd>
 void delta_columns(const GatedDelta& o, const DeltaTurn& turn, int64_t head, int64_t begin, int64_t end, float* scratch) {
-    constexpr int kTogether = 2;
+    constexpr int kTogether = 2, kOfOne = Simd::registers > 16 ? 8 : 2;
     int64_t column = begin;
+    if (turn.end - turn.begin == 1 && turn.memory && turn.first_kept == turn.begin) {
+        // Of whole heads the next one is fetched meanwhile.
+        const float* next = head + 1 < o.value_heads && begin == 0 && end == o.value_dim ? turn.memory : nullptr;
+        for (; column + kOfOne * Simd::width <= end; column += kOfOne * Simd::width)
+            delta_step<Simd, kOfOne>(o, turn, head, column,
+                                     next ? next + (head + 1) * o.key_dim * o.value_dim + column : nullptr);
+        Simd::fence();
+    }
     for (; column + kTogether * Simd::width <= end; column += kTogether * Simd::width)
         delta_block<Simd, kTogether>(o, turn, head, column, scratch);
     for (; column + Simd::width <= end; column += Simd::width) delta_block<Simd, 1>(o, turn, head, column, scratch);
