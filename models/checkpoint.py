@@ -146,7 +146,8 @@ def stored_tensors(
         else:
             part = split.of(tensor.axes) if split else None
             blocks = source.blocks(name, dtype, part) if keep_blocks else None
-            yield name, tensor.in_memory(source.read(name, tensor.kept_as(dtype), part, empty), dtype) if blocks is None else blocks
+            kept = tensor.kept_as(dtype)
+            yield name, tensor.in_memory(source.read(name, kept, part, empty), dtype) if blocks is None else blocks
 
 
 def _gathered(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:

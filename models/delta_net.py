@@ -64,7 +64,7 @@ class DeltaNet:
         return StateShape(tuple((name, shape, torch.float32) for name, shape in shapes.items()), self.versions)
 
 
-def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
+def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:  # noqa: ARG001
     """Projections, convolution, decays and norm of a `DeltaNet`. What decides how fast it forgets stays in FP32."""
     hidden, heads, values = Axis(hidden_size, "hidden"), Axis(mixer.num_value_heads), Axis(mixer.widths[2])
     mixed = Axis(sum(mixer.widths))
@@ -88,7 +88,8 @@ def remember(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, inde
     """
     ops = step.ops
     if mixer.by_key_head:
-        mixed, z, b, a = _apart(ops.linear(x, weights.matrix("in_proj_qkvz")), ops.linear(x, weights.matrix("in_proj_ba")), mixer)
+        qkvz, ba = (ops.linear(x, weights.matrix(f"in_proj_{parts}")) for parts in ("qkvz", "ba"))
+        mixed, z, b, a = _apart(qkvz, ba, mixer)
     else:
         mixed, z, b, a = (ops.linear(x, weights.matrix(f"in_proj_{part}")) for part in ("qkv", "z", "b", "a"))
     told = ops.gated_delta(mixed, a, b, weights["conv1d"], weights["a_log"], weights["dt_bias"], step.cache, index, step.batch)
@@ -100,7 +101,8 @@ def _apart(qkvz: Tensor, ba: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor, T
     """Projections that are stacked key head by key head, one after the other: Q with K and V, z, b and a."""
     per_key = mixer.num_value_heads // mixer.num_key_heads
     values = per_key * mixer.value_dim
-    by_head = qkvz.view(len(qkvz), mixer.num_key_heads, -1).split([mixer.key_dim, mixer.key_dim, values, values], dim=-1)
-    q, k, v, z = (part.flatten(1) for part in by_head)
-    b, a = (part.flatten(1) for part in ba.view(len(ba), mixer.num_key_heads, -1).split(per_key, dim=-1))
+    by_head = qkvz.view(len(qkvz), mixer.num_key_heads, -1)
+    parts = torch.split(by_head, [mixer.key_dim, mixer.key_dim, values, values], dim=-1)
+    q, k, v, z = (part.flatten(1) for part in parts)
+    b, a = (part.flatten(1) for part in torch.split(ba.view(len(ba), mixer.num_key_heads, -1), per_key, dim=-1))
     return torch.cat([q, k, v], dim=-1), z, b, a

@@ -56,8 +56,9 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
 
         share = softmax(x @ router.T), the largest `per_token` of it;   out = sum(share_e * expert_e(x))
 
-    A shared expert's part, `sigmoid(x @ gate.T) * shared(x)`, is added last. An expert runs once, on the tokens that chose it. Each token's experts are summed in the experts' order: who else is in
-    the batch does not matter. The router's weights and the sum stay in FP32.
+    A shared expert's part, `sigmoid(x @ gate.T) * shared(x)`, is added last. An expert runs once, on the tokens that chose
+    it. Each token's experts are summed in the experts' order: who else is in the batch does not matter. The router's weights
+    and the sum stay in FP32.
     """
     share, chosen = ops.linear(x, weights.matrix("router")).softmax(-1).topk(mlp.per_token)
     if mlp.normalized:

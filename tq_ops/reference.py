@@ -196,7 +196,15 @@ def _rounded_softmax(scores: Tensor, block_size: int, dtype: torch.dtype) -> tup
 
 
 def gated_delta(
-    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int, batch: Batch
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
 ) -> Tensor:
     """The gated delta rule, token by token from the state that a layer keeps; it leaves the state after the new tokens.
 
@@ -258,7 +266,7 @@ def _delta_heads(mixed: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """q and k [Hv, dk, 1] and v [Hv, dv] of a token's convolved numbers, for a memory [Hv, dk, dv]."""
     heads, key_dim, value_dim = memory.shape
     values = heads * value_dim
-    qk, v = functional.silu(mixed).split([len(mixed) - values, values])
+    qk, v = torch.split(functional.silu(mixed), [len(mixed) - values, values])
     qk = qk.view(2, -1, key_dim)
     q, k = (qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + _UNIT_EPS)).repeat_interleave(heads // qk.shape[1], dim=1)
     return (q * key_dim**-0.5).unsqueeze(2), k.unsqueeze(2), v.view(heads, value_dim)

@@ -1,7 +1,7 @@
 """The text model of a Qwen3.5, or a Qwen3-Next, from its `config.json` or by the name of a family member.
 
-Both store norms as w and multiply with 1 + w, all but DeltaNet's own; their attention is gated, norms heads and turns a quarter
-of each. A config may name layers that predict several tokens (MTP): as in transformers, those are not run.
+Both store norms as w and multiply with 1 + w, all but DeltaNet's own. Their attention is gated, norms heads and turns a
+quarter of each. A checkpoint may have layers that predict several tokens (MTP): as in transformers, those are not run.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def read_config(file: HFConfig) -> ModelConfig:
     """The declaration of a model, from its `config.json`; defaults are those of transformers' config of the same `model_type`.
 
     Raises:
-        InputError: an entry that cannot be, or a feature that is not built (biases, attention without gates, dense layers among
-            those with experts), by name.
+        InputError: an entry that cannot be, or a feature that is not built (biases, attention without gates, dense layers
+            among those with experts), by name.
     """
     act = file.raw.get("hidden_act", "silu")
     file.refuse(
@@ -104,7 +104,8 @@ def _delta(file: HFConfig) -> DeltaNet:
 
 def _experts(file: HFConfig) -> Experts:
     following = file.raw["model_type"] == _NEXT
-    count, chosen = file.count("num_experts", 512 if following else 256), file.count("num_experts_per_tok", 10 if following else 8)
+    most, few = (512, 10) if following else (256, 8)
+    count, chosen = file.count("num_experts", most), file.count("num_experts_per_tok", few)
     if chosen > count:
         raise InputError(f"{file.path}: a token cannot go through {chosen} of {count} experts")
     normalized = not following or file.raw.get("norm_topk_prob") is None or file.flag("norm_topk_prob")

@@ -63,8 +63,10 @@ MODELS = QWEN3 | {
     "qwen2.5_tied": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> class of transformers, and what its config says beside SHAPE."""
-DELTA = {"head_dim": 64, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 48,
-    "linear_value_head_dim": 32}  # fmt: skip
+DELTA = {
+    "head_dim": 64, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 48,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 80}
 HYBRIDS = {
     "qwen3_5": ("Qwen3_5Text", DELTA | {"rope_parameters": {

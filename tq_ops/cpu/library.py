@@ -221,8 +221,8 @@ _CALLS = {
     "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul, GatedDelta, DenseLayer, Turns,
-    Places, Layers,
+    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul, GatedDelta,
+    DenseLayer, Turns, Places, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""
 

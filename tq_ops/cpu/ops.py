@@ -283,8 +283,8 @@ class CpuOps:
     ) -> Tensor:  # fmt: skip
         """The gated delta rule; arguments and result as the reference's.
 
-        `S^T k` is taken of the matrix before it is scaled. FP32 sums are in another order, one for every number: results do not
-        depend on the number of threads, on the rest of the batch or on how a prompt was split.
+        `S^T k` is taken of the matrix before it is scaled. FP32 sums are in another order, one for every number: results do
+        not depend on the number of threads, on the rest of the batch or on how a prompt was split.
 
         Raises:
             ValueError: as the reference; nothing was changed.

@@ -76,7 +76,15 @@ def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gated_delta(
-    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int, batch: Batch
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
 ) -> Tensor:
     """As `tq_ops.reference.gated_delta`, which runs it: no layer of this executor asks for it."""
     return reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache, layer, batch)
