@@ -73,8 +73,8 @@ class Delta:
         return conv, a_log, dt_bias
 
     def batches(self, device: torch.device) -> tuple[PagedKVCache, PagedSequences, Batch]:
-        """A cache whose states have seen `stored` tokens, and the batch of the new ones; a row of a sequence that has ended
-        is another's by now."""
+        """A cache whose states have seen `stored` tokens, and the batch of the new ones; each row was that of a sequence that
+        has ended."""
         shapes = (("conv", (self.taps - 1, self.channels)), ("delta", (self.value_heads, self.key_dim, self.value_dim)))
         state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), _VERSIONS)
         count = len(self.new)
@@ -92,8 +92,8 @@ class Delta:
                 conv, a_log, dt_bias = (tensor.to(device) for tensor in self.weights)
                 reference.gated_delta(x, a, b, conv, a_log, dt_bias, made, LAYER, batch)
 
-        ended = [paging.add() for _ in self.new]
-        run(ended, tuple(2 for _ in self.new), 7)
+        ended = [paging.add() for _ in range(made.num_rows)]
+        run(ended, (2,) * made.num_rows, 7)
         for one in ended:
             paging.free(one)
         ids = [paging.add() for _ in (0, *self.new)][:0:-1]
