@@ -293,7 +293,7 @@ class CpuOps:
         windows, memories = state.tensors["conv"], state.tensors["delta"]
         channels, taps = conv.shape[0], conv.shape[2]
         _, versions, value_heads, key_dim, value_dim = memories.shape
-        given = [tensor.contiguous() for tensor in (x, a, b, conv, a_log, dt_bias)]
+        given = [tensor.float().contiguous() for tensor in (x, a, b, conv, a_log, dt_bias)]
         places = [tensor.contiguous() for tensor in (batch.positions, batch.slot_mapping, batch.rows, batch.query_start_loc)]
         out, mixed, gates = (torch.empty(len(x), *size) for size in ((value_heads, value_dim), (channels,), (value_heads, 2)))
         call = library.GatedDelta.__new__(library.GatedDelta)
