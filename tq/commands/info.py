@@ -62,7 +62,13 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
     rows = _kv_rows(config, memories, context)
     if as_json:
-        shapes = {**asdict(config), "state_bytes": config.state_bytes, "parameters": weights // 2, "weight_bytes": weights, "weight_bytes_in_file": in_file}
+        shapes = {
+            **asdict(config),
+            "state_bytes": config.state_bytes,
+            "parameters": weights // 2,
+            "weight_bytes": weights,
+            "weight_bytes_in_file": in_file,
+        }
         asked = {"memory": memories[0], "memories": memories, "context": context}
         print(json.dumps({"model": model, **shapes, **asked, "kv": rows}))
         return
@@ -111,10 +117,8 @@ def _state_rows(config: ModelConfig) -> list[tuple[str, str]]:
     shapes = config.state_shapes.values()
     versions = max(shape.versions for shape in shapes)
     once = sum(shape.nbytes // shape.versions for shape in shapes)
-    return [
-        ("state", f"{once / 1e6:,.1f} MB a sequence, whatever its length; kept after each of its last {versions} tokens at most: "
-                  f"{config.state_bytes / 1e6:,.1f} MB"),
-    ]  # fmt: skip
+    kept = f"kept after each of its last {versions} tokens at most: {config.state_bytes / 1e6:,.1f} MB"
+    return [("state", f"{once / 1e6:,.1f} MB a sequence, whatever its length; {kept}")]
 
 
 def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
