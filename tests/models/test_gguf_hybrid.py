@@ -11,7 +11,7 @@ from transformers_judge import draw_weights
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.caches import new_cache
-from haarkv.models.catalog import load_model, read_config
+from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -74,6 +74,22 @@ def test_logits_are_those_of_llama_cpp(saved, tmp_path, name):
     ours = logits(load_model(path))
     assert float((ours - theirs).abs().max() / theirs.std()) <= 3e-3
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_words_are_those_of_llama_cpp(saved, tmp_path):
+    """Marks belong to the letters before them, unlike in Qwen 2."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs the peers extra")
+    merges = ("Ġ t", "h e", "Ġt he", "e Ì", "1 2", "Ġ Ġ", "Ċ Ċ", "a b")
+    special = tuple(f"<|{number}|>" for number in range(36))
+    vocabulary = byte_vocabulary(pre="qwen35", merges=merges, special=special, add_bos_token=False)
+    path = convert(saved("dense"), tmp_path / "m.gguf", vocabulary=vocabulary)
+    llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    ours = source_of(path).words().tokenizer
+    texts = ("the theory", "e\u0301\u200d the\n\n  b", "cafe\u0301s 12 123", "क्या है", "it's we'RE", "!!! ?!\r\n", "½² ٣")
+    for text in texts:
+        theirs = llama.tokenize(text.encode(), add_bos=False, special=True)
+        assert ours.encode(text, add_special_tokens=False).ids == theirs, text
+    assert [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str("e\u0301s")] == ["eÌģs"]
 
 
 @pytest.mark.parametrize("name", MODELS)
