@@ -3,8 +3,15 @@
 
 // tap[t] of channels from `first` on, [taps, kPiece].
 inline void load_taps(const GatedDelta& o, int64_t first, int64_t n, float* taps) {
+    constexpr int kUsual = 4;  // a transpose of known width, which compilers make of whole registers
+    const float* conv = o.conv + first * o.taps;
+    if (o.taps == kUsual && n == kPiece) {
+        for (int64_t c = 0; c < kPiece; ++c)
+            for (int t = 0; t < kUsual; ++t) taps[t * kPiece + c] = conv[c * kUsual + t];
+        return;
+    }
     for (int t = 0; t < o.taps; ++t)
-        for (int64_t c = 0; c < n; ++c) taps[t * kPiece + c] = o.conv[(first + c) * o.taps + t];
+        for (int64_t c = 0; c < n; ++c) taps[t * kPiece + c] = conv[c * o.taps + t];
 }
 
 // The input of channels from `first` on `back` tokens before a token; null where there was none.
@@ -37,8 +44,7 @@ inline void to_length(float* x, int64_t n, float factor) {
 }
 
 // As `Kernels::delta_inputs`.
-template <class Simd>
-void delta_inputs(const GatedDelta& o, const DeltaTurn& turn, int64_t unit, int64_t begin, int64_t end) {
+template <class Simd> void delta_inputs(const GatedDelta& o, const DeltaTurn& turn, int64_t unit, int64_t begin, int64_t end) {
     const int64_t keys = 2 * o.key_heads, dim = unit < keys ? o.key_dim : o.value_dim;
     const int64_t first = unit < keys ? unit * dim : keys * o.key_dim + (unit - keys) * dim;
     alignas(64) float taps[kMostTaps * kPiece], sum[kPiece];
@@ -102,8 +108,8 @@ template <class Simd, int W> struct RowSums {
 };
 
 // sums = k . S, of W registers of columns; rows of S are `stride` numbers apart.
-template <class Simd, int W> inline void read_memory(const float* memory, int64_t stride, const float* k, int rows,
-                                                     RowSums<Simd, W>* sums) {
+template <class Simd, int W>
+inline void read_memory(const float* memory, int64_t stride, const float* k, int rows, RowSums<Simd, W>* sums) {
     sums->clear();
     for (int i = 0; i < rows; ++i) {
         const typename Simd::F key = Simd::set1(k[i]);
@@ -223,7 +229,8 @@ void delta_step(const GatedDelta& o, const DeltaTurn& turn, int64_t head, int64_
     constexpr uintptr_t kWhole = Simd::width * sizeof(float);
     const DeltaToken token{q, k, nullptr, gates[0]};
     if (reinterpret_cast<uintptr_t>(kept) % kWhole == 0 && o.value_dim % Simd::width == 0)
-        change_memory<Simd, W, kStreamed>(memory, o.value_dim, kept, o.value_dim, o.key_dim, token, change, &out, &told, ahead);
+        change_memory<Simd, W, kStreamed>(memory, o.value_dim, kept, o.value_dim, o.key_dim, token, change, &out, &told,
+                                          ahead);
     else
         change_memory<Simd, W, kLast>(memory, o.value_dim, kept, o.value_dim, o.key_dim, token, change, &out, &told, ahead);
     put_out(out, o.out + turn.begin * o.value_heads * o.value_dim + at.out);

@@ -66,7 +66,8 @@ __attribute__((visibility("default"))) int haarkv_gated_delta(const GatedDelta* 
     // Tokens and heads whose inputs are one item: enough work to be worth handing out.
     constexpr int64_t kTokens = 64, kTokenHeads = 32;
     const int64_t units = 2 * o.key_heads + o.value_heads, tiles = divide_up(longest, kTokens);
-    const int64_t together = std::max<int64_t>(1, kTokenHeads / std::min(longest, kTokens)), groups = divide_up(units, together);
+    const int64_t together = std::max<int64_t>(1, kTokenHeads / std::min(longest, kTokens)),
+                  groups = divide_up(units, together);
     auto read = [&](int64_t item, int) {
         const DeltaTurn& turn = turns[item / (tiles * groups)];
         const int64_t begin = turn.begin + item / groups % tiles * kTokens, end = std::min(turn.end, begin + kTokens);

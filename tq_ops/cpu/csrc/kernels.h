@@ -181,13 +181,13 @@ constexpr int kMostTaps = 64;  // of a short convolution
 
 // The gated delta rule of new tokens, over states of which each sequence's row keeps some versions.
 struct GatedDelta {
-    const float *x, *a, *b;            // [tokens, channels], [tokens, Hv] twice
-    const float *conv, *a_log, *dt_bias;  // [channels, taps], [Hv] twice
-    float* out;                        // [tokens, Hv, dv]
-    float* mixed;                      // scratch, as x: q and k of some length and v, convolved
-    float* gates;                      // scratch [tokens, Hv, 2]: what is left of the memory, and how much is written
-    float *windows, *memories;         // [rows, versions, taps - 1, channels], [rows, versions, Hv, dk, dv]
-    int64_t* seen;                     // [rows, versions], tokens that a version has seen; -1 where there is none
+    const float *x, *a, *b;                   // [tokens, channels], [tokens, Hv] twice
+    const float *conv, *a_log, *dt_bias;      // [channels, taps], [Hv] twice
+    float* out;                               // [tokens, Hv, dv]
+    float* mixed;                             // scratch, as x: q and k of some length and v, convolved
+    float* gates;                             // scratch [tokens, Hv, 2]: what is left of the memory, and how much is written
+    float *windows, *memories;                // [rows, versions, taps - 1, channels], [rows, versions, Hv, dk, dv]
+    int64_t* seen;                            // [rows, versions], tokens that a version has seen; -1 where there is none
     const int64_t *positions, *slots, *rows;  // as a batch has them
     const int32_t* query_start;
     int64_t channels;  // 2 * Hk * dk + Hv * dv
