@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 import transformers
+from checkpoints import byte_tokenizer
+from refusals import assert_refused
 from safetensors.torch import load_file, save_file
 from transformers_judge import draw_weights
 
@@ -19,6 +21,7 @@ from haarkv.models.parallel import Split
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from tq.cli import main
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -178,3 +181,32 @@ def test_the_gpu_refuses_by_name():
 
     config = read_config("random:qwen3.5-0.8b")
     assert "no other layers than attention" in CudaExecutor.supports(config, KVSpec("tq4").plan(24))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["validate", "--executor", "cpu", "--prompt", "ab"], "layer 0 of this model, are not validated yet"),
+        (["calibrate", "--out", "c.safetensors"], "layer 0 of this model has no keys"),
+        (["generate", "--prompt", "ab", "--draft", "self"], "take --draft ngram"),
+        (["export", "--out", "graphs"], "it mixes tokens by DeltaNet"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_commands_that_need_k_and_v_of_every_layer_refuse_in_one_line(saved, tmp_path, capsys, monkeypatch, command, words):
+    monkeypatch.chdir(tmp_path)
+    folder = saved("qwen3_5")[0]
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    name, *options = command
+    assert_refused((main([name, "--model", str(folder), *options]), *capsys.readouterr()), words)
+
+
+def test_info_tells_a_state_from_k_and_v(capsys):
+    assert main(["info", "random:qwen3.5-0.8b"]) == 0
+    said = capsys.readouterr().out
+    assert "24, 18 of them with a state in place of K and V" in said
+    assert "20.2 MB a sequence, whatever its length" in said
+    assert main(["info", "random:qwen3.5-0.8b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_bytes"] == read_config("random:qwen3.5-0.8b").state_bytes
+    assert main(["info", "random:0.6b"]) == 0
+    assert "state" not in capsys.readouterr().out
