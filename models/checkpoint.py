@@ -69,9 +69,10 @@ def random_tensors(
     for name, tensor in checkpoint_tensors(config).items():
         shape = tensor.shape
         if len(shape) == 1 and not name.endswith(".bias"):
-            yield name, torch.ones(shape, dtype=torch.float32 if tensor.plus_one else dtype, device=device)
+            yield name, torch.ones(shape, dtype=tensor.kept_as(dtype), device=device)
         else:
-            room = torch.empty(shape, dtype=dtype, device=device) if empty is None else empty(shape, dtype)
+            kept = tensor.kept_as(dtype)
+            room = torch.empty(shape, dtype=kept, device=device) if empty is None else empty(shape, kept)
             yield name, room.normal_(0.0, 0.02, generator=generator)
 
 
@@ -145,8 +146,8 @@ def stored_tensors(
         else:
             part = split.of(tensor.axes) if split else None
             blocks = source.blocks(name, dtype, part) if keep_blocks else None
-            stored = torch.float32 if tensor.plus_one else dtype
-            yield name, tensor.in_memory(source.read(name, stored, part, empty), dtype) if blocks is None else blocks
+            kept = tensor.kept_as(dtype)
+            yield name, tensor.in_memory(source.read(name, kept, part, empty), dtype) if blocks is None else blocks
 
 
 def _gathered(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:

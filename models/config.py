@@ -77,6 +77,7 @@ class Attention:
         scale: of the logits.
         head_norms: each head of Q and of K is normed before RoPE.
         bias: the projections to Q, K and V add a bias.
+        gated: the projection to Q also gives each head a gate; what the head attends to is multiplied with its sigmoid.
     """
 
     num_heads: int
@@ -87,6 +88,7 @@ class Attention:
     window: int | None = None
     head_norms: bool = False
     bias: bool = False
+    gated: bool = False
 
     @property
     def heads(self) -> Heads:
@@ -136,6 +138,7 @@ class Experts:
         per_token: those few.
         width: of one expert.
         normalized: the weights of a token's experts are made to sum to 1.
+        shared: width of one more expert, which every token goes through; a gate of its own weighs it. 0 for none.
     """
 
     count: int
@@ -143,6 +146,7 @@ class Experts:
     width: int
     activation: Activation = "silu"
     normalized: bool = False
+    shared: int = 0
 
 
 @dataclass(frozen=True)

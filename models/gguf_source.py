@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from haarkv.models import gguf_hybrid
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_rope import llama3_entries, scaling_entries
 from haarkv.models.gguf_words import words_of
@@ -22,7 +23,10 @@ from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+_MODEL_TYPES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
+    "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
+}  # fmt: skip
 """`model_type` by general.architecture; any other is refused by its own name, as of a folder."""
 _ENTRIES = {
     "context_length": "max_position_embeddings",
@@ -61,6 +65,7 @@ _IN_GEMMA_LAYER = _IN_LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_ANY_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Projections of all experts of a layer, one after the other in one tensor."""
 _SAMPLING = {
@@ -91,15 +96,19 @@ class _Place:
         expert: which of those that are stored together.
         heads: its rows are permuted within each of so many heads.
         shifted: it is stored with 1 added.
+        order: of rows, columns and axes where Hugging Face has another.
     """
 
     tensor: GGUFTensor
     expert: int | None = None
     heads: int | None = None
     shifted: bool = False
+    order: gguf_hybrid.Order | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.order is not None and self.order.shape is not None:
+            return self.order.shape
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     @property
@@ -110,6 +119,8 @@ class _Place:
         """Of a matrix, the rows [R] int64 of the file that a part of it lies in, in its order, and the part's columns."""
         count = self.shape[0]
         rows = torch.arange(count) if self.heads is None else _rows_of(count, self.heads)
+        if self.order is not None and self.order.rows is not None:
+            rows = self.order.rows
         rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
         return rows + count * (self.expert or 0), columns
 
@@ -151,6 +162,8 @@ class GGUFSource:
         found |= scaling_entries(self.path, self._architecture, self._entries)
         if (factors := self._file.tensors.get(_ROPE)) is not None:
             found |= self._llama3(factors, found)
+        if self._architecture in gguf_hybrid.ARCHITECTURES:
+            found |= gguf_hybrid.entries(self._said, found)
         if found["model_type"] == "gemma3_text":
             self._add_gemma(found)
         elif window := found.get("sliding_window"):
@@ -176,7 +189,7 @@ class GGUFSource:
             found["partial_rotary_factor"] = rotated / dim
         if self._architecture == "qwen3moe":
             found["norm_topk_prob"] = self._said("expert_weights_norm", True)
-        elif found.pop("num_experts", None):
+        elif self._architecture not in gguf_hybrid.ARCHITECTURES and found.pop("num_experts", None):
             found["model_type"] += " with experts"
 
     def _llama3(self, factors: GGUFTensor, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,6 +237,8 @@ class GGUFSource:
 
     def _found(self) -> dict[str, _Place]:
         """Every tensor by Hugging Face's name; one that has none keeps its own, for whoever refuses it."""
+        if self._architecture in gguf_hybrid.ARCHITECTURES:
+            return self._found_hybrid()
         gemma, llama = self._architecture == "gemma3", self._architecture == "llama"
         found: dict[str, _Place] = {}
         for name, tensor in self._file.tensors.items():
@@ -239,10 +254,30 @@ class GGUFSource:
                     place = _Place(tensor, heads=self._heads(name, tensor, heads), shifted=gemma and part.endswith("norm"))
                     found[f"model.layers.{index}.{known[part]}.{kind}"] = place
                 elif part in _EXPERTS and len(tensor.shape) == 3:
-                    for expert in range(tensor.shape[0]):
-                        found[f"model.layers.{index}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}"] = _Place(tensor, expert)
+                    found |= _of_experts(index, part, tensor)
                 else:
                     found[name] = _Place(tensor)
+        return found
+
+    def _found_hybrid(self) -> dict[str, _Place]:
+        """The same of layers that keep a state. All norms are stored with 1 added, but for DeltaNet's own."""
+        settings, found = self.settings(), {}
+        for name, tensor in self._file.tensors.items():
+            if name in _OUTER:
+                found[_OUTER[name]] = _Place(tensor, shifted=name == "output_norm.weight")
+                continue
+            layer = _ANY_LAYER.fullmatch(name)
+            index, rest = layer.groups() if layer else ("", "")
+            part = rest.removesuffix(".weight")
+            if layer and int(index) >= (settings.get("num_hidden_layers") or 0):
+                continue  # it predicts several tokens at once
+            if part in _EXPERTS and len(tensor.shape) == 3:
+                found |= _of_experts(index, part, tensor)
+                continue
+            known = f"{gguf_hybrid.IN_LAYER[part]}.weight" if part in gguf_hybrid.IN_LAYER else gguf_hybrid.other_name(rest)
+            own = f"model.layers.{index}.{known}" if known else name
+            order = gguf_hybrid.order_of(own, tensor.shape, settings)
+            found[own] = _Place(tensor, shifted=part.endswith("norm") and part != "ssm_norm", order=order)
         return found
 
     def _heads(self, name: str, tensor: GGUFTensor, heads: object) -> int | None:
@@ -258,6 +293,8 @@ class GGUFSource:
         place = self._places[name]
         options: dict[str, Any] = {} if empty is None else {"empty": empty}
         change: Callable[[Tensor], Tensor] | None = (lambda values: values - 1.0) if place.shifted else None
+        if place.order is not None:
+            return self._read_in_order(place, place.order, dtype, part)
         if len(place.shape) == 1:
             whole = self._file.read(place.tensor, dtype, change=change, **options)
             whole = whole if place.heads is None else whole[_rows_of(len(whole), place.heads)]
@@ -267,10 +304,25 @@ class GGUFSource:
         rows, columns = place.wanted(part)
         return self._file.read(place.tensor, dtype, rows, columns, change, **options)
 
+    def _read_in_order(
+        self, place: _Place, order: gguf_hybrid.Order, dtype: torch.dtype, part: tuple[slice, ...] | None
+    ) -> Tensor:
+        change: Callable[[Tensor], Tensor] | None = (lambda values: torch.log(-values)) if order.logged else None
+        of_matrix = order.rows if len(place.tensor.shape) > 1 else None
+        whole = self._file.read(place.tensor, dtype, of_matrix, change=change)
+        if of_matrix is None and order.rows is not None:
+            whole = whole[order.rows]
+        if order.columns is not None:
+            whole = whole[:, order.columns]
+        whole = whole.view(place.shape)
+        return whole if part is None else whole[part].contiguous()
+
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
         self._places = self._places or self._found()
         place = self._places[name]
         if place.tensor.dtype is not None or len(place.shape) != 2 or place.shifted:
+            return None
+        if place.order is not None and (place.order.rows is None or place.order.shape is not None):
             return None
         kind, stored = block_type(place.tensor.kind), self._file.stored_rows(place.tensor)
         rows, columns = place.wanted(part)
@@ -278,7 +330,7 @@ class GGUFSource:
         if begin % kind.numbers or end % kind.numbers:
             return None
         # In the file's pages, but where their order is another.
-        data = stored[rows] if place.heads else stored[int(rows[0]) : int(rows[-1]) + 1]
+        data = stored[rows] if place.heads or place.order else stored[int(rows[0]) : int(rows[-1]) + 1]
         return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
 
     def words(self) -> Words:
@@ -292,6 +344,14 @@ class GGUFSource:
         return checked_sampling(
             {name: _decimal(value) for name, value in said.items() if value is not None}, self.path, tuple(_SAMPLING.values())
         )
+
+
+def _of_experts(layer: str, part: str, tensor: GGUFTensor) -> dict[str, _Place]:
+    """The projections of a layer's experts, each by Hugging Face's name."""
+    return {
+        f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.weight": _Place(tensor, expert)
+        for expert in range(tensor.shape[0])
+    }
 
 
 def _rows_of(count: int, heads: int) -> Tensor:

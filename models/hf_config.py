@@ -26,6 +26,13 @@ _MOST = {
     "num_experts": 2**10,
     "num_local_experts": 2**10,
     "num_experts_per_tok": 2**10,
+    "shared_expert_intermediate_size": 2**20,
+    "linear_num_key_heads": 2**10,
+    "linear_num_value_heads": 2**10,
+    "linear_key_head_dim": 2**10,
+    "linear_value_head_dim": 2**10,
+    "linear_conv_kernel_dim": 2**6,
+    "full_attention_interval": 2**10,
     # Positions are counted in FP32, which has no integers between those above.
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
@@ -79,6 +86,8 @@ def _require_possible(path: Path, layer: Layer) -> None:
         raise InputError(f"{path}: {mixer.num_heads} heads cannot share {mixer.num_kv_heads} KV heads evenly")
     if mixer.head_dim % 2:
         raise InputError(f"{path}: head_dim {mixer.head_dim} is odd; rotary embedding needs an even one")
+    if mixer.rope.dims % 2 or not mixer.rope.dims:
+        raise InputError(f"{path}: rotary embedding of {mixer.rope.dims} coordinates of a head cannot be; it needs pairs")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -26,6 +27,10 @@ _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`: several times those of the largest that models come with."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors of what a model has beside its text model; none is read."""
+_MORE_TOKENS = "mtp."
+"""How names of layers begin that predict several tokens at once; as in transformers, none is read."""
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+"""Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
 """What stands before the names of the text model's tensors where a model has other parts."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -39,6 +44,7 @@ class HFFolder:
         self.sampling_path = folder / "generation_config.json"
         self._tensors: dict[str, Held] = {}
         self._stored_names: dict[str, str] = {}
+        self._within: dict[str, tuple[int, slice]] = {}  # of a stacked one, the expert and its rows
         self._opened: dict[Path, Any] = {}
 
     def settings(self) -> Mapping[str, Any]:
@@ -50,11 +56,15 @@ class HFFolder:
         files = _files_of_tensors(self.path)
         headers = {path: read_header(path) for path in sorted(set(files.values()))}
         for stored, path in files.items():
-            if _BESIDE_TEXT.match(stored):
+            if _BESIDE_TEXT.match(stored) or stored.startswith(_MORE_TOKENS):
                 continue
-            if (name := _text_name(stored)) in self._tensors:
-                raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
-            self._stored_names[name], self._tensors[name] = stored, _held(stored, path, headers[path])
+            held = _held(stored, path, headers[path])
+            for name, within, one in _unstacked(_text_name(stored), held):
+                if name in self._tensors:
+                    raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
+                self._stored_names[name], self._tensors[name] = stored, one
+                if within:
+                    self._within[name] = within
         return self._tensors
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
@@ -65,6 +75,9 @@ class HFFolder:
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{path} cannot be read: {error}") from None
         file, stored = self._opened[path], self._stored_names[name]
+        if (within := self._within.get(name)) is not None:
+            one: Tensor = file.get_tensor(stored)[within]
+            return (one if part is None else one[part].contiguous()).to(dtype)
         if part is not None:
             return file.get_slice(stored)[part].to(dtype).contiguous()  # type: ignore[no-any-return]
         found: Tensor = file.get_tensor(stored)
@@ -112,6 +125,24 @@ def _text_name(stored: str) -> str:
         return stored
     rest = stored[prefix.end() :]
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
+def _unstacked(name: str, held: Held) -> Iterator[tuple[str, tuple[int, slice] | None, Held]]:
+    """A tensor; of all experts' projections in one, each: its name, where it lies and what is held of it."""
+    match = _STACKED.fullmatch(name)
+    if match is None or len(held.shape) != 3:
+        yield name, None, held
+        return
+    experts, rows, columns = held.shape
+    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    if rows % len(parts) or not experts:
+        yield name, None, held
+        return
+    count = rows // len(parts)
+    one = replace(held, shape=(count, columns), nbytes=held.nbytes // experts // len(parts))
+    for expert in range(experts):
+        for number, part in enumerate(parts):
+            yield f"{match[1]}.{expert}.{part}.weight", (expert, slice(number * count, (number + 1) * count)), one
 
 
 def _held(name: str, path: Path, header: Header) -> Held:

@@ -21,23 +21,29 @@ class FoundRope:
 
     Attributes:
         positions: that the model may be run with.
+        part: of each head that is turned.
     """
 
     theta: float
     scaling: RopeScaling | None
     positions: int
+    part: float = 1.0
 
-    def on(self, dims: int) -> Rope:
-        """The embedding of the first `dims` coordinates of a head."""
-        return Rope(self.theta, dims, self.scaling)
+    def on(self, head_dim: int) -> Rope:
+        """The embedding of heads of so many coordinates."""
+        return Rope(self.theta, int(head_dim * self.part), self.scaling)
 
 
-def read_rope(file: HFConfig, positions: int, default_theta: float = 1e4, kind_of_layer: str = "") -> FoundRope:
+def read_rope(
+    file: HFConfig, positions: int, default_theta: float = 1e4, kind_of_layer: str = "", default_part: float | None = None
+) -> FoundRope:
     """Read rotary parameters. transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
 
     Args:
         positions: the config's `max_position_embeddings`. YaRN is often switched on without raising it, and transformers
             then runs longer texts all the same: the result has as many positions as the factor reaches.
+        default_part: of each head that is turned, where the family has such a part and the config does not say it; None:
+            the family turns whole heads, and a config that says otherwise is refused.
         kind_of_layer: whose part of `rope_parameters` is meant, where these are told apart by `layer_types`.
     Raises:
         InputError: a scaling that is not built, by name, or an entry of it that cannot be.
@@ -50,15 +56,17 @@ def read_rope(file: HFConfig, positions: int, default_theta: float = 1e4, kind_o
     if not isinstance(kind, str):
         raise InputError(f"{file.path}: rope_type {shown(kind)} is not a string")
     theta = (rope if rope.raw.get("rope_theta") is not None else file).number("rope_theta", default_theta)
-    partial = rope.raw.get("partial_rotary_factor") or file.raw.get("partial_rotary_factor") or 1
+    partial = rope.raw.get("partial_rotary_factor") or file.raw.get("partial_rotary_factor") or default_part or 1
+    if default_part is not None and not (isinstance(partial, int | float) and 0 < partial <= 1):
+        raise InputError(f"{file.path}: partial_rotary_factor {shown(partial)} is no part of a head")
     file.refuse(
         {
-            f"RoPE on a part of each head (partial_rotary_factor {shown(partial)})": partial != 1,
+            f"RoPE on a part of each head (partial_rotary_factor {shown(partial)})": partial != 1 and default_part is None,
             f"rope scaling {shown(kind)} (built are {', '.join(_READERS)})": kind != "default" and kind not in _READERS,
         }
     )
     if kind == "default":
-        return FoundRope(theta, None, positions)
+        return FoundRope(theta, None, positions, partial)
     # A config may state the trained length beside its rotary parameters; transformers then prefers that one.
     outer = file.raw.get("original_max_position_embeddings") is not None
     original = (file if outer else rope).count("original_max_position_embeddings", positions)
@@ -67,7 +75,7 @@ def read_rope(file: HFConfig, positions: int, default_theta: float = 1e4, kind_o
         if theta <= 1:
             raise InputError(f"{file.path}: rope_theta {theta:g} must be above 1 for YaRN, which divides by its logarithm")
         positions = max(positions, round(scaling.factor * original))
-    return FoundRope(theta, scaling, positions)
+    return FoundRope(theta, scaling, positions, partial)
 
 
 def _linear(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001

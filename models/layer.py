@@ -56,8 +56,9 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
 
         share = softmax(x @ router.T), the largest `per_token` of it;   out = sum(share_e * expert_e(x))
 
-    An expert runs once, on the tokens that chose it. Each token's experts are summed in the experts' order: who else is in
-    the batch does not matter. The router's weights and the sum stay in FP32.
+    A shared expert's part, `sigmoid(x @ gate.T) * shared(x)`, is added last. An expert runs once, on the tokens that chose
+    it. Each token's experts are summed in the experts' order: who else is in the batch does not matter. The router's weights
+    and the sum stay in FP32.
     """
     share, chosen = ops.linear(x, weights.matrix("router")).softmax(-1).topk(mlp.per_token)
     if mlp.normalized:
@@ -67,4 +68,7 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
         token, place = (chosen == expert).nonzero(as_tuple=True)
         y = gated_mlp(x[token], weights.within(f"experts.{expert}."), mlp.activation, ops)
         out[token] += share[token, place, None] * y
+    if mlp.shared:
+        y = gated_mlp(x, weights.within("shared_expert."), mlp.activation, ops)
+        out += ops.sigmoid_mul(ops.linear(x, weights.matrix("shared_gate")).expand_as(y), y, torch.float32)
     return out

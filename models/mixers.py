@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import Attention, Mixer, Norm, Rope
+from haarkv.models.delta_net import DeltaNet, delta_tensors, remember
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -52,7 +53,9 @@ def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[st
     hidden = Axis(hidden_size, "hidden")
     queries = Axis(mixer.heads.q_size, "q", cut=True, unit=mixer.head_dim)
     keys = Axis(mixer.heads.kv_size, "kv", cut=True, unit=mixer.head_dim, shared=True)
-    rows = {"q": queries, "k": keys, "v": keys}
+    # Each head's gate lies behind its query.
+    with_gates = Axis(2 * queries.size, "q", cut=True, unit=2 * queries.unit) if mixer.gated else queries
+    rows = {"q": with_gates, "k": keys, "v": keys}
     tensors = {f"{x}_proj": StoredTensor(f"self_attn.{x}_proj.weight", (axis, hidden)) for x, axis in rows.items()}
     if mixer.head_norms:
         tensors |= {
@@ -68,7 +71,8 @@ def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[st
 def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index: int, step: Step) -> Tensor:
     """Softmax attention over what the cache stores, the new tokens' K and V included; see `MixerKind.mix`.
 
-    Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE.
+    Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE. What is gated is
+    rounded once more, after its gate, which is FP32.
     """
     ops, rope = step.ops, step.rope[mixer.rope]
 
@@ -78,8 +82,7 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
             y = y + weights[f"{side}_bias"]
         return y.view(len(x), -1, mixer.head_dim)
 
-    def turned(side: str) -> Tensor:
-        y = projected(side)
+    def turned(y: Tensor, side: str) -> Tensor:
         if mixer.head_norms:
             y = ops.rms_norm(y, weights[f"{side}_norm"], norm.eps)
         if mixer.rope.dims == mixer.head_dim:
@@ -87,13 +90,21 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
         first, rest = torch.split(y, [mixer.rope.dims, mixer.head_dim - mixer.rope.dims], dim=-1)
         return torch.cat([ops.rope(first, *rope), rest], dim=-1)
 
-    q, k, v = turned("q"), turned("k"), projected("v")
+    q, k, v = projected("q"), turned(projected("k"), "k"), projected("v")
+    if mixer.gated:
+        q, gate = q.view(len(x), mixer.num_heads, 2, mixer.head_dim).unbind(2)
+    q = turned(q, "q")
     ops.store_kv(k, v, step.cache, index, step.batch)
-    attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale)
-    return ops.linear(attended.flatten(1), weights.matrix("o_proj"))
+    attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale).flatten(1)
+    if mixer.gated:
+        attended = ops.sigmoid_mul(gate.flatten(1), attended.float(), x.dtype)
+    return ops.linear(attended, weights.matrix("o_proj"))
 
 
-MIXERS: dict[type, MixerKind] = {Attention: MixerKind(attention_tensors, attend)}
+MIXERS: dict[type, MixerKind] = {
+    Attention: MixerKind(attention_tensors, attend),
+    DeltaNet: MixerKind(delta_tensors, remember),
+}
 """Every mixer, by the class of its declaration."""
 
 

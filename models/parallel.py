@@ -131,8 +131,9 @@ class Split:
                 f"{shape.num_kv_heads} KV heads can be neither split evenly over {size} ranks nor held by as many each; "
                 "--tensor-parallel must divide them or be a multiple of them"
             )
-        if layer.mlp.width % size:
-            raise InputError(f"an MLP of {layer.mlp.width} columns cannot be split evenly over {size} ranks")
+        for width in (layer.mlp.width, getattr(layer.mlp, "shared", 0)):
+            if width % size:
+                raise InputError(f"an MLP of {width} columns cannot be split evenly over {size} ranks")
 
     def kv_heads(self, layer: int) -> slice:
         """The rank's KV heads among a layer's."""

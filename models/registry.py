@@ -18,6 +18,11 @@ FAMILIES = {
     "qwen2": "haarkv.models.llama",
     "gemma": "haarkv.models.gemma",
     "gemma3_text": "haarkv.models.gemma",
+    "qwen3_5": "haarkv.models.qwen3_hybrid",
+    "qwen3_5_text": "haarkv.models.qwen3_hybrid",
+    "qwen3_5_moe": "haarkv.models.qwen3_hybrid",
+    "qwen3_5_moe_text": "haarkv.models.qwen3_hybrid",
+    "qwen3_next": "haarkv.models.qwen3_hybrid",
 }
 """The module of each `model_type`; what it must hold says `models.base.Family`."""
 

@@ -37,11 +37,13 @@ class StoredTensor:
     Attributes:
         name: Hugging Face's, within the layer or in full.
         plus_one: w is stored, and 1 + w is what is multiplied with: in memory it is that, in FP32.
+        in_fp32: it is kept in FP32, whatever the model's dtype.
     """
 
     name: str
     axes: tuple[Axis, ...]
     plus_one: bool = False
+    in_fp32: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,8 +54,12 @@ class StoredTensor:
         return replace(self, name=name)
 
     def in_memory(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is kept of a tensor as it is stored: in the model's dtype, or 1 + w in FP32."""
-        return stored.float() + 1.0 if self.plus_one else stored.to(dtype)
+        """What is kept of a tensor as it is stored: in the model's dtype or in FP32, or 1 + w in FP32."""
+        return stored.float() + 1.0 if self.plus_one else stored.to(self.kept_as(dtype))
+
+    def kept_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that it has in memory, of a model's."""
+        return torch.float32 if self.plus_one or self.in_fp32 else dtype
 
 
 class LayerWeights(Mapping[str, Tensor]):

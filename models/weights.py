@@ -99,19 +99,21 @@ def tensors_of(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
 
 def _mlp_tensors(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
     mlp, hidden = layer.mlp, Axis(hidden_size, "hidden")
-    inner = Axis(mlp.width, "mlp", cut=True)
-    gated = {
-        f"{name}_proj": (f"{name}_proj.weight", (hidden, inner) if name == "down" else (inner, hidden))
-        for name in ("gate", "up", "down")
-    }
+
+    def gated(field: str, name: str, width: int) -> dict[str, StoredTensor]:
+        inner = Axis(width, "mlp", cut=True)
+        axes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        return {field + part: StoredTensor(f"mlp.{name}{part}.weight", of_part) for part, of_part in axes.items()}
+
     if isinstance(mlp, Dense):
-        return {field: StoredTensor(f"mlp.{name}", axes) for field, (name, axes) in gated.items()}
-    router = {"router": StoredTensor("mlp.gate.weight", (Axis(mlp.count), hidden))}
-    return router | {
-        f"experts.{expert}.{field}": StoredTensor(f"mlp.experts.{expert}.{name}", axes)
-        for expert in range(mlp.count)
-        for field, (name, axes) in gated.items()
-    }
+        return gated("", "", mlp.width)
+    tensors = {"router": StoredTensor("mlp.gate.weight", (Axis(mlp.count), hidden))}
+    for expert in range(mlp.count):
+        tensors |= gated(f"experts.{expert}.", f"experts.{expert}.", mlp.width)
+    if mlp.shared:
+        tensors |= gated("shared_expert.", "shared_expert.", mlp.shared)
+        tensors["shared_gate"] = StoredTensor("mlp.shared_expert_gate.weight", (Axis(1), hidden))
+    return tensors
 
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, StoredTensor]:

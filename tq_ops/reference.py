@@ -7,12 +7,16 @@ FP32; only what the format stores is rounded. Source of the rounding points: the
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.weight import Weight, dense, rows_of
 
 _WIDEN_BYTES = 2 * 2**20
@@ -81,6 +85,14 @@ def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     Args, rounding points: as `silu_mul`.
     """
     return (functional.gelu(gate, approximate="tanh") * up).to(dtype)
+
+
+def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gated product `sigmoid(gate) * up`.
+
+    Args, rounding points: as `silu_mul`.
+    """
+    return (torch.sigmoid(gate) * up).to(dtype)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
@@ -178,3 +190,83 @@ def _rounded_softmax(scores: Tensor, block_size: int, dtype: torch.dtype) -> tup
     merge = torch.exp(block_max - block_max.amax(-2, keepdim=True))
     total = (rounded.sum(-1, keepdim=True) * merge).sum(-2)
     return (rounded * merge).flatten(-2), total
+
+
+# -- The gated delta rule ----------------------------------------------------------------------------------------------------
+
+
+def gated_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
+) -> Tensor:
+    """The gated delta rule, token by token from the state that a layer keeps; it leaves the state after the new tokens.
+
+        x = silu(sum_t conv[t] * x[t]) over the newest tokens; q, k, v of it; q and k over their lengths, q over sqrt(dk)
+        S = S * exp(-exp(a_log) * softplus(a + dt_bias))
+        S = S + k (v - S^T k) * sigmoid(b);   out = S^T q
+
+    Head h of V goes by the head h * Hk // Hv of Q and K. A token's numbers depend on the state before it and on nothing else,
+    so that they are the same however a prompt is cut and whoever is in the batch.
+
+    Args:
+        x: [T, 2 * Hk * dk + Hv * dv] fp32, what is projected to q, k and v, before the convolution.
+        a, b: [T, Hv] fp32, which decide what is forgotten and what is written.
+        conv: [2 * Hk * dk + Hv * dv, 1, taps] fp32; the last tap is the token's own.
+        a_log, dt_bias: [Hv] fp32.
+        cache: its state of the layer is a `Recurrent` of `conv` [taps - 1, …] and `delta` [Hv, dk, dv], both fp32.
+    Returns:
+        [T, Hv, dv] fp32.
+    Rounding points: none; all is FP32.
+    Raises:
+        ValueError: no version of the state has seen the tokens before.
+    """
+    state = cast(Recurrent, cache.states[layer])
+    before, kept = state.read(batch), state.kept(batch)
+    taps, decay = conv.squeeze(1).T, a_log.exp()
+    keep = set(kept.tolist())
+    out, after = [], []
+    for row, (begin, end) in enumerate(pairwise(batch.query_start_loc.tolist())):
+        window, memory = before["conv"][row], before["delta"][row]
+        for token in range(begin, end):
+            # One token at a time: an elementwise function may round otherwise at the end of a longer tensor.
+            window = torch.cat([window, x[token : token + 1]])
+            q, k, v = _delta_heads(_summed(window * taps), memory)
+            window = window[1:]
+            memory = memory * torch.exp(-decay * functional.softplus(a[token] + dt_bias)).view(-1, 1, 1)
+            change = (v - (memory * k).sum(1)) * torch.sigmoid(b[token]).unsqueeze(1)
+            memory = memory + k * change.unsqueeze(1)
+            out.append((memory * q).sum(1))
+            if token in keep:
+                after.append((window, memory))
+    windows, memories = zip(*after, strict=True)
+    state.write({"conv": torch.stack(windows), "delta": torch.stack(memories)}, kept, batch)
+    return torch.stack(out)
+
+
+_UNIT_EPS = 1e-6
+"""Added to the square of the length that q and k are divided by."""
+
+
+def _summed(terms: Tensor) -> Tensor:
+    """The sum of rows [n, N], one after the other."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _delta_heads(mixed: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [Hv, dk, 1] and v [Hv, dv] of a token's convolved numbers, for a memory [Hv, dk, dv]."""
+    heads, key_dim, value_dim = memory.shape
+    values = heads * value_dim
+    qk, v = torch.split(functional.silu(mixed), [len(mixed) - values, values])
+    qk = qk.view(2, -1, key_dim)
+    q, k = (qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + _UNIT_EPS)).repeat_interleave(heads // qk.shape[1], dim=1)
+    return (q * key_dim**-0.5).unsqueeze(2), k.unsqueeze(2), v.view(heads, value_dim)

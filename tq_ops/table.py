@@ -23,11 +23,18 @@ class OpTable(Protocol):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def sigmoid_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None: ...
     def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor: ...
+    def gated_delta(
+        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
+        batch: Batch,
+    ) -> Tensor: ...  # fmt: skip
 
 
-OP_NAMES = ("rms_norm", "linear", "rope", "silu_mul", "gelu_mul", "store_kv", "paged_attention")
+OP_NAMES = (
+    "rms_norm", "linear", "rope", "silu_mul", "gelu_mul", "sigmoid_mul", "store_kv", "paged_attention", "gated_delta",
+)  # fmt: skip
 """Every op of a table, in the order in which a layer first calls them."""
 
 _SIGNATURES = {name: signature(getattr(OpTable, name)) for name in OP_NAMES}

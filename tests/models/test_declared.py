@@ -202,6 +202,7 @@ def test_a_declaration_is_known_as_a_whole():
     others = {
         "head_norms is True": replace(layer, mixer=replace(attention, head_norms=True)),
         "bias is True": replace(layer, mixer=replace(attention, bias=True)),
+        "gated is True": replace(layer, mixer=replace(attention, gated=True)),
         "window is 8": replace(layer, mixer=replace(attention, window=8)),
         "dims is 32": replace(layer, mixer=replace(attention, rope=Rope(1e6, 32))),
         "activation is gelu_tanh": replace(layer, mlp=Dense(96, "gelu_tanh")),
@@ -215,8 +216,8 @@ def test_a_declaration_is_known_as_a_whole():
         assert (unknown_part(other, every) is None) == (known in every)
     fields = {name for kind in (Attention, Dense, Norm, Layer) for name in kind.__dataclass_fields__}
     assert fields == {
-        "num_heads", "num_kv_heads", "head_dim", "rope", "scale", "window", "head_norms", "bias", "width", "activation", "eps",
-        "plus_one", "mixer", "mlp", "norm", "norms_behind",
+        "num_heads", "num_kv_heads", "head_dim", "rope", "scale", "window", "head_norms", "bias", "gated", "width",
+        "activation", "eps", "plus_one", "mixer", "mlp", "norm", "norms_behind",
     }, "a new field belongs in `others` above"  # fmt: skip
     assert set(Activation.__args__) == {"silu", "gelu_tanh"}
     assert ModelConfig.__dataclass_fields__.keys() >= {"embedding_scale", "tied", "layers"}

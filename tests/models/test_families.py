@@ -63,11 +63,27 @@ MODELS = QWEN3 | {
     "qwen2.5_tied": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> class of transformers, and what its config says beside SHAPE."""
+DELTA = {
+    "head_dim": 64, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 48,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 80}
+HYBRIDS = {
+    "qwen3_5": ("Qwen3_5Text", DELTA | {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}}),
+    "qwen3_5_tied_3_taps": ("Qwen3_5Text", DELTA | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3,
+        "full_attention_interval": 2, "linear_num_value_heads": 2}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", DELTA | EXPERTS),
+    "qwen3_next": ("Qwen3Next", DELTA | EXPERTS),
+    "qwen3_next_plain_sums": ("Qwen3Next", DELTA | EXPERTS | {"norm_topk_prob": False, "num_experts_per_tok": 3,
+        "linear_value_head_dim": 64}),
+}  # fmt: skip
+"""The same, of families with layers of Gated DeltaNet."""
 
 
 def written(folder, name):
     """A transformers model with random weights, saved as a checkpoint with a tokenizer."""
-    family, entries = MODELS[name]
+    family, entries = (MODELS | HYBRIDS)[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SHAPE | entries)
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -95,6 +111,15 @@ def saved(tmp_path_factory):
 def test_logits_equal_transformers(saved, name):
     folder, theirs = saved(name)
     worst, _ = worst_error(theirs, load_model(folder), "fp32", PROMPT)
+    assert worst <= bounds.TRANSFORMERS_LOGITS
+
+
+@pytest.mark.parametrize("chunk", [150, 64, 7])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_of_hybrids_equal_transformers(saved, name, chunk):
+    """64 steps: a state that drifts shows late."""
+    folder, theirs = saved(name)
+    worst, _ = worst_error(theirs, load_model(folder), "fp32", PROMPT, steps=64, chunk=chunk)
     assert worst <= bounds.TRANSFORMERS_LOGITS
 
 
@@ -132,7 +157,7 @@ def test_the_cpu_equals_the_reference_within_its_bounds(saved, name):
     assert "experts.down_proj" in stages if "moe" in name else "down_proj" in stages
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
 def test_parameters_and_tensors_are_transformers_own(saved, name):
     folder, theirs = saved(name)
     config = read_config(folder)

@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -40,7 +42,7 @@ def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=
             add(writer, key, value)
     quantization = gguf.GGMLQuantizationType[kind]
     for name, tensor in tensors_of(config, load_file(folder / "model.safetensors"), architecture):
-        stored = quantization if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
+        stored = quantization if tensor.ndim > 1 and "conv1d" not in name else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), stored), raw_dtype=stored)
     return close(writer)
 
@@ -76,6 +78,8 @@ def entries_of(config, arch):
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
+    if config["model_type"].startswith("qwen3_5"):
+        said |= delta_entries(config, rope, head_dim)
     if config["model_type"] == "gemma3_text":
         said["attention.sliding_window"] = config["sliding_window"]
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -108,6 +112,8 @@ def tensors_of(config, tensors, architecture):
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     experts = {}
     for name, tensor in tensors.items():
+        if architecture in (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE):
+            name, tensor = as_delta(config, name, tensor)
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
             number, rest = after.split(".", 1)
@@ -124,6 +130,57 @@ def tensors_of(config, tensors, architecture):
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", torch.tensor(llama3_factors(config, rope))
+
+
+def delta_entries(config, rope, head_dim):
+    said = {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+        "full_attention_interval": 4,
+        "rope.dimension_count": int(head_dim * rope["partial_rotary_factor"]),
+        "rope.dimension_sections": [3, 3, 2, 0],
+    }
+    if "num_experts" in config:
+        said |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        }
+    return said
+
+
+def as_delta(config, name, tensor):
+    """llama.cpp's own changes: norms with 1 added, decays as they multiply, heads of V tiled over those of K."""
+    heads, shared = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    dim = config["linear_value_head_dim"]
+
+    def tiled(x, width):
+        return x.reshape(heads, shared, width, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return name, tensor.float() + 1
+    keys = 2 * heads * config["linear_key_head_dim"]
+    match name.rpartition("linear_attn.")[2] if "linear_attn" in name else "":
+        case "A_log":
+            tensor = tiled(-torch.exp(tensor.float()), 1)
+        case "dt_bias":
+            name, tensor = name.replace("dt_bias", "dt_proj.bias"), tiled(tensor, 1)
+        case "in_proj_a.weight" | "in_proj_b.weight":
+            tensor = tiled(tensor, 1)
+        case "in_proj_z.weight":
+            tensor = tiled(tensor, dim)
+        case "in_proj_qkv.weight":
+            tensor = torch.cat([tensor[:keys], tiled(tensor[keys:], dim)])
+        case "conv1d.weight":
+            tensor = tensor.squeeze(1)
+            tensor = torch.cat([tensor[:keys], tiled(tensor[keys:], dim)])
+        case "out_proj.weight":
+            tensor = tiled(tensor.T, dim).T.contiguous()
+    return name, tensor.squeeze(0) if name.endswith("shared_expert_gate.weight") else tensor
 
 
 def permuted(weights, heads):

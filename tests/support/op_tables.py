@@ -16,7 +16,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops import caches
 from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache, windows_of
 from haarkv.validation.ops.caches import CacheCase as Case
-from haarkv.validation.ops.cases import relative
+from haarkv.validation.ops.finding import relative
 from haarkv.validation.ops.tables import CPU, Table
 
 __all__ = [

@@ -11,8 +11,7 @@ from transformers import DynamicCache
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.models.caches import new_cache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 
@@ -44,7 +43,9 @@ def draw_weights(theirs):
     """Weights large enough for attention to matter, norms and biases that are not their defaults."""
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("A_log"):
+                parameter.uniform_(-4.0, 1.0)  # a state forgets within a token or within a hundred
+            elif name.endswith("bias"):
                 parameter.normal_(0, 0.5)
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 2.0)
@@ -52,27 +53,22 @@ def draw_weights(theirs):
                 parameter.normal_(0, 0.6 if "embed" in name else parameter.shape[-1] ** -0.5)
 
 
-def worst_error(theirs, ours, kv, prompt):
-    """Largest difference of logits over prefill and STEPS greedy steps, and the ties that were settled.
+def worst_error(theirs, ours, kv, prompt, steps=STEPS, chunk=64):
+    """Largest difference of logits over prefill and greedy steps, and the ties that were settled.
 
     In units of the logits' standard deviation, where that is above 1: an embedding that is scaled scales a tied head's logits.
     """
-    executor = ReferenceExecutor(ours)
-    blocks = -(-(prompt.shape[1] + STEPS) // 128)
-    cache = PagedKVCache(
-        KVSpec(kv).plan(ours.config.num_layers), ours.config.kv_shapes,
-        num_blocks=blocks,
-    )  # fmt: skip
-    paging = PagedSequences(blocks, 128)
+    executor, plan = ReferenceExecutor(ours), KVSpec(kv).plan(ours.config.num_layers)
+    cache, paging = new_cache(ours.config, plan, sequences=1, tokens=prompt.shape[1] + steps)
     sequence = paging.add()
-    reference = DynamicCache() if kv == "fp32" else Bf16Cache(cache)
+    reference = DynamicCache(config=theirs.config if ours.config.state_shapes else None) if kv == "fp32" else Bf16Cache(cache)
     worst, tokens = 0.0, prompt
-    mine = prefill_in_chunks(executor, prompt.tolist(), [sequence], paging, cache, chunk=64)
-    for _ in range(STEPS + 1):
+    mine = prefill_in_chunks(executor, prompt.tolist(), [sequence], paging, cache, chunk=chunk)
+    for _ in range(steps + 1):
         with torch.inference_mode():
             logits = theirs(input_ids=tokens, past_key_values=reference, use_cache=True).logits[:, -1]
         worst = max(worst, ((mine - logits).abs().max() / logits.std().clamp(min=1.0)).item())
         tokens = logits.argmax(-1)[None]
-        if paging.length(sequence) < prompt.shape[1] + STEPS:
+        if paging.length(sequence) < prompt.shape[1] + steps:
             mine = verify(executor, tokens[0], paging.batch([sequence], [1]), cache)
     return worst, reference

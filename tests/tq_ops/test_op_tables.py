@@ -115,6 +115,60 @@ def sees_the_future(op, q, made, layer, batch, scale):
     )  # fmt: skip
 
 
+class Delta:
+    """Faults of `gated_delta`, each as a function of the op and what it is given."""
+
+    @staticmethod
+    def decay_of_the_wrong_head(op, x, a, *rest):
+        return op(x, a.roll(1, 1), *rest)
+
+    @staticmethod
+    def convolution_one_token_late(op, x, a, b, conv, *rest):
+        return op(x, a, b, conv.roll(-1, 2), *rest)
+
+    @staticmethod
+    def window_one_token_late(op, *given):
+        result = op(*given)
+        windows = given[6].states[given[7]].tensors["conv"]
+        windows.copy_(windows.roll(1, 2))
+        return result
+
+    @staticmethod
+    def not_reset(op, *given):
+        state = given[6].states[given[7]]
+        read = state.read
+
+        def stale(batch):
+            before = read(batch)
+            row = batch.rows[batch.positions[batch.query_start_loc[:-1].long()] == 0]
+            before["delta"][batch.rows == row] = state.tensors["delta"][row, 0]
+            return before
+
+        state.read = stale
+        return op(*given)
+
+    @staticmethod
+    def state_left_as_it_was(op, *given):
+        before = given[6].states[given[7]].tensors["delta"].clone()
+        result = op(*given)
+        given[6].states[given[7]].tensors["delta"].copy_(before)
+        return result
+
+    @staticmethod
+    def seen_one_token_too_few(op, *given):
+        result = op(*given)
+        given[6].states[given[7]].seen.sub_(1)
+        return result
+
+    @staticmethod
+    def keys_without_unit_length(op, x, *rest):
+        return op(x * 1.001, *rest)
+
+    @staticmethod
+    def written_fully(op, x, a, b, *rest):
+        return op(x, a, torch.full_like(b, 30.0), *rest)
+
+
 FAULTS = [
     (Plain("linear", (2, 64, 8), torch.float32), lambda op, x, w: op(x, w) * (1 + 2e-5)),
     (Plain("linear", (2, 64, 8), torch.bfloat16), lambda op, x, w: op(x, w).bfloat16()),
@@ -122,6 +176,8 @@ FAULTS = [
     (Plain("rms_norm", (2, 64), torch.float32), changes_input),
     (Plain("rope", (4, 2, 64), torch.float32), lambda op, x, cos, sin: op(x, cos, -sin)),
     (Plain("silu_mul", (2, 64), torch.bfloat16), lambda op, gate, up, dtype: op(up, gate, dtype)),
+    (Plain("sigmoid_mul", (2, 64), torch.float32), lambda op, gate, up, dtype: op(up, gate, dtype)),
+    *((suite.DELTAS[0], getattr(Delta, name)) for name in vars(Delta) if not name.startswith("_")),
     (Store(CASES[3]), lambda op, k, v, *rest: op(v, k, *rest)),
     (Store(CASES[3]), next_slot),
     (Store(CASES[3]), swapped_nibbles),

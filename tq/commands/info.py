@@ -62,7 +62,13 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
     rows = _kv_rows(config, memories, context)
     if as_json:
-        shapes = {**asdict(config), "parameters": weights // 2, "weight_bytes": weights, "weight_bytes_in_file": in_file}
+        shapes = {
+            **asdict(config),
+            "state_bytes": config.state_bytes,
+            "parameters": weights // 2,
+            "weight_bytes": weights,
+            "weight_bytes_in_file": in_file,
+        }
         asked = {"memory": memories[0], "memories": memories, "context": context}
         print(json.dumps({"model": model, **shapes, **asked, "kv": rows}))
         return
@@ -86,7 +92,7 @@ def _shape_rows(config: ModelConfig, weights: int, in_file: int | None) -> list[
     stored = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
     positions = f"up to {config.max_position_embeddings:,} positions"
     return [
-        ("layers", f"{config.num_layers}"),
+        ("layers", _layers(config)),
         ("hidden", f"{config.hidden_size}"),
         ("heads", _each(config, lambda m: f"{m.num_heads} over {m.num_kv_heads} KV heads, head_dim {m.head_dim}")),
         ("tokens seen", _each(config, lambda m: f"the newest {m.window:,}" if m.window else "all")),
@@ -94,7 +100,25 @@ def _shape_rows(config: ModelConfig, weights: int, in_file: int | None) -> list[
         ("vocabulary", f"{config.vocab_size}" + (", head tied to the embedding" if config.tied else "")),
         ("RoPE", f"{_each(config, lambda m: f'theta {m.rope.theta:g}')}, {positions}"),
         ("parameters", f"{weights // 2:,}; {weights / 1e9:.3f} GB in bf16{stored}"),
+        *_state_rows(config),
     ]
+
+
+def _layers(config: ModelConfig) -> str:
+    """How many; and how many of them keep K and V, where others keep a state."""
+    states = len(config.state_shapes)
+    return f"{config.num_layers}" + (f", {states} of them with a state in place of K and V" if states else "")
+
+
+def _state_rows(config: ModelConfig) -> list[tuple[str, str]]:
+    """What a sequence takes beside its K and V, however long it is."""
+    if not config.state_shapes:
+        return []
+    shapes = config.state_shapes.values()
+    versions = max(shape.versions for shape in shapes)
+    once = sum(shape.nbytes // shape.versions for shape in shapes)
+    kept = f"kept after each of its last {versions} tokens at most: {config.state_bytes / 1e6:,.1f} MB"
+    return [("state", f"{once / 1e6:,.1f} MB a sequence, whatever its length; {kept}")]
 
 
 def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:

@@ -72,6 +72,7 @@ def units() -> dict[str, tuple[str, ...]]:
     return {
         "driver": (),
         "elementwise": (),
+        "gated_delta": (),
         "isa": defined,
         "layers": (),
         "linear": (),

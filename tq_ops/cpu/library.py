@@ -27,6 +27,14 @@ class Cell(IntEnum):
     MIXED = 1
 
 
+class Gate(IntEnum):
+    """What a gate goes through, as csrc/kernels.h says."""
+
+    SILU = 0
+    GELU = 1
+    SIGMOID = 2
+
+
 class _Structure(ctypes.Structure):
     """A C structure that keeps the tensors alive whose addresses it holds.
 
@@ -150,8 +158,23 @@ class GatedMul(_Structure):
     """One call of `haarkv_gated_mul`."""
 
     _fields_ = (
-        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("gelu", c_int32), ("bf16", c_int32),
+        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("function", c_int32), ("bf16", c_int32),
         ("isa", c_int32), ("threads", c_int32),
+    )  # fmt: skip
+
+
+class GatedDelta(_Structure):
+    """One call of `haarkv_gated_delta`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "x", "a", "b", "conv", "a_log", "dt_bias", "out", "mixed", "gates", "windows", "memories", "seen", "positions",
+            "slots", "rows", "query_start",
+        )),
+        ("channels", c_int64),
+        *((name, c_int32) for name in (
+            "sequences", "versions", "key_heads", "value_heads", "key_dim", "value_dim", "taps", "isa", "threads",
+        )),
     )  # fmt: skip
 
 
@@ -201,12 +224,11 @@ class Layers(_Structure):
 
 _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
-    "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_layers": Layers,
+    "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
     Kept, SideArgs, Cache, Matrix, Stretches, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul,
-    DenseLayer, Turns,
-    Places, Layers,
+    GatedDelta, DenseLayer, Turns, Places, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""
 
@@ -233,7 +255,7 @@ def load() -> ctypes.CDLL:
         raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
-    library.haarkv_store.restype = library.haarkv_layers.restype = c_int32
+    library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
     return library
 
 

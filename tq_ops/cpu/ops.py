@@ -9,6 +9,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,7 @@ from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, is_bf16, prepare, too_lon
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.weight import Weight, dense
 
 
@@ -125,7 +127,7 @@ class CpuOps:
 
         A gate below -87.3 counts as that: its silu is -1e-36 or less in size, where the reference's is smaller still.
         """
-        return self._gated_mul(gate, up, dtype, gelu=False)
+        return self._gated_mul(gate, up, dtype, library.Gate.SILU)
 
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
         """GeGLU's product `gelu(gate) * up`, gelu by its tanh; arguments, result and rounding points as the reference's.
@@ -133,14 +135,21 @@ class CpuOps:
         `1 + tanh` is made without a difference, which leaves few digits where a gate is negative. Of a gate far below zero,
         1e-38 of it is left where the reference has zero.
         """
-        return self._gated_mul(gate, up, dtype, gelu=True)
+        return self._gated_mul(gate, up, dtype, library.Gate.GELU)
 
-    def _gated_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype, *, gelu: bool) -> Tensor:
+    def sigmoid_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gated product `sigmoid(gate) * up`; arguments, result and rounding points as the reference's.
+
+        A gate below -87.3 counts as that.
+        """
+        return self._gated_mul(gate, up, dtype, library.Gate.SIGMOID)
+
+    def _gated_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype, function: library.Gate) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty(gate.shape, dtype=dtype)
         call = library.GatedMul.__new__(library.GatedMul)
         call.gate, call.up, call.y, call.count = gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel()
-        call.gelu, call.bf16, call.isa, call.threads = gelu, is_bf16(y), self.isa_number, self.threads
+        call.function, call.bf16, call.isa, call.threads = function, is_bf16(y), self.isa_number, self.threads
         self._library.haarkv_gated_mul(ctypes.byref(call))
         return y
 
@@ -266,6 +275,38 @@ class CpuOps:
         call.bf16, call.softmax_scale, call.threads = is_bf16(q), softmax_scale, self.threads
         call.rows = rows.data_ptr()
         self._library.haarkv_attention(ctypes.byref(call))
+        return out
+
+    def gated_delta(
+        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
+        batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        """The gated delta rule; arguments and result as the reference's.
+
+        `S^T k` is taken of the matrix before it is scaled. FP32 sums are in another order, one for every number: results do
+        not depend on the number of threads, on the rest of the batch or on how a prompt was split.
+
+        Raises:
+            ValueError: as the reference; nothing was changed.
+        """
+        state = cast(Recurrent, cache.states[layer])
+        windows, memories = state.tensors["conv"], state.tensors["delta"]
+        channels, taps = conv.shape[0], conv.shape[2]
+        _, versions, value_heads, key_dim, value_dim = memories.shape
+        given = [tensor.float().contiguous() for tensor in (x, a, b, conv, a_log, dt_bias)]
+        places = [tensor.contiguous() for tensor in (batch.positions, batch.slot_mapping, batch.rows, batch.query_start_loc)]
+        out, mixed, gates = (torch.empty(len(x), *size) for size in ((value_heads, value_dim), (channels,), (value_heads, 2)))
+        call = library.GatedDelta.__new__(library.GatedDelta)
+        call.x, call.a, call.b, call.conv, call.a_log, call.dt_bias = (tensor.data_ptr() for tensor in given)
+        call.out, call.mixed, call.gates = out.data_ptr(), mixed.data_ptr(), gates.data_ptr()
+        call.windows, call.memories, call.seen = windows.data_ptr(), memories.data_ptr(), state.seen.data_ptr()
+        call.positions, call.slots, call.rows, call.query_start = (tensor.data_ptr() for tensor in places)
+        call.channels, call.sequences, call.versions, call.taps = channels, len(batch.rows), versions, taps
+        call.value_heads, call.key_dim, call.value_dim = value_heads, key_dim, value_dim
+        call.key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
+        call.isa, call.threads = self.isa_number, self.threads
+        if self._library.haarkv_gated_delta(ctypes.byref(call)):
+            state.read(batch)  # says which tokens nobody has seen
         return out
 
     def prepared(self, cache: PagedKVCache, layer: int) -> Prepared | None:

@@ -115,6 +115,13 @@ class Recurrent:
             for name, tensor in self.tensors.items()
         }
 
+    def kept(self, batch: Batch) -> Tensor:
+        """Numbers [n] int64 of those of a batch's tokens that `write` keeps a state of: the last ones of each sequence."""
+        ends = batch.query_start_loc[1:].long()
+        token = torch.arange(len(batch.positions), device=ends.device)
+        end = ends[torch.searchsorted(ends, token, right=True)]
+        return token[end - token < self.shape.versions]
+
     def write(self, after: Mapping[str, Tensor], tokens: Tensor, batch: Batch) -> None:
         """Keep the state after some of a batch's tokens; the last one of each sequence must be among them.
 

@@ -232,6 +232,11 @@ def _check(
                 f"{kv_format.name} is here to compare with: the reference's own ops run it, so there is nothing to validate; "
                 "tq eval measures it"
             )
+    if states := model.config.state_shapes:
+        raise InputError(
+            f"layers without K and V, such as layer {min(states)} of this model, are not validated yet; "
+            "`python -m haarkv.validation.ops --op gated_delta` checks the op that they run"
+        )
     if steps < 0:
         raise InputError(f"steps must be 0 or more, not {steps}")
     if not prompts or not all(prompts):

@@ -20,28 +20,10 @@ from haarkv.validation.layers.compare import compare_tokens
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.slack import nearer, of_op
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
+from haarkv.validation.ops.delta import Delta
+from haarkv.validation.ops.finding import Finding, changed, misshapen, relative, same
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What came of one case.
-
-    Attributes:
-        error: the largest distance of a result from what it should be, relative to its length.
-        bound: what it may be.
-        fault: what else is wrong: a dtype, a shape, an input or a slot that was changed.
-    """
-
-    error: float
-    bound: float
-    fault: str | None = None
-
-    @property
-    def passed(self) -> bool:
-        """NaN fails."""
-        return self.error <= self.bound and self.fault is None
 
 
 # -- Ops without a cache -----------------------------------------------------------------------------------------------
@@ -69,7 +51,7 @@ class Plain:
         return f"{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype).removeprefix('torch.')}"
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """Random inputs; the two of `silu_mul` and `gelu_mul` are halves of one tensor."""
+        """Random inputs; the two of a gated product are halves of one tensor."""
         generator = torch.Generator().manual_seed(3)
 
         def random(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
@@ -96,6 +78,8 @@ class Plain:
             low, high = a.chunk(2, dim=-1)
             b, c = b.unsqueeze(1), c.unsqueeze(1)
             return torch.cat([low * b - high * c, high * b + low * c], dim=-1)
+        if self.op == "sigmoid_mul":
+            return b / (1 + torch.exp(-a))
         if self.op == "gelu_mul":
             return a / 2 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (a + 0.044715 * a**3))) * b
         return a / (1 + torch.exp(-a)) * b
@@ -104,8 +88,8 @@ class Plain:
         """Against the formula; one rounding is allowed where the op rounds to BF16."""
         arguments, before = self.arguments(device), self.arguments(device)
         ours, expected = getattr(table, self.op)(*arguments), self.expected()
-        rounds = self.dtype == BF16 and self.op in ("rms_norm", "silu_mul", "gelu_mul")
-        fault = _misshapen(ours, expected, BF16 if rounds else FP32) or _changed(arguments, before)
+        rounds = self.dtype == BF16 and self.op in ("rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul")
+        fault = misshapen(ours, expected, BF16 if rounds else FP32) or changed(arguments, before)
         return Finding(relative(ours, expected), bounds.LAYER_BF16.rounded_op if rounds else bounds.LAYER_FP32.op, fault)
 
 
@@ -157,8 +141,8 @@ class Attention(_OnCache):
         before = arguments[0].clone()
         stored = [tensor.clone() for tensor in _tensors(arguments[1])]
         ours, theirs = table.paged_attention(*arguments), _attended(self)
-        fault = _misshapen(ours, theirs, self.dtype) or _changed(arguments[:1], (before,))
-        if any(not _same(was, now) for was, now in zip(stored, _tensors(arguments[1]), strict=True)):
+        fault = misshapen(ours, theirs, self.dtype) or changed(arguments[:1], (before,))
+        if any(not same(was, now) for was, now in zip(stored, _tensors(arguments[1]), strict=True)):
             fault = "it changed the cache"
         counted = nearer(theirs, ours.cpu(), _allowed(self)) if fault is None else ours
         return Finding(
@@ -213,7 +197,7 @@ class Store(_OnCache):
         before = self.arguments(device)
         table.store_kv(*arguments)
         reference.store_kv(*theirs)
-        fault = _changed(arguments[:2], before[:2])
+        fault = changed(arguments[:2], before[:2])
         batch, error = theirs[4], 0.0
         for side, x in (("k", theirs[0]), ("v", theirs[1])):
             mine, other = (getattr(made, f"{side}_fields")(LAYER) for made in (arguments[2], theirs[2]))
@@ -227,15 +211,15 @@ class Store(_OnCache):
                 fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
             error = max(error, float(length))
         untouched = [_untouched(made, batch) for made in (arguments[2], before[2])]
-        if any(not _same(a, b) for a, b in zip(*untouched, strict=True)):
+        if any(not same(a, b) for a, b in zip(*untouched, strict=True)):
             fault = fault or "it changed a slot of no token"
         kept = [windows_of(made) for made in (arguments[2], theirs[2])]
-        if any(not _same(ours.cpu(), wanted) for ours, wanted in zip(*kept, strict=True)):
+        if any(not same(ours.cpu(), wanted) for ours, wanted in zip(*kept, strict=True)):
             fault = fault or "it does not keep the same in BF16"
         return Finding(error, bounds.LAYER_FP32.length, fault)
 
 
-OpCase = Plain | Attention | Store
+OpCase = Plain | Attention | Store | Delta
 """One case of an op; `str` names it."""
 
 
@@ -259,28 +243,3 @@ def _untouched(made: PagedKVCache, batch: Batch) -> list[Tensor]:
             outside[block, :, place] = False
         parts.append(tensor.cpu()[outside])
     return parts
-
-
-# -- Comparing -----------------------------------------------------------------------------------------------------------
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance of a vector, relative to its length."""
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
-
-
-def _misshapen(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    if ours.dtype == dtype and ours.shape == expected.shape:
-        return None
-    return f"it returns {ours.dtype} {tuple(ours.shape)}, not {dtype} {tuple(expected.shape)}"
-
-
-def _changed(now: tuple[Any, ...], before: tuple[Any, ...]) -> str | None:
-    pairs = [(a, b) for a, b in zip(now, before, strict=True) if isinstance(a, Tensor)]
-    return None if all(_same(a, b) for a, b in pairs) else "it changed its input"
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, NaN included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

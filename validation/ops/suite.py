@@ -14,7 +14,9 @@ from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation.ops.caches import CacheCase
-from haarkv.validation.ops.cases import BF16, FP32, Attention, Finding, OpCase, Plain, Store
+from haarkv.validation.ops.cases import BF16, FP32, Attention, OpCase, Plain, Store
+from haarkv.validation.ops.delta import Delta
+from haarkv.validation.ops.finding import Finding
 from haarkv.validation.ops.tables import REFERENCE, Table
 
 HEAD_DIMS = (64, 128, 256)
@@ -27,7 +29,16 @@ _PLAIN = {
     "rope": ((4, 5, 64), (1, 40, 128), (3, 2, 256)),
     "silu_mul": ((2, 1100), (1, 7)),
     "gelu_mul": ((2, 1100), (1, 7)),
+    "sigmoid_mul": ((2, 1100), (1, 7)),
 }
+# One token of each sequence and chunks, heads that share keys, columns that fill no register, a state's first tokens.
+DELTAS = (
+    Delta(2, 4, 128, 128, (0, 70, 3), (1, 1, 1)),
+    Delta(2, 4, 128, 128, (40, 0), (70, 9)),
+    Delta(1, 3, 48, 80, (0, 5, 1), (20, 2, 1)),
+    Delta(2, 2, 7, 21, (6, 0, 2), (1, 5, 3), taps=3),
+    Delta(1, 1, 64, 32, (9,), (1,), taps=2),
+)
 # Every pair of format, head_dim, group, batch and length, as far as a format has the head_dim.
 ATTENTION = (
     CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)),
@@ -157,6 +168,7 @@ def named_cases() -> Iterator[OpCase]:
     for held in ATTENTION:
         yield from (Attention(held, dtype) for dtype in (FP32, BF16))
     yield from SMALL_ATTENTION
+    yield from DELTAS
 
 
 def format_cases(table: Table) -> Iterator[OpCase]:

@@ -213,6 +213,11 @@ def load_subject(
     """
     config = read_config(model, layers)
     bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
+    if states := config.state_shapes:
+        raise InputError(
+            f"learned keys are of every layer, and layer {min(states)} of this model has no keys; take a format without them, "
+            "such as --kv k=tq6,v=tq4"
+        )
     if config.heads.head_dim % LEAST_DIM:
         raise InputError(f"learned keys take a head_dim that {LEAST_DIM} divides, and this model's is {config.heads.head_dim}")
     name, plan = select(executor, config, [tq4], device=device, dtype=dtype).name, bf16

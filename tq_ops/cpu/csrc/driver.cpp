@@ -56,6 +56,7 @@ __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room
         sizeof(RmsNorm),
         sizeof(Rope),
         sizeof(GatedMul),
+        sizeof(GatedDelta),
         sizeof(HaarkvDenseLayer),
         sizeof(HaarkvTurns),
         sizeof(HaarkvPlaces),
@@ -78,9 +79,12 @@ __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
                 return a.rope == b.rope;
             case 3:
             case 4:
-                return a.gated_mul == b.gated_mul;
             case 5:
+                return a.gated_mul == b.gated_mul;
+            case 6:
                 return a.quantize == b.quantize;
+            case 8:
+                return a.delta_inputs == b.delta_inputs && a.delta_columns == b.delta_columns;
             default:
                 return a.attend == b.attend && a.rotate == b.rotate && a.rotate_pairs == b.rotate_pairs;
         }

@@ -96,7 +96,8 @@ inline void rope(const Rope& o, int64_t begin, int64_t end) {
 }
 
 // gate / (1 + exp(-z)) * up, with exp of what is not positive: 1 / (1 + exp(-z)) is exp(z) / (1 + exp(z)) where z is negative.
-// z is the gate, or by GELU twice what its tanh is taken of: (1 + tanh(t)) / 2 is 1 / (1 + exp(-2 * t)).
+// z is the gate, or by GELU twice what its tanh is taken of: (1 + tanh(t)) / 2 is 1 / (1 + exp(-2 * t)). By a sigmoid the
+// gate before the quotient is 1.
 template <class Simd> void gated_mul(const GatedMul& o, int64_t begin, int64_t end) {
     constexpr float kTwice = 1.5957691216f;  // 2 * sqrt(2 / pi)
     alignas(64) float e[kPiece], y[kPiece];
@@ -104,11 +105,14 @@ template <class Simd> void gated_mul(const GatedMul& o, int64_t begin, int64_t e
         const int64_t n = end - i < kPiece ? end - i : kPiece;
         const float *gate = o.gate + i, *up = o.up + i;
         for (int64_t j = 0; j < n; ++j) e[j] = gate[j];
-        for (int64_t j = 0; o.gelu && j < n; ++j) e[j] *= kTwice * (1.0f + 0.044715f * gate[j] * gate[j]);
+        for (int64_t j = 0; o.function == kGelu && j < n; ++j) e[j] *= kTwice * (1.0f + 0.044715f * gate[j] * gate[j]);
         for (int64_t j = 0; j < n; ++j) e[j] = e[j] > 0.0f ? -e[j] : e[j];
         for (int64_t j = n; j < kPiece; ++j) e[j] = 0.0f;
         for (int64_t j = 0; j < kPiece; j += Simd::width) Simd::store(e + j, Simd::expf(Simd::load(e + j)));
-        for (int64_t j = 0; j < n; ++j) y[j] = gate[j] * (gate[j] > 0.0f ? 1.0f : e[j]) / (1.0f + e[j]) * up[j];
+        if (o.function == kSigmoid)
+            for (int64_t j = 0; j < n; ++j) y[j] = (gate[j] > 0.0f ? 1.0f : e[j]) / (1.0f + e[j]) * up[j];
+        else
+            for (int64_t j = 0; j < n; ++j) y[j] = gate[j] * (gate[j] > 0.0f ? 1.0f : e[j]) / (1.0f + e[j]) * up[j];
         write(y, o.bf16, i, n, o.y);
     }
 }

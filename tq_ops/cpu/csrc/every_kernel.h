@@ -11,6 +11,7 @@
 #include "pass_attention.h"
 #include "projection.h"
 #include "elementwise.h"
+#include "delta.h"
 
 template <class Simd, class Narrow> struct InFloats {
     template <int R> using Products = FloatProducts<Simd, Narrow, R>;
@@ -30,6 +31,8 @@ template <class Simd, class Narrow> constexpr Kernels every_kernel() {
         rms_norm<Simd>,
         rope,
         gated_mul<Simd>,
+        delta_inputs<Simd>,
+        delta_columns<Simd>,
         widen,
         narrow,
         add_up,

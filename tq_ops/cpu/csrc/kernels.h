@@ -167,12 +167,47 @@ struct Rope {
     int32_t isa, threads;
 };
 
-// y = silu(gate) * up, or GELU by its tanh in place of SiLU.
+// What a gate goes through: SiLU, GELU by its tanh, or a sigmoid.
+enum GateFunction : int32_t { kSilu = 0, kGelu = 1, kSigmoid = 2 };
+
+// y = function(gate) * up.
 struct GatedMul {
     const float *gate, *up;
     void* y;  // BF16 or FP32
     int64_t count;
-    int32_t gelu, bf16, isa, threads;
+    int32_t function, bf16, isa, threads;
+};
+
+constexpr int kMostTaps = 64;  // of a short convolution
+
+// The gated delta rule of new tokens, over states of which each sequence's row keeps some versions.
+struct GatedDelta {
+    const float *x, *a, *b;                   // [tokens, channels], [tokens, Hv] twice
+    const float *conv, *a_log, *dt_bias;      // [channels, taps], [Hv] twice
+    float* out;                               // [tokens, Hv, dv]
+    float* mixed;                             // scratch, as x: q and k of some length and v, convolved
+    float* gates;                             // scratch [tokens, Hv, 2]: what is left of the memory, and how much is written
+    float *windows, *memories;                // [rows, versions, taps - 1, channels], [rows, versions, Hv, dk, dv]
+    int64_t* seen;                            // [rows, versions], tokens that a version has seen; -1 where there is none
+    const int64_t *positions, *slots, *rows;  // as a batch has them
+    const int32_t* query_start;
+    int64_t channels;  // 2 * Hk * dk + Hv * dv
+    int32_t sequences, versions, key_heads, value_heads, key_dim, value_dim, taps, isa, threads;
+
+    int64_t memory_size() const { return static_cast<int64_t>(value_heads) * key_dim * value_dim; }
+};
+
+// The new tokens of one sequence. Of those from `first_kept` on the state is kept, each in its version.
+struct DeltaTurn {
+    int64_t begin, end, first_kept, row;
+    const float *window, *memory;  // before the first; null for zeros
+    const int32_t* versions;       // by token from first_kept on
+
+    int64_t place(const GatedDelta& o, int64_t token) const { return row * o.versions + versions[token - first_kept]; }
+    float* kept_window(const GatedDelta& o, int64_t token) const {
+        return o.windows + place(o, token) * (o.taps - 1) * o.channels;
+    }
+    float* kept_memory(const GatedDelta& o, int64_t token) const { return o.memories + place(o, token) * o.memory_size(); }
 };
 
 struct Kernels {
@@ -202,6 +237,10 @@ struct Kernels {
     void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
     void (*rope)(const Rope&, int64_t begin, int64_t end);
     void (*gated_mul)(const GatedMul&, int64_t begin, int64_t end);
+    // What tokens begin ... end - 1 of a turn read of one head of q, k or v, in this order; keeps its part of the windows.
+    void (*delta_inputs)(const GatedDelta&, const DeltaTurn&, int64_t unit, int64_t begin, int64_t end);
+    // Columns begin ... end - 1 of a head's memory over all tokens of a turn. Scratch of 32 columns.
+    void (*delta_columns)(const GatedDelta&, const DeltaTurn&, int64_t head, int64_t begin, int64_t end, float* scratch);
     // n BF16 numbers as FP32, and n FP32 numbers rounded to BF16.
     void (*widen)(const uint16_t* x, int64_t n, float* y);
     void (*narrow)(const float* x, int64_t n, uint16_t* y);

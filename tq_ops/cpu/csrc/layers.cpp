@@ -91,7 +91,8 @@ class Layer {
         norm(l_.hidden, l_.bf16, w_.post_norm, l_.tokens, l_.hidden_size, b_.normed);
         project({linear(b_.normed, l_.hidden_size, w_.gate_proj, inner, b_.gate),
                  linear(b_.normed, l_.hidden_size, w_.up_proj, inner, b_.up)});
-        const GatedMul product{b_.gate, b_.up, b_.product, l_.tokens * inner, w_.gelu, l_.bf16, l_.isa, l_.threads};
+        const GatedMul product{b_.gate, b_.up,  b_.product, l_.tokens * inner, w_.gelu ? kGelu : kSilu,
+                               l_.bf16, l_.isa, l_.threads};
         haarkv_gated_mul(&product);
         watch_.after(kGates);
         project({linear(b_.product, inner, w_.down_proj, l_.hidden_size, b_.update)});

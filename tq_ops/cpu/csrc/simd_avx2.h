@@ -19,6 +19,8 @@ struct Avx2 {
         return low_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bf16))));
     }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static void stream(float* p, F x) { _mm256_stream_ps(p, x); }
+    static void fence() { _mm_sfence(); }
     static F set1(float x) { return _mm256_set1_ps(x); }
     static F zero() { return _mm256_setzero_ps(); }
     static F add(F a, F b) { return _mm256_add_ps(a, b); }

@@ -13,6 +13,8 @@ struct Avx512 {
         return low_bf16(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16))));
     }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    static void stream(float* p, F x) { _mm512_stream_ps(p, x); }
+    static void fence() { _mm_sfence(); }
     static F set1(float x) { return _mm512_set1_ps(x); }
     static F zero() { return _mm512_setzero_ps(); }
     static F add(F a, F b) { return _mm512_add_ps(a, b); }

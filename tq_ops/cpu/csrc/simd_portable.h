@@ -19,6 +19,8 @@ struct Portable {
         return x;
     }
     static void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
+    static void stream(float* p, F x) { store(p, x); }
+    static void fence() {}
     static F set1(float x) { return F{x, x, x, x, x, x, x, x}; }
     static F zero() { return set1(0.0f); }
     static F add(F a, F b) { return a + b; }

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -197,7 +196,7 @@ def _weights(config: ModelConfig, tensors: Mapping[str, Tensor]) -> LayerWeights
     found, names = {}, {}
     for field, stored in tensors_of(config.common, config.hidden_size).items():
         tensor = tensors[f"weights.{field}"]
-        dtype = torch.float32 if stored.plus_one else tensors["hidden"].dtype
+        dtype = stored.kept_as(tensors["hidden"].dtype)
         if tuple(tensor.shape) != stored.shape or tensor.dtype != dtype:
             raise ValueError(f"{field} is {tensor.dtype} {list(tensor.shape)}, not {list(stored.shape)}")
         found[field], names[field] = tensor, stored.name

@@ -1,0 +1,212 @@
+"""Qwen3.5 and Qwen3-Next as they are published: beside vision and MTP layers, experts in one tensor, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from checkpoints import byte_tokenizer
+from refusals import assert_refused
+from safetensors.torch import load_file, save_file
+from transformers_judge import draw_weights
+
+from haarkv.executors.base import verify
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.models.caches import new_cache
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.config import Attention
+from haarkv.models.delta_net import DeltaNet
+from haarkv.models.hf_config import read_hf_config
+from haarkv.models.parallel import Split
+from haarkv.models.weights import num_parameters
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from tq.cli import main
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+CLASSES = {"qwen3_5": "Qwen3_5Text", "qwen3_5_moe": "Qwen3_5MoeText", "qwen3_next": "Qwen3Next"}
+TOKENS = torch.randint(0, 300, (30,), generator=torch.Generator().manual_seed(3))
+
+
+def written(folder, name):
+    torch.manual_seed(0)
+    entries = SHAPE | (EXPERTS if name != "qwen3_5" else {})
+    config = getattr(transformers, f"{CLASSES[name]}Config")(**entries)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    draw_weights(theirs)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = folder, written(folder, name)
+        return made[name]
+
+    return get
+
+
+def logits(folder):
+    model = load_model(folder)
+    cache, paging = new_cache(model.config, KVSpec("fp32").plan(4), sequences=1, tokens=64)
+    return verify(CpuExecutor(model), TOKENS, paging.batch([paging.add()], [len(TOKENS)]), cache)
+
+
+def as_published(source, target, name):
+    """The same checkpoint as Qwen's own lie: the text model within one that sees, with MTP layers, experts stacked."""
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    stacked = {key: tensor for key, tensor in tensors.items() if ".mlp.experts." not in key}
+    for layer in range(4 if name == "qwen3_5_moe" else 0):
+        place = f"model.layers.{layer}.mlp.experts"
+        of = {part: [tensors[f"{place}.{e}.{part}_proj.weight"] for e in range(6)] for part in ("gate", "up", "down")}
+        both = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+        stacked |= {f"{place}.gate_up_proj": torch.stack(both), f"{place}.down_proj": torch.stack(of["down"])}
+    renamed = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in stacked.items()}
+    beside = {"model.visual.patch_embed.proj.weight": torch.zeros(2, 2), "mtp.fc.weight": torch.zeros(3, 3),
+              "mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 4, 3)}  # fmt: skip
+    save_file(renamed | beside, target / "model.safetensors")
+    inner = config | {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "full_attention_interval": 4}
+    outer = {"model_type": name, "text_config": inner, "vision_config": {"depth": 2}, "tie_word_embeddings": False}
+    (target / "config.json").write_text(json.dumps(outer))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_checkpoint_as_it_is_published_is_the_text_model_alone(saved, tmp_path, name):
+    folder, theirs = saved(name)
+    as_published(folder, tmp_path, name)
+    ours = logits(tmp_path)
+    assert torch.equal(ours, logits(folder))
+    with torch.inference_mode():
+        expected = theirs(TOKENS[None]).logits[0]
+    assert float((ours - expected).abs().max() / expected.std()) <= 1e-4
+
+
+def test_an_expert_too_few_in_a_stacked_tensor_is_named(saved, tmp_path):
+    as_published(saved("qwen3_5_moe")[0], tmp_path, "qwen3_5_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    save_file(tensors | {name: tensors[name][:5].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"lacks the tensor model\.layers\.1\.mlp\.experts\.5\.down_proj\.weight"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "word"),
+    [
+        ("qwen3_5", {"attention_bias": True}, "attention biases"),
+        ("qwen3_5", {"attn_output_gate": False}, "attention without output gates"),
+        ("qwen3_5", {"hidden_act": "gelu"}, "gelu"),
+        ("qwen3_5", {"layer_types": ["full_attention"] * 3}, "does not name the kind of each of 4 layers"),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
+        ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of a single token"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}, "no part"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+        ("qwen3_5", {"head_dim": 4}, "1 coordinates of a head"),
+        ("qwen3_5_moe", {"num_experts_per_tok": 9}, "9 of 6 experts"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "dense layers"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "dense layers"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(saved, tmp_path, name, entries, word):
+    raw = json.loads((saved(name)[0] / "config.json").read_text()) | entries
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=word):
+        read_hf_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_defaults_are_transformers_own(tmp_path, name):
+    config = getattr(transformers, f"{CLASSES[name]}Config")()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": config.model_type}))
+    (tmp_path / "whole").mkdir()
+    config.save_pretrained(tmp_path / "whole")
+    given = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_hidden_layers": config.num_hidden_layers,
+             "num_attention_heads": config.num_attention_heads}  # fmt: skip
+    path.write_text(json.dumps({"model_type": config.model_type} | given))
+    assert read_hf_config(path) == read_hf_config(tmp_path / "whole" / "config.json")
+
+
+def test_published_sizes_have_the_parameters_of_transformers_text_models():
+    """On the meta device: only shapes are made."""
+    for size, name in {"qwen3.5-27b": "qwen3_5", "qwen3.5-35b-a3b": "qwen3_5_moe", "qwen3-next": "qwen3_next"}.items():
+        config = read_config(f"random:{size}")
+        entries = {
+            "hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
+            "num_attention_heads": config.heads.num_heads, "num_key_value_heads": config.heads.num_kv_heads,
+            "linear_num_value_heads": config.layers[0].mixer.num_value_heads, "intermediate_size": 17408,
+        }  # fmt: skip
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{CLASSES[name]}Config")(**entries))
+        assert num_parameters(config) == theirs.num_parameters(), size
+    assert round(num_parameters(read_config("random:qwen3.5-0.8b")) / 1e9, 2) == 0.75
+
+
+def test_three_of_four_layers_remember_and_one_attends():
+    config = read_config("random:qwen3.5-0.8b")
+    kinds = [type(layer.mixer) for layer in config.layers]
+    assert kinds == [DeltaNet, DeltaNet, DeltaNet, Attention] * 6
+    assert config.layers[3].attention.rope.dims == 64
+    (shape,) = {shape.tensors for shape in config.state_shapes.values()}
+    assert [size for _, size, _ in shape] == [(3, 6144), (16, 128, 128)]
+
+
+def test_ranks_refuse_a_state():
+    with pytest.raises(InputError, match="recurrent state cannot be split over ranks"):
+        Split(read_config("random:qwen3.5-0.8b"), 0, 2)
+
+
+@pytest.mark.parametrize("executor", ["npu", "onnx"])
+def test_executors_of_dense_layers_refuse_by_name(executor):
+    from haarkv.executors import catalog
+
+    config = read_config("random:qwen3.5-0.8b")
+    with pytest.raises(InputError, match="it mixes tokens by DeltaNet"):
+        catalog.check(executor, config, KVSpec("tq4").plan(24))
+
+
+def test_the_gpu_refuses_by_name():
+    from haarkv.executors.cuda import CudaExecutor
+
+    config = read_config("random:qwen3.5-0.8b")
+    assert "no other layers than attention" in CudaExecutor.supports(config, KVSpec("tq4").plan(24))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["validate", "--executor", "cpu", "--prompt", "ab"], "layer 0 of this model, are not validated yet"),
+        (["calibrate", "--out", "c.safetensors"], "layer 0 of this model has no keys"),
+        (["generate", "--prompt", "ab", "--draft", "self"], "take --draft ngram"),
+        (["export", "--out", "graphs"], "it mixes tokens by DeltaNet"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_commands_that_need_k_and_v_of_every_layer_refuse_in_one_line(saved, tmp_path, capsys, monkeypatch, command, words):
+    monkeypatch.chdir(tmp_path)
+    folder = saved("qwen3_5")[0]
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    name, *options = command
+    assert_refused((main([name, "--model", str(folder), *options]), *capsys.readouterr()), words)
+
+
+def test_info_tells_a_state_from_k_and_v(capsys):
+    assert main(["info", "random:qwen3.5-0.8b"]) == 0
+    said = capsys.readouterr().out
+    assert "24, 18 of them with a state in place of K and V" in said
+    assert "20.2 MB a sequence, whatever its length" in said
+    assert main(["info", "random:qwen3.5-0.8b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state_bytes"] == read_config("random:qwen3.5-0.8b").state_bytes
+    assert main(["info", "random:0.6b"]) == 0
+    assert "state" not in capsys.readouterr().out

@@ -1,0 +1,181 @@
+"""Cases of `gated_delta`: its formula in float64, and the states that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.recurrent import StateShape
+from haarkv.tq_ops.kv.shapes import Place
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation import bounds
+from haarkv.validation.ops.caches import LAYER
+from haarkv.validation.ops.finding import Finding, changed, misshapen, relative
+
+_VERSIONS = 4
+
+
+@dataclass(frozen=True)
+class Delta:
+    """`gated_delta` of new tokens over states that have seen others.
+
+    Attributes:
+        key_heads, value_heads, key_dim, value_dim, taps: of the mixer.
+        stored, new: tokens of each sequence, before the call and in it.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    stored: tuple[int, ...]
+    new: tuple[int, ...]
+    taps: int = 4
+    small: bool = True
+    dtype: ClassVar[torch.dtype] = torch.float32
+    op: ClassVar[str] = "gated_delta"
+    plan: ClassVar[None] = None
+    head_dim: ClassVar[None] = None
+
+    def __str__(self) -> str:
+        heads = f"{self.value_heads}of{self.key_heads}x{self.key_dim}x{self.value_dim}-taps{self.taps}"
+        return f"{self.op}-{heads}-{len(self.new)}x{max(self.stored)}+{max(self.new)}"
+
+    @property
+    def channels(self) -> int:
+        """Of q, k and v together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def inputs(self, tokens: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, a and b of so many tokens of each sequence. The first head forgets all, the last one nothing for long."""
+        generator, count = torch.Generator().manual_seed(seed), sum(tokens)
+        x = torch.randn(count, self.channels, generator=generator)
+        a, b = (2 * torch.randn(count, self.value_heads, generator=generator) for _ in "ab")
+        a[:, 0] += 5.0
+        a[:, -1] -= 6.0
+        return x, a, b
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """conv, a_log and dt_bias."""
+        generator = torch.Generator().manual_seed(5)
+        conv = torch.randn(self.channels, 1, self.taps, generator=generator) / 2
+        a_log, dt_bias = torch.randn(2, self.value_heads, generator=generator)
+        return conv, a_log, dt_bias
+
+    def batches(self, device: torch.device) -> tuple[PagedKVCache, PagedSequences, Batch]:
+        """A cache whose states have seen `stored` tokens, and the batch of the new ones; each row was that of a sequence that
+        has ended."""
+        shapes = (("conv", (self.taps - 1, self.channels)), ("delta", (self.value_heads, self.key_dim, self.value_dim)))
+        state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), _VERSIONS)
+        count = len(self.new)
+        made = PagedKVCache(
+            KVSpec("fp32").plan(LAYER + 1), (None,) * (LAYER + 1), num_blocks=64 * count, num_rows=count + 1, block_size=8,
+            device=device, states={LAYER: state},
+        )  # fmt: skip
+        paging = PagedSequences(made.num_blocks, 8, num_rows=made.num_rows)
+
+        def run(ids: list[int], tokens: tuple[int, ...], seed: int) -> None:
+            some = [(one, n) for one, n in zip(ids, tokens, strict=True) if n]
+            if some:
+                batch = paging.batch(*zip(*some, strict=True)).to(device)
+                x, a, b = (tensor.to(device) for tensor in self.inputs(tuple(n for _, n in some), seed))
+                conv, a_log, dt_bias = (tensor.to(device) for tensor in self.weights)
+                reference.gated_delta(x, a, b, conv, a_log, dt_bias, made, LAYER, batch)
+
+        ended = [paging.add() for _ in range(made.num_rows)]
+        run(ended, (2,) * made.num_rows, 7)
+        for one in ended:
+            paging.free(one)
+        ids = [paging.add() for _ in (0, *self.new)][:0:-1]
+        run(ids, self.stored, 1)
+        return made, paging, paging.batch(ids, self.new).to(device)
+
+    def arguments(self, device: torch.device) -> tuple[Any, ...]:
+        """What the op is given."""
+        made, _, batch = self.batches(device)
+        given = (tensor.to(device) for tensor in (*self.inputs(self.new, 2), *self.weights))
+        return *given, made, LAYER, batch
+
+    def expected(self) -> Tensor:
+        """The formula in float64, of whole sequences from their first token on."""
+        before, after = self.inputs(tuple(n for n in self.stored if n), 1), self.inputs(self.new, 2)
+        older, newer = 0, 0
+        out = []
+        for stored, new in zip(self.stored, self.new, strict=True):
+            whole = (
+                torch.cat([x[older : older + stored], y[newer : newer + new]]).double()
+                for x, y in zip(before, after, strict=True)
+            )
+            out.append(self._sequence(*whole)[stored:])
+            older, newer = older + stored, newer + new
+        return torch.cat(out)
+
+    def _sequence(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        conv, a_log, dt_bias = (tensor.double() for tensor in self.weights)
+        x = torch.nn.functional.conv1d(x.T[None], conv, groups=self.channels, padding=self.taps - 1)[0].T[: len(x)]
+        x = x / (1 + torch.exp(-x))
+        keys = self.key_heads * self.key_dim
+        q, k, v = (
+            part.view(len(x), -1, dim)
+            for part, dim in zip(
+                torch.split(x, [keys, keys, self.value_heads * self.value_dim], dim=1),
+                (self.key_dim, self.key_dim, self.value_dim),
+                strict=True,
+            )
+        )
+        q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+        kept, written = torch.exp(-a_log.exp() * torch.log(1 + torch.exp(a + dt_bias))), 1 / (1 + torch.exp(-b))
+        out = torch.zeros(len(x), self.value_heads, self.value_dim, dtype=torch.float64)
+        for head in range(self.value_heads):
+            memory, key = (
+                torch.zeros(self.value_dim, self.key_dim, dtype=torch.float64),
+                head * self.key_heads // self.value_heads,
+            )
+            for t in range(len(x)):
+                memory = memory * kept[t, head]
+                memory = memory + torch.outer((v[t, head] - memory @ k[t, key]) * written[t, head], k[t, key])
+                out[t, head] = memory @ q[t, key] / self.key_dim**0.5
+        return out
+
+    def check(self, table: OpTable, device: torch.device) -> Finding:
+        """Each head's output of each token, and every version of the states that are left, against its own length."""
+        arguments, before = self.arguments(device), self.arguments(device)
+        ours, expected = table.gated_delta(*arguments), _formula(self)
+        fault = misshapen(ours, expected, torch.float32) or changed(arguments[:6], before[:6])
+        error = relative(ours, expected)
+        for (mine, theirs), row in zip(zip(self._kept(arguments), _left(self), strict=True), arguments[-1].rows, strict=True):
+            if not torch.equal(mine["seen"], theirs["seen"]):
+                fault = fault or f"row {int(row)} has seen {mine['seen'].tolist()} tokens, not {theirs['seen'].tolist()}"
+            elif not torch.equal(mine["conv"], theirs["conv"]):
+                fault = fault or f"row {int(row)} does not keep the convolution's last inputs"
+            else:
+                error = max(error, relative(mine["delta"].flatten(2), theirs["delta"].flatten(2)))
+        return Finding(error, bounds.LAYER_FP32.op, fault)
+
+    def _kept(self, arguments: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+        """What each sequence's state is after the call, version by version."""
+        made, layer, batch = arguments[6:]
+        for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
+            yield made.states[layer].take(Place((), row), length)
+
+
+@cache
+def _formula(case: Delta) -> Tensor:
+    return case.expected()
+
+
+@cache
+def _left(case: Delta) -> list[dict[str, Tensor]]:
+    arguments = case.arguments(torch.device("cpu"))
+    reference.gated_delta(*arguments)
+    return list(case._kept(arguments))
