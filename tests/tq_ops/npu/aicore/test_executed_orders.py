@@ -47,6 +47,7 @@ def run_orders(program, case, toolchain, count):
     return differing
 
 
+@pytest.mark.aicore_long
 def test_every_order_that_the_tables_allow_gives_the_same(call, toolchain):
     program, case = call
     assert not run_orders(program, case, toolchain, ORDERS)
