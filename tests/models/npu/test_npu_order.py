@@ -10,7 +10,7 @@ from aicore.order import read_order, roots
 from aicore.schedule import Operand, Schedule, Task
 from npu_learned import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
-from planted_programs import Unordered
+from planted_programs import unordered
 from small_models import resized
 
 from haarkv.models.catalog import read_config
@@ -151,7 +151,7 @@ def check_found(run):
 
 
 def test_without_the_barrier_fresh_rows_may_be_read_stale():
-    check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=Unordered.of))
+    check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=unordered))
 
 
 def test_the_store_program_writes_no_row_twice():
@@ -201,7 +201,7 @@ def test_what_is_unordered_is_found_in_tasks_made_up(one, other, kinds):
 
 @pytest.mark.npu_long
 def test_prefill_without_the_barrier_is_found_as_well():
-    check_found(run_layer(programs.prefill_program, PREFILL, variant=Unordered.of))
+    check_found(run_layer(programs.prefill_program, PREFILL, variant=unordered))
 
 
 @pytest.mark.npu_long

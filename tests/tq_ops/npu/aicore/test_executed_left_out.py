@@ -1,4 +1,4 @@
-"""Every kernel function of a program left out, one after the other: each must be missed. Those that only declare do not count."""
+"""Every kernel function of a program left out, one after the other: each must be missed. What only declares does not count."""
 
 import pytest
 import torch

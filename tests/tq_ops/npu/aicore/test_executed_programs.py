@@ -8,7 +8,7 @@ from aicore.build import check_leaves
 from aicore.emission import Recorder, emit
 from aicore.leaf import read_leaves
 from executed_leaves import ROWS, functions, wrong_bytes, wrong_stores
-from npu_layers import LAYER, layer_call
+from npu_layers import LAYER, layer_call, worst_token
 from npu_learned import learned_spec
 from npu_programs import store_case
 from planted_programs import StridedWhere
@@ -19,7 +19,7 @@ from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.validation.bounds import LAYER_BF16
+from haarkv.validation.bounds import NPU_LAYER_ADDED
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
 # Absolute; 2.5e-3 was measured.
@@ -35,7 +35,7 @@ def note(name, emission, machine, verdict):
 
 
 def check_layer(name, simulator, toolchain, call, program):
-    """A layer's cache bit for bit and its output within the bound of a layer, against the reference."""
+    """A layer's cache bit for bit, and what it adds to a faint hidden state within its bound, against the reference."""
     arguments, goldens, out, tiling, expected = call
     emission = emit(simulator, program, arguments)
     machine = emission.machine(toolchain)
@@ -43,10 +43,9 @@ def check_layer(name, simulator, toolchain, call, program):
     wrong = {program.arguments[i].name: wrong_bytes(after[i], golden) for i, golden in goldens.items()}
     assert not any(wrong.values()), f"wrong bytes: {wrong}"
     assert all(wrong_bytes(arguments[i], golden) for i, golden in goldens.items()), "nothing was to be stored"
-    ours = after[out][tiling.row].float()
-    error = float(((ours - expected.float()).norm(dim=1) / expected.float().norm(dim=1)).max())
-    assert error < LAYER_BF16.rel_l2
-    return note(name, emission, machine, f"cache equal, hidden within {error:.1e}"), machine, after
+    error = worst_token(after[out][tiling.row], expected)
+    assert error < NPU_LAYER_ADDED
+    return note(name, emission, machine, f"cache equal, added within {error:.1e}")
 
 
 @pytest.mark.aicore_long
@@ -54,7 +53,7 @@ def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(sim
     """Three steps of keys and one: the first, one between, the last, and one that is both first and last."""
     program = programs.decode_program(load_model("tiny", "bfloat16").config)
     call = layer_call(program, [1, 1], [4200, 17], blocks=40)
-    executed, _, _ = check_layer("decode", simulator, toolchain, call, program)
+    executed = check_layer("decode", simulator, toolchain, call, program)
     assert executed >= 0.9
 
 
@@ -67,7 +66,7 @@ def test_a_decode_layer_of_learned_keys_does_so_too(kv, simulator, toolchain):
     program = programs.decode_program(config, *sides_of(spec.plan(config.num_layers), LAYER))
     assert program.k.layout is not None
     call = layer_call(program, [1, 1], [299, 17], spec=spec)
-    executed, _, _ = check_layer(kv, simulator, toolchain, call, program)
+    executed = check_layer(kv, simulator, toolchain, call, program)
     assert executed >= 0.8
 
 
@@ -75,7 +74,7 @@ def test_a_decode_layer_of_learned_keys_does_so_too(kv, simulator, toolchain):
 def test_a_prefill_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
     program = programs.prefill_program(load_model("tiny", "bfloat16").config)
     call = layer_call(program, [40, 3], [530, 20])
-    executed, _, _ = check_layer("prefill", simulator, toolchain, call, program)
+    executed = check_layer("prefill", simulator, toolchain, call, program)
     assert executed >= 0.9
 
 
