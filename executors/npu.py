@@ -40,6 +40,7 @@ class NpuExecutor:
     name = "npu"
     ops = None
     batches_alike = False
+    decode_step: int | None = programs.DECODE_STEP
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):

@@ -72,10 +72,11 @@ def unordered(program):
     return Planted.of(program, _BARRIER, "")
 
 
+STALE = "a later step reads the first one's keys"
 FAULTS = {
     "each query sees the token behind it": ("(start - t * step)", "(start + 1 - t * step)"),
     "no query sees itself": ("(start - t * step)", "(start - 1 - t * step)"),
-    "a later step reads the first one's keys": ("t * (step // BLOCK)", "t * 0"),
+    STALE: ("t * (step // BLOCK)", "t * 0"),
     "the first sequence's blocks": ("Place(block_table, sequence[first]", "Place(block_table, sequence[0]"),
 }
 """What a layer's attention may do wrong -> the text to spoil, and its fault."""
