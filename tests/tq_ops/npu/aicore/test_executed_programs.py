@@ -7,7 +7,7 @@ import torch
 from aicore.build import check_leaves
 from aicore.emission import Recorder, emit
 from aicore.leaf import read_leaves
-from executed_leaves import ROWS, functions, wrong_bytes, wrong_stores
+from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_stores
 from npu_layers import LAYER, layer_call, worst_token
 from npu_learned import learned_spec
 from npu_programs import store_case
@@ -16,7 +16,8 @@ from planted_programs import StridedWhere
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
@@ -40,8 +41,8 @@ def check_layer(name, simulator, toolchain, call, program):
     emission = emit(simulator, program, arguments)
     machine = emission.machine(toolchain)
     after = machine.run()
-    wrong = {program.arguments[i].name: wrong_bytes(after[i], golden) for i, golden in goldens.items()}
-    assert not any(wrong.values()), f"wrong bytes: {wrong}"
+    wrong = {program.arguments[i].name: wrong_numbers(after[i], golden) for i, golden in goldens.items()}
+    assert not any(wrong.values()), f"wrong: {wrong}"
     assert all(wrong_bytes(arguments[i], golden) for i, golden in goldens.items()), "nothing was to be stored"
     error = worst_token(after[out][tiling.row], expected)
     assert error < NPU_LAYER_ADDED
@@ -58,16 +59,14 @@ def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(sim
 
 
 @pytest.mark.aicore_long
-@pytest.mark.parametrize("kv", ["k=lr4,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4"])
-def test_a_decode_layer_of_learned_keys_does_so_too(kv, simulator, toolchain):
-    """Products in FP32, the cube's adding up of bytes and transposed tiles, which no other program has; rows of 48 bytes."""
+@pytest.mark.parametrize("kv", ["bf16", "k=tq4,v=bf16", "tq4_seed", "k=lr4,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4"])
+def test_a_decode_layer_of_other_formats_does_so_too(kv, simulator, toolchain):
+    """Two steps of keys. Learned keys have products in FP32, the cube's adding up of bytes, and transposed tiles."""
     config = load_model("tiny", "bfloat16").config
-    spec = learned_spec(config, kv)
+    spec = learned_spec(config, kv) if "lr" in kv else KVSpec(kv)
     program = programs.decode_program(config, *sides_of(spec.plan(config.num_layers), LAYER))
-    assert program.k.layout is not None
-    call = layer_call(program, [1, 1], [299, 17], spec=spec)
-    executed = check_layer(kv, simulator, toolchain, call, program)
-    assert executed >= 0.8
+    call = layer_call(program, [1, 1], [2200, 17], blocks=24, spec=spec)
+    assert check_layer(kv, simulator, toolchain, call, program) >= 0.85
 
 
 @pytest.mark.aicore_long
@@ -100,6 +99,18 @@ def test_quantize_and_append_write_the_bytes_of_the_format(stored):
     wrong = wrong_stores(emission, machine.run(), goldens)
     assert note("store", emission, machine, "all bytes equal") == 1
     assert not any(wrong.values()), wrong
+
+
+def test_levels_of_the_published_layout_are_equal_and_norms_nearly(simulator, toolchain):
+    """FP32 norms, sums of 128 squares in another order than the interpreter's, differ in their last places."""
+    case = store_case(16, pair=(formats.PUBLISHED,) * 2)
+    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    outputs = emission.outputs(emission.machine(toolchain).run())
+    assert not any(wrong_numbers(outputs[name], golden) for name, golden in case.goldens.items())
+    for name in ("k_codes", "v_codes"):
+        assert wrong_bytes(outputs[name], case.goldens[name]) == 0
+    off = [int((outputs[name] != case.goldens[name]).sum()) for name in ("k_scale", "v_scale")]
+    print(f"norms that differ in their last places, of 32 each: {off}")
 
 
 def test_the_strided_where_writes_wrong_codes(toolchain):
