@@ -9,6 +9,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.bounds import NPU_LAYER_ADDED
+from haarkv.validation.ops.caches import windows_of
 
 TQ4_SPEC = KVSpec("tq4")
 CONFIG = resized(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
@@ -22,10 +23,11 @@ def filled(config, spec, lengths, seed):
     sequences = [paging.add() for _ in lengths]
     generator = torch.Generator().manual_seed(seed)
     for sequence, length in zip(sequences, lengths, strict=True):
-        if length:
-            batch = paging.batch([sequence], [length])
+        for begin in range(0, length, pieces := cache.most_new_tokens or max(length, 1)):
+            count = min(pieces, length - begin)
+            batch = paging.batch([sequence], [count])
             for layer in range(config.num_layers):
-                k, v = (torch.randn(length, config.heads.num_kv_heads, 128, generator=generator) for _ in "kv")
+                k, v = (torch.randn(count, config.heads.num_kv_heads, 128, generator=generator) for _ in "kv")
                 cache.write(layer, k, v, batch)
     return cache, paging, sequences
 
@@ -52,17 +54,21 @@ def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2)):
     config = resized(CONFIG, num_heads=heads[0], num_kv_heads=heads[1])
     model = telling(small_model(config, seed=3, dtype=torch.bfloat16))
     hidden = faint(sum(new), config.hidden_size, torch.Generator().manual_seed(2))
-    results = []
+    results, windows = [], []
     for executor in (ReferenceExecutor(model), catalog.create("npu", model, spec.plan(config.num_layers), "sim")):
         cache, paging, sequences = filled(config, spec, stored, seed=7)
         before = [tensor.clone() for *_, tensor in cache_tensors(cache)]
+        in_bf16 = [tensor.clone() for tensor in windows_of(cache)]
         out = executor.layers(hidden, layers, paging.batch(sequences, new), cache)
         results.append((out.float(), list(cache_tensors(cache))))
         # The layers that ran have stored something.
         ran = [(old, tensor) for old, (layer, *_, tensor) in zip(before, results[-1][1], strict=True) if layer in layers]
         assert not any(torch.equal(*pair) for pair in ran)
+        windows.append(windows_of(cache))
+        assert sum(not torch.equal(*pair) for pair in zip(in_bf16, windows[-1], strict=True)) == (2 * len(layers) if in_bf16 else 0)
     (reference, reference_cache), (ours, our_cache) = results
     assert worst_token(ours, reference) < NPU_LAYER_ADDED
     # Every slot of every layer: the new ones as the reference stores them, all others as they were.
     for (*_, field, theirs), (*_, tensor) in zip(reference_cache, our_cache, strict=True):
         assert same_bytes(tensor, theirs, field), field
+    assert all(torch.equal(*pair) for pair in zip(*windows, strict=True))
