@@ -10,6 +10,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import inputs
 from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.validation.ops.caches import windows_of
 
 LAYER = 1
 
@@ -45,6 +46,8 @@ def with_leftovers(cache, seed=4):
             tensor.copy_(torch.randn(tensor.shape, generator=generator) if vectors else 12.0)
         else:
             tensor.copy_(torch.randint(0, 16 if tensor.shape[-1] == 128 else 256, tensor.shape, generator=generator))
+    for tensor in windows_of(cache):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
 
 
@@ -70,13 +73,17 @@ def layer_call(program, new, stored, blocks=12, model=None, spec=None):
     sequences = [paging.add() for _ in new]
     generator = torch.Generator().manual_seed(2)
 
-    def run(counts):
+    def run(counts, sequences=sequences):
         batch = paging.batch(sequences, counts)
         hidden = faint(sum(counts), model.config.hidden_size, generator)
         return batch, hidden
 
-    batch, hidden = run(stored)
-    executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
+    at_once = cache.most_new_tokens or max(max(stored), 1)
+    for begin in range(0, max(stored), at_once):
+        for sequence, length in zip(sequences, stored, strict=True):
+            if begin < length:
+                batch, hidden = run([min(at_once, length - begin)], [sequence])
+                executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
     batch, hidden = run(new)
     tiling = inputs.tile(batch, program, model.ropes[model.config.common.attention.rope].at(batch.positions))
     constants = {**inputs.layer_constants(model, LAYER), "mask": program.attention.mask()}
@@ -86,5 +93,6 @@ def layer_call(program, new, stored, blocks=12, model=None, spec=None):
     expected = executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
     index = {a.name: i for i, a in enumerate(program.arguments)}
     written = {a.name for a in program.arguments if a.output}
-    goldens = {index[name]: tensor for name, tensor in inputs.cache_arguments(cache, LAYER).items() if name in written}
+    memory = inputs.cache_arguments(cache, LAYER) | inputs.kept_arguments(program, tiling, cache, LAYER)
+    goldens = {index[name]: tensor for name, tensor in memory.items() if name in written}
     return arguments, goldens, index["out"], tiling, expected

@@ -225,7 +225,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                                 plain_queries = _queries(q, HEAD_DIM, u * unit, g * at_once, shape)
                                 seen_kept = pypto.view(kept_seen, [queries, span], [first * shape.group, 0])
                                 row = kept_begin[first] + g * at_once * window
-                                in_bf16 = KeptSides(kept, k_kept, v_kept, plain_queries, row, seen_kept)
+                                in_bf16 = KeptSides(kept, k_kept, v_kept, stored_k, plain_queries, g * at_once, row, seen_kept)
                             _finish(softmax, stored_v, in_bf16, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, HEAD_DIM)

@@ -17,15 +17,19 @@ class KeptSides:
     Attributes:
         shape: a `tq_ops.npu.kept.KeptShape`.
         k, v: arguments of the program.
+        packed: K's `CacheSide`, whose logits these must go with.
         queries: one [M, 128] BF16 a head of the iteration, in the model's own domain.
-        row: of the sequence's first place in the first head of the iteration.
+        head: the first KV head of the iteration.
+        row: of the sequence's first place in that head.
         seen: [M, span] FP32, added to the logits.
     """
 
     shape: object
     k: object
     v: object
+    packed: object
     queries: object
+    head: object
     row: object
     seen: object
 
@@ -78,8 +82,9 @@ def attend_kept(softmax, kept, head, shape):
     rows, tile = [shape.cube_rows] * 2, [kept.shape.tile] * 2
     pypto.set_cube_tile_shapes(rows, [64, HEAD_DIM], tile)
     raw = pypto.matmul(kept.queries[head], keys, pypto.DT_FP32, b_trans=True)
+    lacking = kept.packed.left_out(kept.queries[head], kept.head + head, shape.num_kv_heads)
     pypto.set_vec_tile_shapes(16, kept.shape.span)
-    score = raw * HEAD_DIM**-0.5 + kept.seen
+    score = (raw if lacking is None else raw - lacking) * HEAD_DIM**-0.5 + kept.seen
 
     def weigh(p):
         rounded = pypto.cast(p, pypto.DT_BF16)

@@ -163,6 +163,17 @@ class CacheSide:
         """Kept queries [rows, 128] -> as the cube takes them."""
         return query
 
+    def left_out(self, queries, head, kv_heads):
+        """What the logits of its tiles lack of queries' products with keys, [M, 1] FP32; None where they lack nothing.
+
+        A softmax of these logits alone does not change by it; tokens in BF16 must lack it too.
+
+        Args:
+            queries: [M, 128] BF16 in the model's own domain.
+            head: of the KV heads.
+        """
+        return
+
     def finish(self, value, beside=None):
         """What queries of a KV head attended to, [rows, 128] FP32 -> BF16 in the model's own domain; once a query.
 
