@@ -65,9 +65,8 @@ def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2)):
         ran = [(old, tensor) for old, (layer, *_, tensor) in zip(before, results[-1][1], strict=True) if layer in layers]
         assert not any(torch.equal(*pair) for pair in ran)
         windows.append(windows_of(cache))
-        assert sum(not torch.equal(*pair) for pair in zip(in_bf16, windows[-1], strict=True)) == (
-            2 * len(layers) if in_bf16 else 0
-        )
+        changed = sum(not torch.equal(*pair) for pair in zip(in_bf16, windows[-1], strict=True))
+        assert changed == (2 * len(layers) if in_bf16 else 0)
     (reference, reference_cache), (ours, our_cache) = results
     assert worst_token(ours, reference) < NPU_LAYER_ADDED
     # Every slot of every layer: the new ones as the reference stores them, all others as they were.

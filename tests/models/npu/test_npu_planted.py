@@ -73,6 +73,7 @@ def spec_with_kept(kv, **kept):
     return replace(learned_spec(CONFIG, kv) if "lr" in kv else KVSpec(kv), **kept)
 
 
+_AT = 32 * " "
 # Of what a program does with tokens in BF16; its own text is the layer's or that of `kernels.kept`.
 KEPT_FAULTS = {
     "what is seen in BF16 is seen packed as well": ("start - tail - t * step", "start - t * step"),
@@ -82,7 +83,7 @@ KEPT_FAULTS = {
     "nothing is written to the ring": ("pypto.loop(tile_keeps[tile]", "pypto.loop(tile_keeps[tile] * 0"),
     "the first sequence's ring": ("kept_begin[first]", "kept_begin[0]"),
     "the first head's ring": ("kept_begin[first] + g * at_once * window", "kept_begin[first]"),
-    "the ring is not looked at": ("if kept is not None:\n                                plain", "if False:\n                                plain"),
+    "the ring is not looked at": (f"if kept is not None:\n{_AT}plain", f"if False:\n{_AT}plain"),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The C++ that PyPTO emits, executed on the host: whole programs of tiny, task by task, below PyPTO's interpreter."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from npu_layers import LAYER, layer_call, worst_token
 from npu_learned import learned_spec
 from npu_programs import store_case
 from planted_programs import StridedWhere
+from small_models import SMALL, resized, small_model
 
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
@@ -67,6 +70,42 @@ def test_a_decode_layer_of_other_formats_does_so_too(kv, simulator, toolchain):
     program = programs.decode_program(config, *sides_of(spec.plan(config.num_layers), LAYER))
     call = layer_call(program, [1, 1], [2200, 17], blocks=24, spec=spec)
     assert check_layer(kv, simulator, toolchain, call, program) >= 0.85
+
+
+KEPT = {"tail": 128, "sink": 4}
+
+
+def kept_call(config, make, new, stored, blocks=12, model=None, **kept):
+    """A layer of learned keys with tokens in BF16 beside them, about to run."""
+    spec = replace(learned_spec(config), **kept)
+    plan = spec.plan(config.num_layers)
+    program = make(config, *sides_of(plan, LAYER), kept_shape(plan, LAYER))
+    call = layer_call(program, new, stored, blocks, model, spec)
+    assert len(call[1]) == 6
+    return program, call
+
+
+@pytest.mark.aicore_long
+def test_a_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
+    """Two steps of packed keys and the one of BF16; a sequence that does not fill the tail has one packed step, all masked."""
+    program, call = kept_call(
+        load_model("tiny", "bfloat16").config, programs.decode_program, [1, 1], [2300, 17], blocks=24, **KEPT
+    )
+    assert check_layer("kept decode", simulator, toolchain, call, program) >= 0.85
+
+
+@pytest.mark.aicore_long
+def test_a_prefill_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
+    program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [530, 2], **KEPT)
+    assert check_layer("kept prefill", simulator, toolchain, call, program) >= 0.85
+
+
+def test_a_small_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
+    config = resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
+    model = small_model(config, dtype=torch.bfloat16)
+    make = partial(programs.decode_program, step_tokens=128)
+    program, call = kept_call(config, make, [1, 1, 1], [300, 60, 2], model=model, tail=20, sink=4)
+    assert check_layer("kept", simulator, toolchain, call, program) == 1
 
 
 @pytest.mark.aicore_long
