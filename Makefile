@@ -63,11 +63,12 @@ test-drafts: $(VENV)/dev.stamp
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
 
-# LONG=1: also type-check the kernel functions of Qwen3-14B, half an hour.
+# SHORT=1: a small layer, the store and the head, two minutes. LONG=1: also type-check the kernel functions of Qwen3-14B, half
+# an hour.
 # CLANG: a clang of version 19 or newer with libc++; without it clang++-19 or clang++ of the path.
 test-aicore: $(VENV)/dev.stamp
 	@test -n "$(PTO_ISA)" || { echo "name a checkout of pto-isa: make test-aicore PTO_ISA=FOLDER" >&2; exit 2; }
-	$(BIN)/pytest --no-header -rs -m 'aicore$(if $(LONG),, and not npu_long)' --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") tests/tq_ops/npu/aicore
+	$(BIN)/pytest --no-header -rs -m 'aicore$(if $(LONG),, and not npu_long)$(if $(SHORT), and not aicore_long)' --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") tests/tq_ops/npu/aicore
 
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py tests/executors/test_cuda_step.py tests/engine/test_sampling.py

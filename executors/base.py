@@ -29,6 +29,7 @@ class Executor(Protocol):
             executor that keeps no programs.
         batches_alike: with formats of ours, a token's logits have the same bits however its sequence was cut, and whatever
             runs beside it. Else sums change with the batch, and where two tokens nearly tie, either may come.
+        decode_step: keys that a decode step takes at once, where more of them are another way through its program; else None.
         weights: of the model, as they are on its device; a draft may share them.
     """
 
@@ -43,6 +44,9 @@ class Executor(Protocol):
 
     @property
     def batches_alike(self) -> bool: ...
+
+    @property
+    def decode_step(self) -> int | None: ...
 
     @property
     def weights(self) -> Weights: ...

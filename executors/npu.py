@@ -18,6 +18,7 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.npu import kept
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape
@@ -40,6 +41,7 @@ class NpuExecutor:
     name = "npu"
     ops = None
     batches_alike = False
+    decode_step: int | None = programs.DECODE_STEP
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
@@ -76,7 +78,7 @@ class NpuExecutor:
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
-        return programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes)
+        return programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes) or kept.unsupported(plan)
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
         """Compile what forwards with such a cache run, by a small prefill and a decode step on a cache that is thrown away.
@@ -113,6 +115,7 @@ class NpuExecutor:
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         if cache.block_size != programs.BLOCK:
             raise InputError(f"executor npu needs a cache of {programs.BLOCK}-token blocks, not {cache.block_size}")
+        cache.require_room(batch)
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
         build = programs.decode_program if one_each else programs.prefill_program
         tiling = inputs.tile(
@@ -120,7 +123,8 @@ class NpuExecutor:
         )
         state = tiling.spread(hidden)
         for index in span:
-            state = self._layer(build(self.config, *sides_of(cache.plan, index)), index, state, tiling, cache)
+            program = build(self.config, *sides_of(cache.plan, index), kept.kept_shape(cache.plan, index, cache.chunk))
+            state = self._layer(program, index, state, tiling, cache)
         return state[tiling.row]
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:

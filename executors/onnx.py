@@ -96,6 +96,7 @@ class OnnxExecutor:
     ops = None
     simulated = False
     batches_alike = False
+    decode_step = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:

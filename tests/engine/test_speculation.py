@@ -205,7 +205,7 @@ MANY = 800
 class Table:
     """A model whose logits follow from the last token alone, so that every probability is known."""
 
-    name, device, simulated, batches_alike = "table", torch.device("cpu"), False, True
+    name, device, simulated, batches_alike, decode_step = "table", torch.device("cpu"), False, True, None
 
     def __init__(self, seed, vocab=VOCAB):
         self.config = SimpleNamespace(

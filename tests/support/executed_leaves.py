@@ -1,4 +1,44 @@
-"""What is known of every emitted kernel function after a run: the table that the tests of executed C++ end with."""
+"""What the tests of executed C++ share: what is known of every kernel function after a run, and bytes compared."""
+
+import torch
 
 ROWS = {}
-"""Program -> rows of (scope, kind of core, file, tasks that called it, what its program's outputs were found to be)."""
+"""Program -> rows of (scope, kind of core, file, tasks that called it, what its program's outputs were found to be): the table
+that the tests end with. Kernel functions that only declare are not in it."""
+
+
+def wrong_bytes(ours, theirs):
+    """How many bytes of two tensors differ."""
+    return int((ours.view(torch.uint8) != theirs.view(torch.uint8)).sum())
+
+
+LAST_PLACES = 4
+"""By so many units in the last place an FP32 norm may differ, a sum of 128 squares in another order. Measured: 3."""
+
+
+def wrong_numbers(ours, theirs):
+    """How many numbers of two tensors differ; of FP32, positive, by more than `LAST_PLACES`."""
+    if theirs.dtype == torch.float32:
+        return int(((ours.view(torch.int32) - theirs.view(torch.int32)).abs() > LAST_PLACES).sum())
+    return wrong_bytes(ours, theirs)
+
+
+def wrong_stores(emission, arguments, goldens):
+    """Argument -> wrong bytes in it, of those that the program writes."""
+    outputs = emission.outputs(arguments)
+    return {name: wrong_bytes(outputs[name], golden) for name, golden in goldens.items()}
+
+
+def functions(emission):
+    """Symbol -> the kernel functions that share it; only those that do something."""
+    found = {}
+    for leaf in emission.leaves:
+        if not leaf.idle:
+            found.setdefault(leaf.symbol, []).append(leaf)
+    return found
+
+
+def without(machine, leaves):
+    """All arguments after a run in which some kernel functions were left out, as a bug would."""
+    hashes = {leaf.hash for leaf in leaves}
+    return machine.run(skip=lambda task: task.leaf in hashes)

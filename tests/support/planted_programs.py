@@ -1,6 +1,7 @@
 """Programs with a fault planted in them, which the checks of emitted text and its execution must find."""
 
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -36,22 +37,46 @@ class StridedWhere(StoreProgram):
 
 
 @dataclass(frozen=True)
-class Unordered(LayerProgram):
-    """A layer without the barrier between APPEND and UNIT: of a cache's many writers PyPTO's tables remember one."""
+class Planted(LayerProgram):
+    """A layer with another text at one place of its kernel.
+
+    Attributes:
+        honest, faulty: the text that stands there once, and the one instead of it.
+    """
+
+    honest: str = ""
+    faulty: str = ""
 
     @classmethod
-    def of(cls, program):
-        return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
+    def of(cls, program, honest, faulty):
+        """A program with that fault."""
+        return cls(**{field.name: getattr(program, field.name) for field in fields(program)}, honest=honest, faulty=faulty)
 
     def build(self, **options):
         from haarkv.models.qwen3_14b.npu import layer_kernel
 
         text = Path(layer_kernel.__file__).read_text(encoding="utf-8")
-        assert text.count(_BARRIER) == 1, "the barrier to remove is no longer there"
+        assert text.count(self.honest) == 1, f"the text to spoil is no longer there: {self.honest}"
+        spoiled = text.replace(self.honest, self.faulty)
         # PyPTO reads a kernel's source from its file; the worker's folder goes with the worker.
-        file = Path("unordered_layer_kernel.py").absolute()
-        file.write_text(text.replace(_BARRIER, ""), encoding="utf-8")
+        file = Path(f"planted_{sha256(spoiled.encode()).hexdigest()[:16]}.py").absolute()
+        file.write_text(spoiled, encoding="utf-8")
         spec = spec_from_file_location(file.stem, file)
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
         return module.build(self, with_tuned(options))
+
+
+def unordered(program):
+    """A layer without the barrier between APPEND and UNIT: of a cache's many writers PyPTO's tables remember one."""
+    return Planted.of(program, _BARRIER, "")
+
+
+STALE = "a later step reads the first one's keys"
+FAULTS = {
+    "each query sees the token behind it": ("(start - tail - t * step)", "(start + 1 - tail - t * step)"),
+    "no query sees itself": ("(start - tail - t * step)", "(start - 1 - tail - t * step)"),
+    STALE: ("t * (step // BLOCK)", "t * 0"),
+    "the first sequence's blocks": ("Place(block_table, sequence[first]", "Place(block_table, sequence[0]"),
+}
+"""What a layer's attention may do wrong -> the text to spoil, and its fault."""

@@ -212,6 +212,32 @@ def test_a_scaled_model_computes_the_same():
     assert unscaled.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
 
 
+def beyond_a_step(batch):
+    picked = torch.zeros(len(batch.positions), dtype=torch.bool)
+    picked[:] = len(batch.positions) == len(batch.seq_lens) and int(batch.seq_lens.max()) > 600
+    return picked
+
+
+def test_an_executor_whose_decode_takes_keys_in_steps_is_run_beyond_one():
+    """A short prompt names what it left out; the chosen ones are longer then, and find a fault that lies there."""
+    tokenizer = load_tokenizer("tiny", load_model("tiny").config)
+    plan = KVSpec("tq4").plan(1)
+    candidate = ReferenceExecutor(ONE_LAYER, table_with(spoilt_where(beyond_a_step)))
+    candidate.decode_step = 600
+    ids = chosen_prompts(tokenizer, CONFIG, plan, STEPS, candidate.decode_step)
+    assert [len(prompt) for prompt in ids] == [128, 129, 601]
+    found = [
+        validate(ReferenceExecutor(ONE_LAYER), candidate, ONE_LAYER, prompts, STEPS, plan, modes=("teacher-forced",))
+        for prompts in ([random_tokens(CONFIG, 7)], [[token % CONFIG.vocab_size for token in prompt] for prompt in ids])
+    ]
+    what = "decode over a second step of keys (over 600 tokens)"
+    assert found[0].passed
+    assert what in found[0].not_exercised
+    assert not found[1].passed
+    assert what in found[1].exercised
+    assert not any("step of keys" in named for named in run({}, [[1, 2, 3]], 1).not_exercised)
+
+
 def test_a_format_without_scales_asks_for_none():
     assert not {TINY_SCALES, HUGE_SCALES} & set(run({}, [[1, 2, 3]], 0, kv="bf16").not_exercised)
 

@@ -52,13 +52,13 @@ class Kept:
         shape = (num_rows, num_kv_heads, sink + ring, head_dim)
         self.vectors = torch.zeros(shape, dtype=dtype, device=device)
 
-    def _places(self, positions: Tensor) -> Tensor:
+    def in_ring(self, positions: Tensor) -> Tensor:
         """Where tokens lie in the ring."""
         return self.sink + positions % max(self.ring, 1)
 
     def places(self, positions: Tensor) -> Tensor:
         """Where tokens are found: sinks at their positions, others in the ring; without one at 0, where they are not."""
-        return torch.where(positions < self.sink, positions, self._places(positions) if self.ring else 0)
+        return torch.where(positions < self.sink, positions, self.in_ring(positions) if self.ring else 0)
 
     def holds(self, positions: Tensor, lengths: Tensor | int) -> Tensor:
         """Which tokens are here of sequences of so many, [...] bool."""
@@ -83,7 +83,7 @@ class Kept:
         """Keep the new tokens' vectors x [T, Hkv, D]."""
         rows, x = _token_rows(batch), x.to(torch.bfloat16)
         if self.ring:
-            self.vectors[rows, :, self._places(batch.positions)] = x
+            self.vectors[rows, :, self.in_ring(batch.positions)] = x
         first = batch.positions < self.sink
         if first.any():
             self.vectors[rows[first], :, batch.positions[first]] = x[first]
@@ -92,7 +92,7 @@ class Kept:
         """What the new tokens of a batch are about to replace, both bf16: [T, Hkv, D] in the ring, of no tokens without one,
         and [n, Hkv, D] of those that are sinks."""
         rows, first = _token_rows(batch), self._sinks_of(batch)
-        ring = self.vectors[rows, :, self._places(batch.positions)] if self.ring else self.vectors[:0, :, 0]
+        ring = self.vectors[rows, :, self.in_ring(batch.positions)] if self.ring else self.vectors[:0, :, 0]
         return ring, self.vectors[rows[first], :, batch.positions[first]]
 
     def put_back(self, saved: tuple[Tensor, Tensor], batch: Batch, tokens: Tensor) -> None:
@@ -104,7 +104,7 @@ class Kept:
         """
         rows, first = _token_rows(batch), self._sinks_of(batch)
         if self.ring:
-            self.vectors[rows[tokens], :, self._places(batch.positions[tokens])] = saved[0][tokens]
+            self.vectors[rows[tokens], :, self.in_ring(batch.positions[tokens])] = saved[0][tokens]
         firsts = first[tokens[first]]
         self.vectors[rows[firsts], :, batch.positions[firsts]] = saved[1][tokens[first]]
 
@@ -119,7 +119,7 @@ class Kept:
         token, position = last.unsqueeze(1) + back, batch.positions[last].unsqueeze(1) + back  # [n, G]
         sequence = token_sequences(batch)
         inside = token >= batch.query_start_loc.long()[sequence[last]].unsqueeze(1)
-        older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self._places(position)]
+        older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self.in_ring(position)]
         vectors = torch.where(inside[..., None, None], x.to(torch.bfloat16)[token.clamp(min=0)], older)
         return Groups(vectors.transpose(1, 2), last)
 
@@ -129,7 +129,7 @@ class Kept:
         held = torch.zeros(self.sink + self.ring, dtype=torch.bool)
         held[: min(self.sink, length)] = True
         if self.ring:
-            held[self._places(newest)] = True
+            held[self.in_ring(newest)] = True
         return held
 
     def read(self, batch: Batch, tokens: int) -> Tensor:

@@ -9,5 +9,5 @@ HEAD_DIM = 128
 FORMAT = formats.get("tq4")
 READS = Reads(
     "its programs", head_dims=(HEAD_DIM,), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
-    learned=True,
+    kept=True, learned=True,
 )  # fmt: skip

@@ -46,9 +46,13 @@ class Exercise:
         steps: decode steps.
         plan: of the cache.
         whole_forwards: prefill and decode run whole, too, and not only layer by layer.
+        decode_step: of the executor on trial.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, whole_forwards: bool) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, whole_forwards: bool, decode_step: int | None = None
+    ) -> None:
+        self._decode_step = decode_step
         self._lengths, self._steps, self._plan = list(map(len, prompts)), steps, plan
         self._whole, self._chunk = whole_forwards, Schedule(prompts, steps, plan).chunk
         self._shortest, self._longest = float("inf"), 0.0
@@ -79,6 +83,9 @@ class Exercise:
             "a decode step into a new block": any((n + step) % BLOCK_SIZE == 0 for n in self._lengths for step in places),
             "whole forwards": self._whole,
         }
+        if size := self._decode_step:
+            keys = [n + step + 1 for n in self._lengths for step in places]
+            found[f"decode over a second step of keys (over {size:,} tokens)"] = max(keys, default=0) > size
         if any(kv_format.lossy for kv_format in self._plan.formats):
             found |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
         return found | self._of_windows()
@@ -116,7 +123,9 @@ class Exercise:
         return found
 
 
-def chosen_prompts(tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int) -> list[list[int]]:
+def chosen_prompts(
+    tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int, decode_step: int | None = None
+) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
     A tail in BF16 takes a prompt that does not fill it, and one that is a block longer. The longest stands last, so that its
@@ -126,6 +135,7 @@ def chosen_prompts(tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, step
     Args:
         plan: of the cache; its context and the model's shorten the prompts.
         steps: decode steps that need room after them.
+        decode_step: of the executor on trial; the longest prompt is longer.
     Raises:
         InputError: the context is too short for two tokens and the steps.
     """
@@ -136,7 +146,7 @@ def chosen_prompts(tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, step
     tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.keeps(kv_format)} - {0}
     # Decode takes each tail from not full to beyond it.
     within = [max(tail - 1, 1) for tail in sorted(tails)]
-    longest = max([PREFILL_CHUNK + 3, *(tail + BLOCK_SIZE + 1 for tail in tails)])
+    longest = max([PREFILL_CHUNK + 3, (decode_step or 0) + 1, *(tail + BLOCK_SIZE + 1 for tail in tails)])
     lengths = [min(length, room) for length in (BLOCK_SIZE, BLOCK_SIZE + 1, *within, longest)]
     text = "".join(islice(held_out_texts().values(), 4))
     ids = cycle(tokenizer.encode(text[: _CHARACTERS * sum(lengths)]))

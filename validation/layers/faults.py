@@ -109,7 +109,7 @@ class WholeLayers:
         self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
         self.compiled, self.supports, self.layers = executor.compiled, executor.supports, executor.layers
         self.forward, self.head = executor.forward, executor.head
-        self.batches_alike, self.weights = executor.batches_alike, executor.weights
+        self.batches_alike, self.decode_step, self.weights = executor.batches_alike, executor.decode_step, executor.weights
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None

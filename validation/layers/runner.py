@@ -104,7 +104,7 @@ class _Validation:
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes, self.on_row = frozenset(modes), on_row or (lambda _: None)
-        self.exercise = Exercise(prompts, steps, plan, "free-running" in modes)
+        self.exercise = Exercise(prompts, steps, plan, "free-running" in modes, candidate.decode_step)
         self.plan, self.names, self.model = plan, (reference.name, candidate.name), model
         self.schedule = Schedule(prompts, steps, plan)
         self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)

@@ -20,6 +20,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.npu.emitted.checks import Report, check
+from haarkv.tq_ops.npu.kept import kept_shape
+from haarkv.tq_ops.npu.kept import unsupported as unkept
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.reads import FORMAT, READS
 from haarkv.tq_ops.npu.sides import sides_of
@@ -80,11 +82,12 @@ def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tupl
     Raises:
         InputError: a config or a format that no program can be built for.
     """
-    if reason := programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes[: len(plan.layers)]):
+    shapes = config.kv_shapes[: len(plan.layers)]
+    if reason := programs.unsupported(config) or unsupported(READS, plan, shapes) or unkept(plan):
         raise InputError(f"nothing to compile: {reason}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):
-        sharing.setdefault(sides_of(plan, layer), []).append(layer)
+        sharing.setdefault((sides_of(plan, layer), kept_shape(plan, layer)), []).append(layer)
     found = []
     for kind in kinds:
         of_layers = [] if kind == _HEAD else list(map(tuple, sharing.values()))
@@ -133,7 +136,7 @@ def layer_call(
 def _layer(
     build: Callable[..., LayerProgram], model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0
 ) -> tuple[Program, list[torch.Tensor]]:
-    program = build(model.config, *sides_of(plan, layer))
+    program = build(model.config, *sides_of(plan, layer), kept_shape(plan, layer))
     return program, layer_call(program, model, plan=plan, layer=layer)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -14,8 +15,9 @@ from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgra
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.npu.kept import HIDDEN, Keeping, KeptShape, keeping
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.reads import READS
+from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.weight import dense
 
@@ -33,6 +35,7 @@ class Tiling:
         tile_tokens: [tiles] int32.
         tokens: name -> [rows] int32 and so on: what the program wants to know of each token.
         block_table: [B, n] int32, -1 pads, n a multiple of a step's blocks.
+        batch: that was laid out.
     """
 
     row: Tensor
@@ -40,6 +43,8 @@ class Tiling:
     tile_tokens: Tensor
     tokens: dict[str, Tensor]
     block_table: Tensor
+    batch: Batch
+    _kept: dict[KeptShape, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
     def spread(self, values: Tensor) -> Tensor:
         """[T, …] -> [rows, …], zeros in the padding."""
@@ -76,7 +81,7 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
     }
     blocks = program.attention.step_tokens // BLOCK
     table = pad(batch.block_table, (0, -batch.block_table.shape[1] % blocks), value=-1).contiguous()
-    tiling = Tiling(row, base, torch.tensor(counts, dtype=torch.int32, device=device), {}, table)
+    tiling = Tiling(row, base, torch.tensor(counts, dtype=torch.int32, device=device), {}, table, batch)
     tiling.tokens.update({name: tiling.spread(values) for name, values in per_token.items()})
     return tiling
 
@@ -118,6 +123,49 @@ def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     return {**k.tensors("k", cache.k_fields(layer)), **v.tensors("v", cache.v_fields(layer))}
 
 
+def kept_arguments(program: LayerProgram, tiling: Tiling, cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
+    """What a layer's program takes of tokens in BF16: the very memory, and places, made once for all layers alike."""
+    shape, (k, v) = program.kept, cache.kept(layer)
+    step, device = program.attention.step_tokens, tiling.row.device
+    if shape is None or k is None or v is None:
+        return _none_kept(step, device)
+    if shape not in tiling._kept:
+        tiling._kept[shape] = _places(program, shape, tiling, keeping(k, shape, tiling.batch))
+    return {"k_kept": k.vectors.view(-1, HEAD_DIM), "v_kept": v.vectors.view(-1, HEAD_DIM), **tiling._kept[shape]}
+
+
+def _places(program: LayerProgram, shape: KeptShape, tiling: Tiling, of_tokens: Keeping) -> dict[str, Tensor]:
+    group, rows, device = program.attention.group, program.rows, tiling.row.device
+    # Rows of padding see nothing.
+    seen = torch.full((tiling.rows, shape.span), HIDDEN, device=device)
+    seen[tiling.row] = of_tokens.seen
+    begin = tiling.spread(of_tokens.begin)
+    # Pairs by tile, each tile with room for two a row.
+    row = tiling.row[of_tokens.token]
+    tile, by_tile = (row // rows).sort(stable=True)
+    count = torch.bincount(tile, minlength=tiling.rows // rows)
+    at = 2 * rows * tile + torch.arange(len(tile), device=device) - (count.cumsum(0) - count)[tile]
+    token, place = (torch.zeros(2 * tiling.rows, dtype=torch.int32, device=device) for _ in range(2))
+    token[at] = (row % rows)[by_tile].int()
+    place[at] = (of_tokens.begin[of_tokens.token] + of_tokens.place)[by_tile].int()
+    sinks = torch.zeros(1, program.attention.step_tokens, device=device)
+    sinks[:, : shape.sink] = HIDDEN
+    return {
+        "kept_begin": begin.int(), "kept_seen": seen.repeat_interleave(group, 0), "tile_keeps": count.int(),
+        "keep_token": token, "keep_row": place, "sinks": sinks,
+    }  # fmt: skip
+
+
+@cache
+def _none_kept(step: int, device: torch.device) -> dict[str, Tensor]:
+    """What stands for those arguments where nothing stays in BF16: nobody reads them."""
+    plain = torch.zeros(1, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    number = torch.zeros(1, dtype=torch.int32, device=device)
+    named = dict.fromkeys(("kept_begin", "tile_keeps", "keep_token", "keep_row"), number)
+    floats = {"kept_seen": torch.zeros(1, HEAD_DIM, device=device), "sinks": torch.zeros(1, step, device=device)}
+    return {"k_kept": plain, "v_kept": plain, **named, **floats}
+
+
 def domain_arguments(plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
     """What a layer's program takes of learned coordinates, on its device; the same tensors each time."""
     return sides_of(plan, layer)[0].domain_tensors(plan.k(layer), layer, device)
@@ -141,6 +189,7 @@ def layer_call(
         **tiling.tokens,
         **domain_arguments(cache.plan, layer, hidden.device),
         **cache_arguments(cache, layer),
+        **kept_arguments(program, tiling, cache, layer),
         "hidden": hidden,
         "tile_tokens": tiling.tile_tokens,
         "block_table": tiling.block_table,

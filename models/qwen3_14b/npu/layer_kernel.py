@@ -9,6 +9,7 @@ from typing import Any
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, Place, attend_step, softmaxes
+from haarkv.tq_ops.npu.kernels.kept import KeptSides, attend_kept, keep, plain
 from haarkv.tq_ops.npu.kernels.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
 from haarkv.tq_ops.npu.kernels.side import Domain
 from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
@@ -71,13 +72,18 @@ def _queries(q_ready, width, first_row, first_head, shape):
     return queries
 
 
-def _finish(softmax, stored_v, attended, first_row, first_head, shape):
-    """Bring what a unit's queries attended to out of the domain of V's tiles, into their rows. The inverse of `_queries`."""
+def _finish(softmax, stored_v, kept, attended, first_row, first_head, shape):
+    """Bring what a unit's queries attended to out of the domain of V's tiles, into their rows. The inverse of `_queries`.
+
+    Args:
+        kept: `KeptSides` that they have yet to attend to, None where no tokens stay in BF16.
+    """
     for head in range(shape.heads_at_once):
         pypto.set_vec_tile_shapes(16, HEAD_DIM)
-        plain = stored_v.finish(softmax[head].result(), first_head + head, shape)
+        value, beside = attend_kept(softmax[head], kept, head, shape) if kept else (softmax[head].result(), None)
+        out = stored_v.finish(value, beside)
         pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
-        part = pypto.clone(pypto.reshape(plain, [shape.unit_tokens, shape.group, HEAD_DIM]))
+        part = pypto.clone(pypto.reshape(out, [shape.unit_tokens, shape.group, HEAD_DIM]))
         pypto.assemble(part, [first_row, (first_head + head) * shape.group, 0], attended)
 
 
@@ -106,6 +112,9 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     vectors = rows * kv_heads
     side_k, side_v = layer.k, layer.v
     kernel_k, kernel_v = kernel_of(side_k), kernel_of(side_v)
+    kept = layer.kept
+    tail, window, span = (kept.tail, kept.window, kept.span) if kept else (0, 0, HEAD_DIM)
+    has_sinks = bool(kept and kept.sink)
     tiles = Tiles(rows)
     finish, out_dtype = (_part_of_sum, pypto.DT_FP32) if layer.partial else (_rest_of_layer, pypto.DT_BF16)
 
@@ -141,10 +150,18 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         k_scales: parameter(side_k.scale_row),
         v_vectors: parameter(side_v.vectors),
         v_scales: parameter(side_v.scale_row),
+        k_kept: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
+        v_kept: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
+        kept_begin: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
+        kept_seen: pypto.Tensor([pypto.DYNAMIC, span], pypto.DT_FP32),
+        tile_keeps: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
+        keep_token: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
+        keep_row: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
+        sinks: pypto.Tensor([1, step], pypto.DT_FP32),
         out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
     ):
         domain_k = Domain(rotation, rotation_fp16, k_forward, k_numbers, k_places, k_rows)
-        stored_k = kernel_k(side_k, k_vectors, k_scales, domain_k)
+        stored_k = kernel_k(side_k, k_vectors, k_scales, domain_k, kept is not None)
         stored_v = kernel_v(side_v, v_vectors, v_scales, Domain(rotation, rotation_fp16))
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
             base = tile * rows
@@ -167,6 +184,15 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
                 stored_k.append(i, slot[base + i], new_k, kv_heads)
                 stored_v.append(i, slot[base + i], new_v, kv_heads)
+            if kept is not None:
+                plain_k = pypto.tensor([vectors, HEAD_DIM], pypto.DT_BF16, "plain_k")
+                plain_v = pypto.tensor([vectors, HEAD_DIM], pypto.DT_BF16, "plain_v")
+                for _ in pypto.loop(1, name="PLAIN", idx_name="i6"):
+                    plain_k[:] = plain(k, rows, kv_heads)
+                    plain_v[:] = plain(v, rows, kv_heads)
+                for i in pypto.loop(tile_keeps[tile], name="KEEP", idx_name="i7"):
+                    keep(plain_k, k_kept, keep_token[2 * base + i], keep_row[2 * base + i], kv_heads, window)
+                    keep(plain_v, v_kept, keep_token[2 * base + i], keep_row[2 * base + i], kv_heads, window)
             for _ in pypto.loop(1, name="ROTATE", idx_name="i4"):
                 _ready(q, stored_k, q_ready, attended, layer)
             # A barrier: PyPTO remembers one writer of a cache of dynamic length, so that of all APPENDs only the last would
@@ -175,20 +201,32 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
             for u in pypto.loop(units, name="UNIT", idx_name="u", submit_before_loop=True):
                 first = base + u * unit
                 start = position[first]
-                keys = start + (tokens - u * unit).min(unit)
+                # Of the packed keys a query sees those that it does not see in BF16.
+                packed = (start - tail + (tokens - u * unit).min(unit)).max(1)
                 for g in pypto.loop(kv_heads // at_once, name="HEADS", idx_name="g"):
                     softmax = softmaxes(shape)
-                    for t in pypto.loop((keys + step - 1) // step, name="KEYS", idx_name="t"):
+                    for t in pypto.loop((packed + step - 1) // step, name="KEYS", idx_name="t"):
                         place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
                         # Row r of the table is 0 up to column step + its token, then -1e30.
-                        hidden_keys = pypto.view(mask, [queries, step], [0, step - (start - t * step).min(step)])
+                        seen = (start - tail - t * step).min(step).max(-unit)
+                        hidden_keys = pypto.view(mask, [queries, step], [0, step - seen])
                         queries_of_unit = _queries(q_ready, side_k.width, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
-                            attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=True)
+                            first_keys = sinks if has_sinks else None
+                            attend_step(
+                                softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=True,
+                                also=first_keys,
+                            )  # fmt: skip
                         else:
                             attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=False)
                         if pypto.is_loop_end(t):
-                            _finish(softmax, stored_v, attended, u * unit, g * at_once, shape)
+                            in_bf16 = None
+                            if kept is not None:
+                                plain_queries = _queries(q, HEAD_DIM, u * unit, g * at_once, shape)
+                                seen_kept = pypto.view(kept_seen, [queries, span], [first * shape.group, 0])
+                                row = kept_begin[first] + g * at_once * window
+                                in_bf16 = KeptSides(kept, k_kept, v_kept, stored_k, plain_queries, g * at_once, row, seen_kept)
+                            _finish(softmax, stored_v, in_bf16, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, HEAD_DIM)
                 projected = tiles.project(pypto.reshape(attended, [rows, heads * HEAD_DIM]), o_proj)

@@ -8,6 +8,7 @@ from typing import Any
 
 from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops.kv.reads import wrong_head_dim
+from haarkv.tq_ops.npu.kept import KeptShape
 from haarkv.tq_ops.npu.program import Argument, Kernel
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
@@ -23,6 +24,7 @@ class LayerProgram:
     Attributes:
         rows: tokens of a tile: projections run on so many rows at once; a multiple of the attention's unit.
         k, v: how K and V are stored.
+        kept: what stays of both in BF16.
         partial: of one of several ranks: `out` is what its heads add to the output projection, FP32, and the layer ends
             there. The MLP's weights are arguments all the same, and are not read.
     """
@@ -36,6 +38,7 @@ class LayerProgram:
     k: Side = TQ4
     v: Side = TQ4
     partial: bool = False
+    kept: KeptShape | None = None
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -45,7 +48,10 @@ class LayerProgram:
             "sequence", "block_table",
         )  # fmt: skip
         cache = (*self.k.arguments("k"), *self.v.arguments("v"))
-        return (*(Argument(name) for name in names), *self.k.domain_arguments(), *cache, Argument("out", output=True))
+        in_bf16 = tuple(Argument(name, output=self.kept is not None) for name in ("k_kept", "v_kept"))
+        places = (Argument(name) for name in ("kept_begin", "kept_seen", "tile_keeps", "keep_token", "keep_row", "sinks"))
+        given = (Argument(name) for name in names)
+        return (*given, *self.k.domain_arguments(), *cache, *in_bf16, *places, Argument("out", output=True))
 
     def build(self, **options: dict[str, Any]) -> Kernel:
         from haarkv.models.qwen3_14b.npu import layer_kernel
@@ -113,21 +119,26 @@ DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 
 
-def decode_program(config: ModelConfig, k: Side = TQ4, v: Side = TQ4, *, step_tokens: int = DECODE_STEP) -> LayerProgram:
+def decode_program(
+    config: ModelConfig, k: Side = TQ4, v: Side = TQ4, kept: KeptShape | None = None, *, step_tokens: int = DECODE_STEP
+) -> LayerProgram:
     """One new token of each sequence; layers of the same formats share it, and any batch, context and block table."""
     at_once = heads_at_once(config.heads.num_kv_heads, min(k.most_heads, v.most_heads))
     attention = AttentionShape(config.heads.num_heads, config.heads.num_kv_heads, 1, step_tokens, at_once)
-    return _layer(config, "decode_layer", DECODE_ROWS, attention, k, v)
+    return _layer(config, "decode_layer", DECODE_ROWS, attention, k, v, kept)
 
 
-def prefill_program(config: ModelConfig, k: Side = TQ4, v: Side = TQ4) -> LayerProgram:
+def prefill_program(config: ModelConfig, k: Side = TQ4, v: Side = TQ4, kept: KeptShape | None = None) -> LayerProgram:
     """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
     attention = AttentionShape(config.heads.num_heads, config.heads.num_kv_heads, PREFILL_UNIT, PREFILL_STEP, 1)
-    return _layer(config, "prefill_layer", PREFILL_ROWS, attention, k, v)
+    return _layer(config, "prefill_layer", PREFILL_ROWS, attention, k, v, kept)
 
 
-def _layer(config: ModelConfig, name: str, rows: int, attention: AttentionShape, k: Side, v: Side) -> LayerProgram:
-    return LayerProgram(name, config.hidden_size, config.common.mlp.width, config.final_norm.eps, rows, attention, k, v)
+def _layer(
+    config: ModelConfig, name: str, rows: int, attention: AttentionShape, k: Side, v: Side, kept: KeptShape | None
+) -> LayerProgram:
+    sizes = config.hidden_size, config.common.mlp.width, config.final_norm.eps
+    return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept)
 
 
 def cut(program: LayerProgram) -> tuple[LayerProgram, MlpProgram]:

@@ -10,12 +10,13 @@ from aicore.order import read_order, roots
 from aicore.schedule import Operand, Schedule, Task
 from npu_learned import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
-from planted_programs import Unordered
+from planted_programs import unordered
 from small_models import resized
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
+from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import sides_of
@@ -57,7 +58,7 @@ def ran(program, arguments):
 
 def run_layer(make, case, model="tiny", variant=lambda program: program, plan=PLAN):
     blank = blank_model(read_config(model))
-    program = variant(make(blank.config, *sides_of(plan, 0)))
+    program = variant(make(blank.config, *sides_of(plan, 0), kept_shape(plan, 0)))
     return ran(program, layer_call(program, blank, *case, plan))
 
 
@@ -101,6 +102,34 @@ def test_decode_leaves_no_access_unordered():
     assert list(run.unordered()) == []
 
 
+def kept_plan(**kept):
+    return replace(learned_plan_spec(), **kept).plan(1)
+
+
+def test_decode_with_tokens_in_bf16_leaves_no_access_unordered():
+    """Rings and sinks are written before anyone reads them: three sequences, one of them new."""
+    run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4))
+    check_order(run, tokens=3, tiles=1)
+    assert sum(root.scope == "KEEP" for root in run.roots) == 4
+    assert max(root.step for root in run.roots if root.scope == "KEEP") < min(
+        root.step for root in run.roots if root.scope == "KEYS"
+    )
+    assert list(run.unordered()) == []
+
+
+@pytest.mark.npu_long
+def test_prefill_with_tokens_in_bf16_leaves_no_access_unordered_that_matters():
+    """Of rings none at all: what a tile writes lies in no window that the tile before reads."""
+    run = run_layer(short_prefill, SHORT_PREFILL, plan=kept_plan(tail=128, sink=4))
+    check_prefill(run, 37, tiles=3)
+
+
+def test_without_the_barrier_rings_may_be_read_stale():
+    run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4), variant=unordered)
+    found = set(run.unordered())
+    assert {("read after write", "KEEP", "KEYS", 0, name) for name in ("k_kept", "v_kept")} <= found
+
+
 def check_prefill(run, tokens, tiles):
     check_order(run, tokens, tiles)
     # A tile may store its tokens while the tile before still loads their blocks: those rows lie behind its own tokens and
@@ -120,9 +149,13 @@ def test_prefill_leaves_no_access_unordered_that_matters():
     check_prefill(run_layer(short_prefill, SHORT_PREFILL), 37, tiles=3)
 
 
+def learned_plan_spec():
+    return learned_spec(resized(read_config("tiny"), num_layers=1))
+
+
 def learned_plan():
     """Of a layer of `tiny`, K of two stages."""
-    return learned_spec(resized(read_config("tiny"), num_layers=1)).plan(1)
+    return learned_plan_spec().plan(1)
 
 
 @pytest.mark.npu_long
@@ -151,7 +184,7 @@ def check_found(run):
 
 
 def test_without_the_barrier_fresh_rows_may_be_read_stale():
-    check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=Unordered.of))
+    check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=unordered))
 
 
 def test_the_store_program_writes_no_row_twice():
@@ -201,7 +234,7 @@ def test_what_is_unordered_is_found_in_tasks_made_up(one, other, kinds):
 
 @pytest.mark.npu_long
 def test_prefill_without_the_barrier_is_found_as_well():
-    check_found(run_layer(programs.prefill_program, PREFILL, variant=Unordered.of))
+    check_found(run_layer(programs.prefill_program, PREFILL, variant=unordered))
 
 
 @pytest.mark.npu_long

@@ -17,6 +17,8 @@ _PREPROCESSOR = re.compile(r"^#.*\n", re.MULTILINE)
 _NUMBERED = re.compile(r"\b([a-z]\w*?Tensor|sym|[A-Z]\w*TileTensor\w+?Dim\d)_(\d+)")
 _TENSOR = re.compile(r"^([A-Z]\w*TileTensor\w+) (\w+)\(")
 _USING = re.compile(r"^using (\w+) =")
+# Of a body, what declares and does nothing.
+_DECLARES = re.compile(r"^(uint64_t sym_\w+ = |using \w+ = |[A-Z]\w*TileTensor\w+ \w+\(|SUBKERNEL_PHASE\d+$)")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Leaf:
     hash: int
     symbol: str
     text: str
+
+    @property
+    def idle(self) -> bool:
+        """Whether its body only declares: PyPTO gives a view that needs no copy a kernel function all the same."""
+        body = self.text.partition("{")[2].rpartition("}")[0]
+        return all(_DECLARES.match(line) for line in map(str.strip, body.splitlines()) if line)
 
 
 def read_leaf(path: str, source: str) -> Leaf:

@@ -60,6 +60,15 @@ class OnlineSoftmax:
         self.best[:] = higher
         self.value[:] = self.value * shrink + weigh(p)
 
+    def end(self, score, weigh):
+        """The last step, of other values than those before: what was attended to among those and among these."""
+        higher = pypto.maximum(self.best, pypto.amax(score, dim=-1, keepdim=True))
+        p = pypto.exp(score - higher)
+        shrink = pypto.exp(self.best - higher)
+        total = self.total * shrink + pypto.sum(p, dim=-1, keepdim=True)
+        beside = weigh(p)
+        return self.value * shrink / total, beside / total
+
     def result(self):
         """Values [rows, 128] FP32."""
         return self.value / self.total
@@ -70,7 +79,7 @@ def softmaxes(shape):
     return [OnlineSoftmax(shape.queries, head) for head in range(shape.heads_at_once)]
 
 
-def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
+def attend_step(softmax, queries, keys, values, place, mask, shape, *, first, also=None):
     """One step of keys, for every head of the iteration.
 
     Args:
@@ -79,6 +88,7 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
         keys, values: `CacheSide`s.
         mask: [M, step] FP32, added to the logits.
         first: whether this is the unit's first step.
+        also: [1, step] FP32, added as well.
     Rounding points: probability times scale to FP16.
     """
     step = shape.step_tokens
@@ -89,6 +99,7 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first):
         raw = pypto.matmul(queries[head], key_tiles[head], pypto.DT_FP32, b_trans=keys.by_token)
         pypto.set_vec_tile_shapes(16, step)
         score = _scaled(raw, keys.scale_row(key_scales, place, head, shape, HEAD_DIM**-0.5)) + mask
+        score = score if also is None else score + also
 
         def weigh(p, head=head):
             scaled = values.probabilities(_scaled(p, values.scale_row(value_scales, place, head, shape, 1.0)))
@@ -118,10 +129,10 @@ def rotate_queries(query, rotation, rows):
     return pypto.matmul(query, rotation, pypto.DT_FP16)
 
 
-def unrotate(output, rotation):
-    """output [rows, 128] FP16, rotated -> BF16 in the model's own domain. Once a query."""
+def unrotate(output, rotation, dtype=pypto.DT_BF16):
+    """output [rows, 128] FP16, rotated -> BF16 or FP32 in the model's own domain. Once a query."""
     pypto.set_cube_tile_shapes([16, 48], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
-    return pypto.matmul(output, rotation, pypto.DT_BF16, b_trans=True)
+    return pypto.matmul(output, rotation, dtype, b_trans=True)
 
 
 def bf16_as_fp16(x):

@@ -126,6 +126,12 @@ class LearnedKeys(ScaledSide):
         row = super().scale_row(scales, place, head, shape, factor)
         return row * pypto.view(self.domain.numbers, [1, 1], [LIFT * shape.num_kv_heads + place.head + head, 0])
 
+    def left_out(self, queries, head, kv_heads):
+        """The product with the head's mean, which codes are stored without."""
+        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        mean = pypto.view(self.domain.numbers, [1, HEAD_DIM], [MEAN * kv_heads + head, 0])
+        return pypto.sum(pypto.cast(queries, pypto.DT_FP32) * mean, dim=-1, keepdim=True)
+
     def ready(self, q, rows, shape, out):
         group, width = shape.group, self.side.width
         for head in range(shape.num_kv_heads):

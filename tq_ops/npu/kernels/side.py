@@ -49,6 +49,7 @@ class CacheSide:
         side: how the format lies before a program.
         vectors, scales: the side's two arguments of the program; without scales the second is not read.
         domain: of its tiles.
+        keeps: queries stay in BF16 until they are made ready, for tokens in BF16 meet them as they are.
     Attributes:
         by_token: whether tiles are [step, 128]; else [width, step], of K alone.
         kept_dtype: of queries as they are kept until all of a tile's keys are stored.
@@ -58,7 +59,8 @@ class CacheSide:
     kept_dtype = query_dtype = pypto.DT_BF16
     by_token = True
 
-    def __init__(self, side, vectors, scales, domain):
+    def __init__(self, side, vectors, scales, domain, keeps=False):
+        self.keeps = keeps
         self.side, self.stored_vectors, self.stored_scales, self.domain = side, vectors, scales, domain
 
     # -- Storing -------------------------------------------------------------------------------------------------------
@@ -161,9 +163,24 @@ class CacheSide:
         """Kept queries [rows, 128] -> as the cube takes them."""
         return query
 
-    def finish(self, value, head, shape):
-        """What queries of a KV head attended to, [rows, 128] FP32 -> BF16 in the model's own domain; once a query."""
-        return pypto.cast(value, pypto.DT_BF16)
+    def left_out(self, queries, head, kv_heads):
+        """What the logits of its tiles lack of queries' products with keys, [M, 1] FP32; None where they lack nothing.
+
+        A softmax of these logits alone does not change by it; tokens in BF16 must lack it too.
+
+        Args:
+            queries: [M, 128] BF16 in the model's own domain.
+            head: of the KV heads.
+        """
+        return
+
+    def finish(self, value, beside=None):
+        """What queries of a KV head attended to, [rows, 128] FP32 -> BF16 in the model's own domain; once a query.
+
+        Args:
+            beside: the same of tokens in BF16, in that domain already.
+        """
+        return pypto.cast(value if beside is None else value + beside, pypto.DT_BF16)
 
 
 class ScaledSide(CacheSide):
@@ -188,13 +205,25 @@ class ScaledSide(CacheSide):
 class RotatedSide(CacheSide):
     """A side whose tiles are FP16 in the rotated domain."""
 
-    kept_dtype = query_dtype = pypto.DT_FP16
+    query_dtype = pypto.DT_FP16
+
+    @property
+    def kept_dtype(self):
+        return pypto.DT_BF16 if self.keeps else pypto.DT_FP16
 
     def query(self, values):
-        return bf16_as_fp16(values)
+        return values if self.keeps else bf16_as_fp16(values)
+
+    def ready(self, q, rows, shape, out):
+        super().ready(bf16_as_fp16(q) if self.keeps else q, rows, shape, out)
 
     def query_rows(self, query, rows):
         return rotate_queries(query, self.domain.rotation_fp16, rows)
 
-    def finish(self, value, head, shape):
-        return unrotate(pypto.cast(value, pypto.DT_FP16), self.domain.rotation_fp16)
+    def finish(self, value, beside=None):
+        half = pypto.cast(value, pypto.DT_FP16)
+        if beside is None:
+            return unrotate(half, self.domain.rotation_fp16)
+        plain = unrotate(half, self.domain.rotation_fp16, pypto.DT_FP32)
+        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        return pypto.cast(plain + beside, pypto.DT_BF16)

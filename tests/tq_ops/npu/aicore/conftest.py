@@ -4,11 +4,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from aicore.emission import Recorder
+from aicore.emission import Recorder, emit
 from aicore.toolchain import find_toolchain
 from executed_leaves import ROWS
+from npu_programs import store_case
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sim.simulator import unavailable
 
 
@@ -30,6 +32,14 @@ def toolchain(request):
 def simulator(toolchain):
     with Recorder() as simulator:
         yield simulator
+
+
+@pytest.fixture(scope="session")
+def stored(simulator, toolchain):
+    """The store program for 16 tokens of two heads: its emission, a machine and what it should write."""
+    case = store_case(16)
+    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    return emission, emission.machine(toolchain), case.goldens
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -75,6 +75,17 @@ def test_no_declaration_is_lost():
     assert max(i for i, line in enumerate(lines) if line.startswith("UBTile")) < used
 
 
+def test_a_kernel_function_that_only_declares_is_idle_and_one_operation_makes_it_busy():
+    text = kernel((1, 2, 3, 4, 5), swap=False)
+    operations = ["TVecDup<float>(ubTensor_2, 1);\n", "TLoad(ubTensor_3, ubTensor_2);\n"]
+    assert not read_leaf("x_aiv.cpp", text).idle
+    for operation in operations:
+        assert not read_leaf("x_aiv.cpp", text.replace(operation, "")).idle
+    for operation in operations:
+        text = text.replace(operation, "")
+    assert read_leaf("x_aiv.cpp", text).idle
+
+
 def test_what_is_no_kernel_function_is_refused():
     with pytest.raises(InputError, match="is not supported"):
         read_leaf("x_aiv.cpp", "int main() {}")

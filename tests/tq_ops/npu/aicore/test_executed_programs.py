@@ -1,82 +1,118 @@
 """The C++ that PyPTO emits, executed on the host: whole programs of tiny, task by task, below PyPTO's interpreter."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from aicore.build import check_leaves
 from aicore.emission import Recorder, emit
-from aicore.leaf import distinct, read_leaves
-from executed_leaves import ROWS
-from npu_layers import LAYER, layer_call
+from aicore.leaf import read_leaves
+from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_stores
+from npu_layers import LAYER, layer_call, worst_token
 from npu_learned import learned_spec
 from npu_programs import store_case
 from planted_programs import StridedWhere
+from small_models import SMALL, resized, small_model
 
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.validation.bounds import LAYER_BF16
+from haarkv.validation.bounds import NPU_LAYER_ADDED
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
 # Absolute; 2.5e-3 was measured.
 LOGITS_ATOL = 1e-2
 
 
-def wrong_bytes(ours, theirs):
-    return int((ours.view(torch.uint8) != theirs.view(torch.uint8)).sum())
-
-
 def note(name, emission, machine, verdict):
     """One row of the table for each leaf. Returns the share of leaves that ran."""
     calls = machine.executed()
-    leaves = distinct(emission.leaves)
+    leaves = {symbol: same[0] for symbol, same in functions(emission).items()}
     ROWS[name] = [(leaf.scope, leaf.kind, leaf.file, calls[symbol], verdict) for symbol, leaf in leaves.items()]
     return sum(symbol in calls for symbol in leaves) / len(leaves)
 
 
 def check_layer(name, simulator, toolchain, call, program):
-    """A layer's cache bit for bit and its output within the bound of a layer, against the reference."""
+    """A layer's cache bit for bit, and what it adds to a faint hidden state within its bound, against the reference."""
     arguments, goldens, out, tiling, expected = call
     emission = emit(simulator, program, arguments)
     machine = emission.machine(toolchain)
     after = machine.run()
-    wrong = {program.arguments[i].name: wrong_bytes(after[i], golden) for i, golden in goldens.items()}
-    assert not any(wrong.values()), f"wrong bytes: {wrong}"
+    wrong = {program.arguments[i].name: wrong_numbers(after[i], golden) for i, golden in goldens.items()}
+    assert not any(wrong.values()), f"wrong: {wrong}"
     assert all(wrong_bytes(arguments[i], golden) for i, golden in goldens.items()), "nothing was to be stored"
-    ours = after[out][tiling.row].float()
-    error = float(((ours - expected.float()).norm(dim=1) / expected.float().norm(dim=1)).max())
-    assert error < LAYER_BF16.rel_l2
-    return note(name, emission, machine, f"cache equal, hidden within {error:.1e}"), machine, after
+    error = worst_token(after[out][tiling.row], expected)
+    assert error < NPU_LAYER_ADDED
+    return note(name, emission, machine, f"cache equal, added within {error:.1e}")
 
 
+@pytest.mark.aicore_long
 def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
     """Three steps of keys and one: the first, one between, the last, and one that is both first and last."""
     program = programs.decode_program(load_model("tiny", "bfloat16").config)
     call = layer_call(program, [1, 1], [4200, 17], blocks=40)
-    executed, _, _ = check_layer("decode", simulator, toolchain, call, program)
+    executed = check_layer("decode", simulator, toolchain, call, program)
     assert executed >= 0.9
 
 
-@pytest.mark.parametrize("kv", ["k=lr4,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4"])
-def test_a_decode_layer_of_learned_keys_does_so_too(kv, simulator, toolchain):
-    """Products in FP32, the cube's adding up of bytes and transposed tiles, which no other program has; rows of 48 bytes."""
+@pytest.mark.aicore_long
+@pytest.mark.parametrize("kv", ["bf16", "k=tq4,v=bf16", "tq4_seed", "k=lr4,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4"])
+def test_a_decode_layer_of_other_formats_does_so_too(kv, simulator, toolchain):
+    """Two steps of keys. Learned keys have products in FP32, the cube's adding up of bytes, and transposed tiles."""
     config = load_model("tiny", "bfloat16").config
-    spec = learned_spec(config, kv)
+    spec = learned_spec(config, kv) if "lr" in kv else KVSpec(kv)
     program = programs.decode_program(config, *sides_of(spec.plan(config.num_layers), LAYER))
-    assert program.k.layout is not None
-    call = layer_call(program, [1, 1], [299, 17], spec=spec)
-    executed, _, _ = check_layer(kv, simulator, toolchain, call, program)
-    assert executed >= 0.8
+    call = layer_call(program, [1, 1], [2200, 17], blocks=24, spec=spec)
+    assert check_layer(kv, simulator, toolchain, call, program) >= 0.85
 
 
+KEPT = {"tail": 128, "sink": 4}
+
+
+def kept_call(config, make, new, stored, blocks=12, model=None, **kept):
+    """A layer of learned keys with tokens in BF16 beside them, about to run."""
+    spec = replace(learned_spec(config), **kept)
+    plan = spec.plan(config.num_layers)
+    program = make(config, *sides_of(plan, LAYER), kept_shape(plan, LAYER))
+    call = layer_call(program, new, stored, blocks, model, spec)
+    assert len(call[1]) == 6
+    return program, call
+
+
+@pytest.mark.aicore_long
+def test_a_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
+    """Two steps of packed keys and the one of BF16; a sequence that does not fill the tail has one packed step, all masked."""
+    program, call = kept_call(
+        load_model("tiny", "bfloat16").config, programs.decode_program, [1, 1], [2300, 17], blocks=24, **KEPT
+    )
+    assert check_layer("kept decode", simulator, toolchain, call, program) >= 0.85
+
+
+@pytest.mark.aicore_long
+def test_a_prefill_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
+    program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [530, 2], **KEPT)
+    assert check_layer("kept prefill", simulator, toolchain, call, program) >= 0.85
+
+
+def test_a_small_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
+    config = resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
+    model = small_model(config, dtype=torch.bfloat16)
+    make = partial(programs.decode_program, step_tokens=128)
+    program, call = kept_call(config, make, [1, 1, 1], [300, 60, 2], model=model, tail=20, sink=4)
+    assert check_layer("kept", simulator, toolchain, call, program) == 1
+
+
+@pytest.mark.aicore_long
 def test_a_prefill_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
     program = programs.prefill_program(load_model("tiny", "bfloat16").config)
     call = layer_call(program, [40, 3], [530, 20])
-    executed, _, _ = check_layer("prefill", simulator, toolchain, call, program)
+    executed = check_layer("prefill", simulator, toolchain, call, program)
     assert executed >= 0.9
 
 
@@ -97,24 +133,23 @@ def test_the_head_gives_the_reference_logits(simulator, toolchain):
     assert expected.abs().max() > 1
 
 
-@pytest.fixture(scope="module")
-def stored(simulator, toolchain):
-    """The store program for 16 tokens of two heads: its emission, a machine and what it should write."""
-    case = store_case(16)
-    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
-    return emission, emission.machine(toolchain), case.goldens
-
-
-def wrong_stores(emission, arguments, goldens):
-    outputs = emission.outputs(arguments)
-    return {name: wrong_bytes(outputs[name], golden) for name, golden in goldens.items()}
-
-
 def test_quantize_and_append_write_the_bytes_of_the_format(stored):
     emission, machine, goldens = stored
     wrong = wrong_stores(emission, machine.run(), goldens)
     assert note("store", emission, machine, "all bytes equal") == 1
     assert not any(wrong.values()), wrong
+
+
+def test_levels_of_the_published_layout_are_equal_and_norms_nearly(simulator, toolchain):
+    """FP32 norms, sums of 128 squares in another order than the interpreter's, differ in their last places."""
+    case = store_case(16, pair=(formats.PUBLISHED,) * 2)
+    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    outputs = emission.outputs(emission.machine(toolchain).run())
+    assert not any(wrong_numbers(outputs[name], golden) for name, golden in case.goldens.items())
+    for name in ("k_codes", "v_codes"):
+        assert wrong_bytes(outputs[name], case.goldens[name]) == 0
+    off = [int((outputs[name] != case.goldens[name]).sum()) for name in ("k_scale", "v_scale")]
+    print(f"norms that differ in their last places, of 32 each: {off}")
 
 
 def test_the_strided_where_writes_wrong_codes(toolchain):
@@ -127,14 +162,6 @@ def test_the_strided_where_writes_wrong_codes(toolchain):
     assert wrong["k_scale"] == wrong["v_scale"] == 0
     for name in ("k_codes", "v_codes"):
         assert 800 < wrong[name] < 1100, wrong
-
-
-def test_every_leaf_that_is_left_out_is_missed(stored):
-    emission, machine, goldens = stored
-    for symbol in machine.executed():
-        hashes = {leaf.hash for leaf in emission.leaves if leaf.symbol == symbol}
-        wrong = wrong_stores(emission, machine.run(skip=lambda task, hashes=hashes: task.leaf in hashes), goldens)
-        assert any(wrong.values()), f"{symbol} could be left out"
 
 
 def test_a_wrong_stride_is_found(stored, toolchain):

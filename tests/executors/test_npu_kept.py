@@ -1,0 +1,131 @@
+"""Tokens that stay in BF16 on the NPU programs: what the host hands over, whom it refuses, and layers in the interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from npu_checked import CONFIG, DECODE, PREFILL, check_layer, filled
+from npu_learned import learned_spec
+from npu_programs import needs_pypto, with_pypto
+from small_models import random_tokens, resized, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.npu import NpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.qwen3_14b.npu import inputs, programs
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu.kept import keeping, kept_shape
+from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.validation.layers.runner import validate
+
+
+def lr4(case, **kept):
+    return replace(learned_spec(resized(CONFIG, num_heads=case[0][0], num_kv_heads=case[0][1])), **kept)
+
+
+KEPT = [{"tail": 20, "sink": 3}, {"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
+
+
+# -- What the host hands over ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_places_that_a_query_sees_hold_the_tokens_that_the_reference_sees(kept):
+    spec = KVSpec("tq4", **kept)
+    cache, paging, sequences = filled(CONFIG, spec, [299, 0, 130], seed=1)
+    shape = kept_shape(cache.plan, 0)
+    batch = paging.batch(sequences, [5, 9, 64])
+    k, _ = cache.kept(0)
+    made = keeping(k, shape, batch)
+    # Which token lies where, once these are written; then what each query's visible places hold.
+    for row, position in enumerate(batch.positions.tolist()):
+        tokens = torch.arange(position + 1)
+        expected = tokens[k.seen(torch.tensor(position), position + 1)]
+        assert sorted(k.places(expected).tolist()) == (made.seen[row] == 0).nonzero().flatten().tolist()
+    heads, window = CONFIG.heads.num_kv_heads, shape.window
+    assert made.begin.tolist() == [
+        r * heads * window for r, n in zip(batch.rows.tolist(), [5, 9, 64], strict=True) for _ in range(n)
+    ]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_every_tile_keeps_its_own_tokens_where_the_reference_does(kept):
+    """Also with several sequences in one tile and several tiles: by plain loops over the pairs."""
+    spec = KVSpec("tq4", **kept)
+    for new in ([1] * 18, [5, 64, 64]):
+        config = resized(CONFIG, num_heads=4)
+        stored = [3] * len(new)
+        cache, paging, sequences = filled(config, spec, stored[:3], seed=1)
+        cache = type(cache)(cache.plan, cache.shapes, num_blocks=32)
+        paging = type(paging)(32, 128)
+        sequences = [paging.add() for _ in new]
+        build = programs.decode_program if max(new) == 1 else programs.prefill_program
+        shape = kept_shape(cache.plan, 0)
+        program = build(config, *sides_of(cache.plan, 0), shape)
+        batch = paging.batch(sequences, new)
+        rope = torch.zeros(sum(new), 64), torch.zeros(sum(new), 64)
+        tiling = inputs.tile(batch, program, rope)
+        given = inputs.kept_arguments(program, tiling, cache, 0)
+        k, _ = cache.kept(0)
+        x = torch.randn(sum(new), 2, 128)
+        by_row = tiling.spread(x).bfloat16()
+        ours = given["k_kept"].clone()
+        for tile, count in enumerate(given["tile_keeps"].tolist()):
+            for i in range(2 * tile * program.rows, 2 * tile * program.rows + count):
+                token, place = tile * program.rows + int(given["keep_token"][i]), int(given["keep_row"][i])
+                for head in range(2):
+                    ours[place + head * shape.window] = by_row[token, head]
+        k.write(x, batch)
+        assert torch.equal(ours, k.vectors.view(-1, 128))
+        assert given["kept_seen"].shape == (tiling.rows * program.attention.group, shape.span)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (KVSpec("k=bf16,v=tq4", tail=8), "beside both K and V, and bf16 or tq4 is stored as it is"),
+        (KVSpec("tq4", sink=257), "keep up to 256 sinks"),
+        (KVSpec("tq4", tail=2000), "and 1,984 tokens with the tail"),
+    ],
+)
+def test_what_no_program_keeps_is_refused_by_name(spec, said):
+    model = small_model(CONFIG, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=said):
+        catalog.create("npu", model, spec.plan(CONFIG.num_layers), "sim")
+
+
+def test_a_layer_without_loss_keeps_nothing():
+    plan = KVSpec("tq4", tail=8, layers={1: "bf16"}).plan(2)
+    assert NpuExecutor.supports(CONFIG, plan) is None
+    assert kept_shape(plan, 0).window == 72
+    assert kept_shape(plan, 1) is None
+
+
+# -- Layers in the interpreter -----------------------------------------------------------------------------------------------
+@with_pypto
+@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_a_layer_keeps_the_same_bytes_and_attends_to_them(case):
+    """What is to be the default: 128 tokens and 4 sinks beside learned keys. Some sequences fill neither."""
+    check_layer(*case, lr4(case, tail=128, sink=4))
+
+
+@needs_pypto[1]
+@pytest.mark.npu_long
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("kv", ["tq4", "k=tq4,v=tq4_seed"])
+@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_a_layer_of_fixed_formats_does_so_too(kv, kept, case):
+    check_layer(*case, KVSpec(kv, **kept))
+
+
+@with_pypto
+@pytest.mark.npu_long
+def test_a_validation_passes():
+    """Prompts in chunks of 64, decode, and drafted tokens that are taken back out of the ring."""
+    config = resized(CONFIG, num_layers=1)
+    model, plan = small_model(config, dtype=torch.bfloat16), replace(learned_spec(config), tail=20, sink=4).plan(1)
+    candidate = catalog.create("npu", model, plan, "sim")
+    prompts = [random_tokens(config, 100, 1), random_tokens(config, 5, 2)]
+    report = validate(ReferenceExecutor(model), candidate, model, prompts, 1, plan, modes=("teacher-forced", "free-running"))
+    assert report.passed, report.first_divergence
+    assert {row.phase for row in report.rows} == {"prefill", "decode", "verify"}
+    assert "sinks that an earlier forward stored" in report.exercised

@@ -1,0 +1,101 @@
+"""Faults planted in a layer's attention, in the interpreter: each moves what the layer adds far beyond its bound."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from npu_layers import LAYER, layer_call, worst_token
+from npu_learned import learned_spec
+from npu_programs import needs_pypto
+from planted_programs import FAULTS, STALE, Planted
+from small_models import SMALL, resized, small_model
+
+from haarkv.models.qwen3_14b.npu import programs
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu.kept import kept_shape
+from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.validation.bounds import NPU_LAYER_ADDED
+
+pytestmark = needs_pypto
+CONFIG = resized(SMALL, hidden_size=128, intermediate_size=128, num_layers=2)
+CLEAR = 10
+"""A fault must exceed the bound so many times."""
+# In decode a second step of keys and a short sequence; in prefill a second sequence, whose blocks are others.
+CASES = {"decode": ([1, 1, 1], [299, 17, 130]), "prefill": ([20, 9], [250, 3])}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model(CONFIG, seed=3, dtype=torch.bfloat16)
+
+
+def short_steps(config, *sides):
+    return programs.decode_program(config, *sides, step_tokens=256)
+
+
+MAKE = {"decode": short_steps, "prefill": programs.prefill_program}
+
+
+def error_of(make, case, kv, model, plant=lambda program: program, blocks=12):
+    spec = kv if isinstance(kv, KVSpec) else learned_spec(CONFIG, kv) if "lr" in kv else KVSpec(kv)
+    plan = spec.plan(CONFIG.num_layers)
+    program = make(CONFIG, *sides_of(plan, LAYER), kept_shape(plan, LAYER))
+    arguments, goldens, out, tiling, expected = layer_call(program, *case, blocks, model, spec)
+    assert {"k_kept" in (program.arguments[i].name for i in goldens)} == {program.kept is not None}
+    with Simulator() as simulator:
+        simulator.run(plant(program), arguments, Mode.NUMBERS)
+    return worst_token(arguments[out][tiling.row], expected)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kv", ["tq4", *(pytest.param(kv, marks=pytest.mark.npu_long) for kv in ("bf16", "k=lr4,v=tq4"))])
+def test_a_fault_in_attention_is_far_beyond_the_bound(kind, kv, model):
+    assert error_of(MAKE[kind], CASES[kind], kv, model) < NPU_LAYER_ADDED
+    for name, (honest, faulty) in FAULTS.items():
+        plant = partial(Planted.of, honest=honest, faulty=faulty)
+        error = error_of(MAKE[kind], CASES[kind], kv, model, plant)
+        print(f"{name}: {error:.1e}")
+        assert error > CLEAR * NPU_LAYER_ADDED, name
+
+
+@pytest.mark.parametrize("kv", ["tq4", "k=lr4,v=tq4", pytest.param("bf16", marks=pytest.mark.npu_long)])
+def test_decode_goes_on_beyond_its_2048_tokens(kv, model):
+    """With the steps that an executor takes: 2,048 keys and 54 more, beside a sequence of one step."""
+    case = [1, 1], [2101, 17]
+    assert error_of(programs.decode_program, case, kv, model, blocks=20) < NPU_LAYER_ADDED
+    stale = partial(Planted.of, **dict(zip(("honest", "faulty"), FAULTS[STALE], strict=True)))
+    assert error_of(programs.decode_program, case, kv, model, stale, blocks=20) > 5 * NPU_LAYER_ADDED
+
+
+def spec_with_kept(kv, **kept):
+    return replace(learned_spec(CONFIG, kv) if "lr" in kv else KVSpec(kv), **kept)
+
+
+_AT = 32 * " "
+# Of what a program does with tokens in BF16; its own text is the layer's or that of `kernels.kept`.
+KEPT_FAULTS = {
+    "what is seen in BF16 is seen packed as well": ("start - tail - t * step", "start - t * step"),
+    "one token more is seen packed": ("start - tail - t * step", "start + 1 - tail - t * step"),
+    "one token is not seen at all": ("start - tail - t * step", "start - 1 - tail - t * step"),
+    "sinks are seen packed as well": ("sinks if has_sinks else None", "None"),
+    "nothing is written to the ring": ("pypto.loop(tile_keeps[tile]", "pypto.loop(tile_keeps[tile] * 0"),
+    "the first sequence's ring": ("kept_begin[first]", "kept_begin[0]"),
+    "the first head's ring": ("kept_begin[first] + g * at_once * window", "kept_begin[first]"),
+    "the ring is not looked at": (f"if kept is not None:\n{_AT}plain", f"if False:\n{_AT}plain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.npu_long)])
+@pytest.mark.parametrize("kv", ["k=lr4,v=tq4", pytest.param("tq4", marks=pytest.mark.npu_long)])
+def test_a_fault_in_what_stays_in_bf16_is_far_beyond_the_bound(kind, kv, model):
+    """A tail of 8 and 3 sinks, which weigh something beside the packed ones."""
+    spec = spec_with_kept(kv, tail=8, sink=3)
+    assert error_of(MAKE[kind], CASES[kind], spec, model) < NPU_LAYER_ADDED
+    for name, (honest, faulty) in KEPT_FAULTS.items():
+        if name == "the first head's ring" and kind == "decode":
+            continue  # all heads at once
+        error = error_of(MAKE[kind], CASES[kind], spec, model, partial(Planted.of, honest=honest, faulty=faulty))
+        print(f"{name}: {error:.1e}")
+        assert error > 3 * NPU_LAYER_ADDED, name
