@@ -1,8 +1,8 @@
 """Keys in stretches in graphs: stored turned back to where their stretch begins, met by queries turned back as far.
 
-Only graphs of texts longer than a stretch do so (`GraphSpec.stretched`). Slots of a sequence lie in the order of its positions:
-past keys, filled up to whole stretches, are one more axis of the product with queries. New keys are few, and lie in stretches
-that differ by sequence: they are restored and turned forth instead.
+Only graphs of texts longer than a stretch do so (`GraphSpec.stretched`). Slots of a sequence lie in the order of its
+positions: stretches of past keys, filled up with zeros, are one more axis of the product with queries. New keys are few, and
+lie in stretches that differ by sequence: they are restored and turned forth instead.
 """
 
 from __future__ import annotations
