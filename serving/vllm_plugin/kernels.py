@@ -133,5 +133,7 @@ def kernels_on(device: torch.device) -> Kernels:
 def _stored_at(slots: Tensor, positions: Tensor | None) -> Batch:
     """Storing needs the slots, and positions where keys are stored by them."""
     nothing = slots.new_zeros(0)
-    return Batch(positions=nothing if positions is None else positions, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
-                 query_start_loc=nothing, rows=nothing)  # fmt: skip
+    return Batch(
+        positions=nothing if positions is None else positions, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
+        query_start_loc=nothing, rows=nothing,
+    )  # fmt: skip
