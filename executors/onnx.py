@@ -25,6 +25,7 @@ from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec, Sizes, c
 from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
 from haarkv.models.qwen3_14b.onnx.weights import stored_values, weight_values
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
@@ -124,7 +125,7 @@ class OnnxExecutor:
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         token, _, valid = pad_queries(batch)
         sizes = Sizes(tokens=1) if token.shape[1] == 1 else Sizes()
-        graph = _graph(cache, range(self.config.num_layers), embed=True, sizes=sizes)
+        graph = _graph(cache, range(self.config.num_layers), batch, embed=True, sizes=sizes)
         hidden = torch.empty(*token.shape, self.config.hidden_size, dtype=self.weights.embedding.dtype, device=self.device)
         self._run(graph, {"input_ids": token_ids[token]}, {"hidden_out": hidden}, batch, cache)
         return hidden[valid]
@@ -143,7 +144,7 @@ class OnnxExecutor:
         token, _, valid = pad_queries(batch)
         out = torch.empty_like(hidden[token])
         for layer in span:
-            graph = _graph(cache, range(layer, layer + 1))
+            graph = _graph(cache, range(layer, layer + 1), batch)
             self._run(graph, {"hidden": hidden[token]}, {"hidden_out": out}, batch, cache)
             hidden = out[valid]
         return hidden
@@ -228,12 +229,16 @@ class _Session:
     weights: Mapping[str, Tensor]
 
 
-def _graph(cache: PagedKVCache, span: range, *, embed: bool = False, sizes: Sizes | None = None) -> GraphSpec:
-    """The graph of some layers that reads a cache."""
+def _graph(
+    cache: PagedKVCache, span: range, batch: Batch, *, embed: bool = False, sizes: Sizes | None = None
+) -> GraphSpec:  # fmt: skip
+    """The graph of some layers that reads a cache; one that turns keys only where a sequence is longer than a stretch."""
     kept = _kept(cache, span.start).get("k_kept")
+    long = int(batch.seq_lens.max()) > STRETCH and any(cache.k_format(layer).turns(layer) for layer in span)
     return GraphSpec(
         span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
         formats=cache.plan.layers[span.start : span.stop], kept=(kept.tail, kept.sink) if kept else (0, 0),
+        stretched=long,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -181,7 +182,8 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         k, v = _taken(key[:tokens]), _taken(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
-        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long())
+        positions = _positions_of(layer, tokens) if self._pair[0].turns(index) else None
+        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long(), positions)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RotatedMetadata | None,
@@ -285,6 +287,13 @@ class RotatedAttentionBackend(AttentionBackend):
 def with_content(spec: AttentionSpec, content: int) -> AttentionSpec:
     """Pages in which one token and KV head takes so many bytes."""
     return replace(spec, dtype=torch.uint8, state_content_bytes=content)
+
+
+def _positions_of(layer: Any, tokens: int) -> Tensor:
+    """[tokens] int64 of the forward that is running; 0 of tokens that pad it."""
+    metadata: RotatedMetadata | None = get_attention_context(layer.layer_name)[0]
+    known = torch.zeros(0, dtype=torch.int64) if metadata is None else metadata.batch.positions
+    return torch.nn.functional.pad(known[:tokens], (0, max(0, tokens - len(known))))
 
 
 def _taken(x: Tensor) -> Tensor:

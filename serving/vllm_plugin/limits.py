@@ -13,7 +13,9 @@ from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.serving.vllm_plugin import HOST_MEMORY
 from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, words_of
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, readable, unsupported, wrong_head_dim
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -90,13 +92,17 @@ def _cache(vllm_config: VllmConfig) -> str | None:
         return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
     if reason := unsupported(reads_here(), plan, shape_of(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
+    if turned := [k.name for layer, (k, _) in enumerate(plan.layers) if k.turns(layer)]:
+        size = vllm_config.cache_config.block_size
+        if size and STRETCH % size:
+            return f"{turned[0]} takes blocks that divide {STRETCH:,} tokens, not of {size}; give --block-size {BLOCK_SIZE}"
     heads, size = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     if heads % size and size % heads:
         return f"its {heads} KV heads can be neither split evenly over {size} ranks nor held by as many each"
     if plan.context is not None and model.max_model_len > plan.context:
         return (
             f"the calibration holds for sequences of up to {plan.context:,} tokens, and this server takes up to "
-            f"{model.max_model_len:,}; give --max-model-len {plan.context}, or calibrate with --context {model.max_model_len}"
+            f"{model.max_model_len:,}; give --max-model-len {plan.context}, or calibrate with longer windows"
         )
     return _weights(vllm_config)
 

@@ -96,6 +96,82 @@ def test_two_formats_of_one_name_are_not_mistaken_for_one_another():
         prefill(OnnxExecutor(small_model(CONFIG)), cache, paging, [paging.add()], [[1, 2, 3]])
 
 
+# -- Texts of several stretches ------------------------------------------------------------------------------------------
+LONG = resized(CONFIGS["gqa5_d128"], num_layers=2, num_heads=4, max_position_embeddings=4096)
+
+
+def long_plan(**rest):
+    return spec_of("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learned_keys_of_a_text_of_several_stretches(dtype):
+    """One sequence decodes in its third stretch, and one goes on into its second."""
+    model = small_model(LONG, dtype=dtype)
+    prompts = [random_tokens(LONG, 2600, 1), random_tokens(LONG, 1022, 2)]
+    report = validate(ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 3, long_plan())
+    assert report.passed, report.first_divergence
+    assert sum(row.unexplained for row in report.rows if dtype == torch.float32 or row.mode == "teacher-forced") == 0
+
+
+def with_turns(of, change):
+    """A calibration whose keys turn otherwise."""
+    bases = tuple(replace(basis, inv_freq=change(basis.inv_freq)) for basis in of.k)
+    return formats.Calibration(bases, of.digest)
+
+
+TURNS = {
+    "all": lambda inv_freq: inv_freq,
+    "some numbers": lambda inv_freq: inv_freq[:10],
+    "nobody knows": lambda inv_freq: inv_freq[:0],
+}
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("kept", [{}, {"tail": 700, "sink": 2}], ids=["packed", "kept"])
+def test_chunks_that_begin_and_end_in_any_stretch(turns, kept):
+    """Past and new keys of one chunk lie in several stretches, other ones in each sequence; blocks cross their borders."""
+    config = resized(CONFIGS["mha_d64"], num_layers=1, num_heads=2, num_kv_heads=2, max_position_embeddings=4096)
+    spec = KVSpec("k=lr4,v=tq4", calibration=with_turns(calibration(1, 2, 64), TURNS[turns]), **kept)
+    model = small_model(config)
+    executors = [ReferenceExecutor(model), OnnxExecutor(model)]
+    caches = [new_cache(config, spec, num_blocks=60, block_size=96) for _ in executors]
+    paging = new_paging(caches[0])
+    sequences, errors, chunk = [paging.add(), paging.add()], [], 64 if kept else 700
+    for step, begin in enumerate(range(0, 2640, chunk)):
+        counts = [min(chunk, 2640 - begin), min(chunk, 2640 - begin) // 2 + 1]
+        tokens = torch.tensor(
+            [token for row, count in enumerate(counts) for token in random_tokens(config, count, row + step)]
+        )
+        batch = paging.batch(sequences, counts)
+        theirs, ours = (each.forward(tokens, batch, cache) for each, cache in zip(executors, caches, strict=True))
+        errors.append(torch.linalg.vector_norm(ours - theirs, dim=-1) / torch.linalg.vector_norm(theirs, dim=-1))
+        # Of a level beside a boundary later chunks would tell again and again.
+        stored = [[tensor for *_, tensor in cache_tensors(cache)] for cache in caches]
+        assert sum((a != b).sum() for a, b in zip(*stored, strict=True) if a.dtype == torch.uint8) <= 5 * (step + 1)
+        for a, b in zip(*stored, strict=True):
+            b.copy_(a)
+    # Tokens of a chunk that look at a key whose level fell to the other side may differ by more.
+    error = torch.cat(errors).sort().values
+    assert error[len(error) // 2] < 1e-5
+    assert error[len(error) * 9 // 10] < 1e-3
+
+
+def test_a_text_within_a_stretch_is_read_by_the_graph_that_turns_nothing():
+    model = small_model(LONG)
+    executor = OnnxExecutor(model)
+    cache = new_cache(LONG, spec_of("k=lr4,v=tq4", LONG), num_blocks=20, block_size=128)
+    paging = new_paging(cache)
+    sequence = paging.add()
+    prefill(executor, cache, paging, [sequence], [random_tokens(LONG, 1023)])
+    decode(executor, cache, paging, [sequence], [1])
+    decode(executor, cache, paging, [sequence], [1])
+    others = new_cache(LONG, "tq4", num_blocks=20, block_size=128)
+    again = new_paging(others)
+    prefill(executor, others, again, [again.add()], [random_tokens(LONG, 1025)])
+    assert [graph.stretched for graph in executor._sessions if graph.span] == [False, False, True, False]
+
+
 # -- Tokens in BF16 ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv", ["tq4", "k=lr3,v=tq4"])

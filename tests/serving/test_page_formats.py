@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import KVCacheLayout, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_worker import Worker as VllmsWorker
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, Worker, configuration, described, plain_spec
+from vllm_paged import Shape, Worker, configuration, described, in_forward, plain_spec
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.fingerprint import fingerprint
@@ -81,7 +81,7 @@ def test_pages_of_every_format_hold_and_return_what_a_cache_of_our_own_does(kv):
     untouched = worker.pages(1).clone()
     for step, batch in enumerate(batches()):
         q, k, v = qkv(len(batch.positions), step)
-        worker.store(index, k, v, batch.slot_mapping)
+        worker.store(index, k, v, batch.slot_mapping, metadata_of(batch))
         ops.store_kv(k, v, cache, index, batch)
         out = worker.attend(index, q, k, v, metadata_of(batch))
         assert torch.equal(out, ops.paged_attention(q, cache, index, batch, SHAPE.softmax_scale))
@@ -188,7 +188,8 @@ def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_
         given = {index: qkv(len(batch.positions), 10 * step + index) for index in caches}
         for index, name in enumerate(names):
             _, k, v = given[index]
-            layers[name].impl.do_kv_cache_update(SimpleNamespace(layer_name=name), k, v, views[name], batch.slot_mapping)
+            with in_forward(name, metadata):
+                layers[name].impl.do_kv_cache_update(SimpleNamespace(layer_name=name), k, v, views[name], batch.slot_mapping)
             ops.store_kv(k, v, caches[index], index, batch)
         for index, name in enumerate(names):  # once all are stored
             q, k, v = given[index]

@@ -15,7 +15,6 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation.planning.calibrate import load_subject
 
-CONTEXT = 1024
 WINDOWS, WINDOW = 8, 384
 
 
@@ -25,7 +24,7 @@ def learned() -> CalibrationFile:
     subject = load_subject("tiny", executor="cpu", dtype="bfloat16")
     texts = [text for text in train_texts() if len(text) > 8 * WINDOW][::40][:WINDOWS]
     windows = [torch.tensor(subject.tokenizer.encode(text[: 8 * WINDOW])[:WINDOW]) for text in texts]
-    return subject.file_of(subject.learn(windows, [], context=CONTEXT), CONTEXT, {})
+    return subject.file_of(subject.learn(windows, []), {})
 
 
 def write_plan(path: Path, layers: Sequence[str], **changed: object) -> Path:
@@ -35,7 +34,7 @@ def write_plan(path: Path, layers: Sequence[str], **changed: object) -> Path:
         changed: fields of the file, such as `fingerprint`.
     """
     file = learned()
-    plan = KVPlan(tuple(formats.parse(kv, file.calibration) for kv in layers), context=CONTEXT)
+    plan = KVPlan(tuple(formats.parse(kv, file.calibration) for kv in layers))
     fields: Mapping[str, object] = {**vars(file), "plan": plan_file.dumps(plan, file.shape), **changed}
     path.write_bytes(calibration_file.dumps(CalibrationFile(**fields)))
     return path

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from vllm.forward_context import override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -106,15 +108,27 @@ class Worker:
         begin = self.indices.index(index) * self.layer_stride
         return self.raw.view(torch.uint8).as_strided(shape, (self.block_stride, 1), begin)
 
-    def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor, metadata: object = None) -> None:
+        """
+        Args:
+            metadata: of the forward; formats that store keys by their positions look there.
+        """
         layer = SimpleNamespace(layer_name=self.name(index))
-        self.impls[index].do_kv_cache_update(layer, k, v, self.views[index], slots)
+        with in_forward(self.name(index), metadata):
+            self.impls[index].do_kv_cache_update(layer, k, v, self.views[index], slots)
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, metadata: object) -> Tensor:
         layer, out = SimpleNamespace(layer_name=self.name(index)), torch.full_like(q, 77.0)
         returned = self.impls[index].forward(layer, q, k, v, self.views[index], metadata, out)
         assert returned is out
         return out
+
+
+def in_forward(name: str, metadata: object) -> AbstractContextManager[None]:
+    """What vLLM's worker says of a forward while a layer runs."""
+    layers = {name: SimpleNamespace(kv_cache=None)}
+    forward = SimpleNamespace(attn_metadata={name: metadata}, no_compile_layers=layers, slot_mapping={})
+    return override_forward_context(forward)
 
 
 def described(batch: Batch, padding: int = 0, junk: int = 0) -> CommonAttentionMetadata:

@@ -104,8 +104,18 @@ def layer_of(k_format, v_format=None, *, sink=0, tail=(0, 0), window=None):
     return TQLayer(k_format, v_format or k_format, 1, sink=sink, tail=tail, window=window)
 
 
-class Grouped:
-    """Exact storage of G tokens together; counts the vectors that it is handed."""
+class Doubling:
+    """In place of `Turns`: exact, and wrong at any other position."""
+
+    def back(self, x, positions):
+        return x * 2.0 ** (positions % 7).unsqueeze(-1)
+
+    def forth(self, x, positions):
+        return x / 2.0 ** (positions % 7).unsqueeze(-1)
+
+
+class Grouped(formats.KVFormat):
+    """Exact storage of G tokens together, and of single ones by their positions; counts the vectors that it is handed."""
 
     purpose, lossy = "for tests", False
 
@@ -117,6 +127,9 @@ class Grouped:
 
     def bytes_per_vector(self, head_dim):
         return 4.0 * head_dim
+
+    def turns(self, layer):
+        return Doubling() if self.group_tokens == 1 else None
 
     def quantize(self, x, layer):
         assert self.group_tokens == 1 or x.ndim == 5
@@ -132,6 +145,7 @@ class Grouped:
 def counted(monkeypatch):
     """tq4 under the name `counted`, which counts the vectors that it quantizes."""
     counting, tq4 = Grouped(1), formats.get("tq4")
+    counting.turns = tq4.turns
     counting.fields, counting.dequantize = tq4.fields, tq4.dequantize
 
     def quantize(x, layer):

@@ -78,33 +78,29 @@ def test_the_moments_are_those_of_our_own_forward():
 
     subject = load_subject("tiny", executor="reference", dtype="float32")
     window = [1 + i % 4000 for i in range(7, 7 + 96 * 31, 31)]
-    learning = subject.learn([torch.tensor(window)], [], context=4096)
+    learning = subject.learn([torch.tensor(window)], [])
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
     file = tq.calibrate(model, [window])
     assert file.fingerprint == subject.fingerprint
-    assert file.calibration.context == 4096
+    assert file.calibration.context is None
     for ours, theirs in zip(learning.layers, file.calibration.k, strict=True):
         torch.testing.assert_close(theirs.mean, ours.mean, rtol=0.02, atol=0.02)
         torch.testing.assert_close(theirs.weights[:, :8], ours.weights[:, :8], rtol=0.05, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_a_context_longer_than_the_windows_needs_keys_that_turn(family):
+def test_coordinates_hold_for_any_text_where_keys_turn_and_else_as_far_as_the_windows(family):
     model = uneven(family)
-    limit = model.config.max_position_embeddings
-    if family == "gpt2":
-        assert tq.calibrate(model, windows(1, 80)).calibration.context == 80
-        with pytest.raises(InputError, match=r"keys of this model do not turn .*80 tokens; give windows of 500"):
-            tq.calibrate(model, windows(1, 80), context=500)
-        return
-    assert tq.calibrate(model, windows(1, 80)).calibration.context == limit
-    file = tq.calibrate(model, windows(6, 40), context=50)
+    file = tq.calibrate(model, [*windows(5, 40), *windows(1, 50)])
     cache = tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file)
     model(input_ids=torch.tensor(windows(1, 50)), past_key_values=cache)
+    if family != "gpt2":
+        assert file.calibration.context is None
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        return
+    assert file.calibration.context == 50
     with pytest.raises(InputError, match="holds for sequences of up to 50 tokens, and this one may have 51"):
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
-    with pytest.raises(InputError, match=f"context is {limit + 1:,} tokens; it must lie between"):
-        tq.calibrate(model, windows(1, 40), context=limit + 1)
 
 
 def test_what_cannot_be_learned_or_read_is_one_line(tmp_path):
@@ -116,7 +112,7 @@ def test_what_cannot_be_learned_or_read_is_one_line(tmp_path):
     path = tmp_path / "learned.safetensors"
     tq.calibrate(model, windows(1, 40), out=path)
     with safe_open(path, "pt") as stored:
-        assert stored.metadata()["haarkv_calibration"] == "3"
+        assert stored.metadata()["haarkv_calibration"] == "4"
     assert calibration_file.load(path).shape.layers[0].head_dim == 32
     with pytest.raises(InputError, match="made for another model"):
         tq.TQCache(SMALL["gpt_neox"]().config, kv="k=lr3,v=tq4", calibration=path)

@@ -13,7 +13,7 @@ import numpy as np
 from onnx import TensorProto
 
 from haarkv.codebooks.learned import EIGHTHS
-from haarkv.models.qwen3_14b.onnx.levels import LevelScopes
+from haarkv.models.qwen3_14b.onnx.stretches import StretchScopes
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.onnx.graph import Graph
 
@@ -21,7 +21,7 @@ _FLOAT, _INT32 = TensorProto.FLOAT, TensorProto.INT32
 
 
 @dataclass(frozen=True)
-class AttentionScopes(LevelScopes):
+class AttentionScopes(StretchScopes):
     """The scopes that read a cache."""
 
     def attention(self, g: Graph, q: str, block_table: str, visible: str, stored: str, **by: str) -> list[str]:
@@ -37,13 +37,12 @@ class AttentionScopes(LevelScopes):
         group = self.config.heads.num_heads // heads
         q_split = g.reshape("q_groups", q, [0, 0, heads, group, dim])
         q_rows = g.reshape("q_rows", g.node("q_heads_first", "Transpose", q_split, perm=[0, 2, 3, 1, 4]), [0, 0, -1, dim])
-        q_paired = self._in_bytes_order(g, "q_paired", "k", self._into_stored(g, q_rows, by))
 
         k = self._centroids(g, "k", by["k_codes"], by["new_k_codes"], block_table)
+        k_scale = self._scales(g, "k", by["k_scale"], by["new_k_scale"], block_table)
         scale = g.constant("softmax_scale", np.array(self.config.attentions[0].scale, np.float32))
-        k_factor = g.node("k_factor", "Mul", self._scales(g, "k", by["k_scale"], by["new_k_scale"], block_table), scale)
-        qk = self._product(g, "qk", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
-        scores = g.node("scores", "Mul", qk, k_factor)
+        of_stored = self.by_stretches if self.turned else self._scores
+        scores = of_stored(g, q_rows, k, k_scale, scale, by)
         if "k_kept" in by:
             scores = self._with_kept(g, scores, q_rows, scale, by)
         masked = g.node("masked", "Where", visible, scores, g.scalar(-np.inf))
@@ -63,6 +62,16 @@ class AttentionScopes(LevelScopes):
         split = g.reshape("out_groups", out, [0, 0, group, -1, dim])
         return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
 
+    def _scores(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
+        """Scores [B, Hkv, R, S + Q] fp32 of packed keys; arguments as of `by_stretches`.
+
+        Without what queries make of the mean of learned keys: it is the same for all, and softmax drops it.
+        """
+        q_paired = self._in_bytes_order(g, "q_paired", "k", self._into_stored(g, q, by))
+        k_factor = g.node("k_factor", "Mul", k_scale, scale)
+        qk = self._product(g, "qk", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
+        return g.node("scores", "Mul", qk, k_factor)
+
     def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
         """Queries [B, Hkv, R, D] as stored keys are met."""
         if not self.learned("k"):
@@ -76,7 +85,7 @@ class AttentionScopes(LevelScopes):
     # -- Tokens in BF16 ------------------------------------------------------------------------------------------------
     def _with_kept(self, g: Graph, scores: str, q: str, scale: str, by: Mapping[str, str]) -> str:
         """Scores [B, Hkv, R, S + Q] with those of keys in BF16 behind them."""
-        if self.learned("k"):
+        if self.learned("k") and not self.turned:
             # What q makes of the mean is the same for every packed key. Softmax drops it only where there are no others.
             mean = g.reshape("k_mean_column", by["k_mean"], [0, -1, 1])
             of_mean = g.node("q_of_mean", "Mul", g.node("q_by_mean", "MatMul", q, mean), scale)

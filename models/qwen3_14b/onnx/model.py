@@ -10,6 +10,7 @@ from haarkv.models.qwen3_14b.onnx.scopes import KEPT_FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, cache_name, new_name, require_opset
 from haarkv.models.qwen3_14b.onnx.weights import ROPE_COS, ROPE_SIN, weight_types
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
+from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
 
 UNSTORED = np.iinfo(np.int32).max
@@ -116,7 +117,26 @@ class _Model:
             "block_table": "block_table", "visible": visible, "stored": stored, "cos": cos, "sin": sin,
             "q_shape": q_shape, "kv_shape": kv_shape,
         }  # fmt: skip
+        if self.plan.stretched:
+            shared |= self._stretches(position)
         return shared | self._kept(visible, keys, queries, after) if any(self.plan.kept) else shared
+
+    def _stretches(self, position: str) -> dict[str, str]:
+        """The same of keys in stretches: those of new tokens [B, Q] int32, and what `by_stretches` wants."""
+        g = self.g
+        stretch = g.node("stretch", "Div", position, g.scalar(STRETCH, np.int32))
+        whole, zero, one = g.scalar(STRETCH, np.int64), g.scalar(0, np.int64), g.scalar(1, np.int64)
+        before = g.node("whole_stretches", "Div", g.node("last_slot", "Sub", "slots_int64", one), whole)
+        count = g.node("stretch_count", "Add", before, one)
+        numbers = g.node("stretch_numbers", "Range", zero, count, one)
+        # Slots of the last block may lie behind the last position that there is.
+        last = g.scalar((self.config.max_position_embeddings - 1) // STRETCH, np.int64)
+        tokens = g.node("slots_and_tokens", "Add", "slots_int64", "tokens_int64")
+        fill = g.node("fill_count", "Sub", g.node("slots_of_stretches", "Mul", count, whole), tokens)
+        return {
+            "stretch": stretch, "stretches": g.node("stretches", "Min", numbers, last),
+            "slots_end": g.reshape("slots_end", "slots_int64", [1]), "fill": g.reshape("fill", fill, [1]),
+        }  # fmt: skip
 
     def _kept(self, visible: str, keys: str, queries: str, after: str) -> dict[str, str]:
         """The same where tokens stay in BF16: a query sees each token packed or in BF16, in columns behind the packed ones."""

@@ -18,6 +18,7 @@ from functools import partial
 from onnx import TensorProto
 
 from haarkv.models.qwen3_14b.onnx.attention import AttentionScopes
+from haarkv.models.qwen3_14b.onnx.stretches import TURNS
 from haarkv.tq_ops.onnx.graph import Graph
 
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -27,6 +28,7 @@ KEPT_FIELDS = ("k_kept", "v_kept")
 """What it stores beside that where tokens stay in BF16."""
 
 _FLOAT = TensorProto.FLOAT
+_STRETCHES = ("stretches", "slots_end", "fill")
 _ATTENDED_BY = ("k_rotation", "k_mean", "k_rows", "v_rotation", "kept_index", "kept_stored")
 
 
@@ -42,7 +44,7 @@ class Qwen3Scopes(AttentionScopes):
     @property
     def suffix(self) -> str:
         """Of the names of functions that depend on how K and V are stored."""
-        return f"_{self.k.name}_{self.v.name}"
+        return f"_{self.k.name}_{self.v.name}" + (f"_turned_{self.turned}" if self.turned else "")
 
     # -- Pieces --------------------------------------------------------------------------------------------------------
     def _widen(self, g: Graph, name: str, x: str) -> str:
@@ -93,7 +95,8 @@ class Qwen3Scopes(AttentionScopes):
         """One decoder layer: hidden [B*Q, hidden] -> the same, and what the new tokens' K and V are stored as.
 
         Args:
-            w: weights, what `stored_by` names, `FIELDS`, and `KEPT_FIELDS` with their `kept_index` and `kept_stored`.
+            w: weights, what `stored_by` names, `FIELDS`, `KEPT_FIELDS` with their `kept_index` and `kept_stored`, and of
+                keys in stretches `stretch` and what `by_stretches` wants.
         """
         x = self._normed(g, "input_norm", hidden, w["input_norm.weight"])
         q, k, v = (
@@ -105,13 +108,16 @@ class Qwen3Scopes(AttentionScopes):
             for side, of in (("q", q), ("k", k))
         )
         q = self._widen(g, "q_fp32", self._round(g, "q_rounded", q))
-        new = dict(zip(FIELDS, (*self._stored(g, "k", k, w), *self._stored(g, "v", v, w)), strict=True))
+        of_tokens = self.turns_of_tokens(g, w) if self.turned else {}
+        stored_k = self._turned_back(g, k, of_tokens)
+        new = dict(zip(FIELDS, (*self._stored(g, "k", stored_k, w), *self._stored(g, "v", v, w)), strict=True))
         for side, of in (("k", k), ("v", v)) if "k_kept" in w else ():
             new[f"{side}_kept"] = g.node(f"new_{side}_kept", "Cast", of, to=TensorProto.BFLOAT16)
         attended, = g.call(
             "attention", f"Attention{self.suffix}", self.attention, q=q, block_table=block_table, visible=visible,
             stored=stored, **{name: w[name] for name in new}, **{f"new_{name}": value for name, value in new.items()},
-            **{word: w[word] for word in _ATTENDED_BY if word in w},
+            **{word: w[word] for word in _ATTENDED_BY if word in w}, **of_tokens,
+            **{word: w[word] for word in (*TURNS, *_STRETCHES) if self.turned},
         )  # fmt: skip
         hidden = self._residual(
             g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w["o_proj.weight"])
@@ -122,6 +128,13 @@ class Qwen3Scopes(AttentionScopes):
         product = self._round(g, "product", g.call("swiglu", "SwiGLU", self.silu_mul, gate=gate, up=up)[0])
         hidden = self._residual(g, "out", hidden, self._linear(g, "down_proj", product, w["down_proj.weight"]))
         return [hidden, *new.values()]
+
+    def _turned_back(self, g: Graph, k: str, of_tokens: Mapping[str, str]) -> str:
+        """New keys [B, Q, Hkv, D] as their stretches store them."""
+        if not self.turned:
+            return k
+        cos, sin = (of_tokens[f"token_{word}"] for word in TURNS)
+        return g.call("k_turned", f"TurnBack_{self.turned}", self.turn_back, x=k, cos=cos, sin=sin)[0]
 
     def _stored(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> list[str]:
         """Codes and scale of new K or V."""

@@ -53,6 +53,7 @@ class GraphSpec:
         metadata: kept in the model.
         formats: K's and V's in each layer of the span; those of the scopes unless given.
         kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
+        stretched: whether texts may be longer than a stretch of keys, so that learned keys are stored turned back.
     """
 
     span: range
@@ -65,6 +66,7 @@ class GraphSpec:
     metadata: tuple[tuple[str, str], ...] = ()
     formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
     kept: tuple[int, int] = (0, 0)
+    stretched: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -76,7 +78,8 @@ class GraphSpec:
         if not self.formats:
             return scopes
         k, v = self.formats[layer - self.span.start]
-        return replace(scopes, k=k, v=v)
+        turns = k.turns(layer) if self.stretched else None
+        return replace(scopes, k=k, v=v, turned=len(turns.inv_freq) if turns else 0)
 
 
 def unsupported(config: ModelConfig) -> str | None:

@@ -51,9 +51,12 @@ def test_graphs_of_every_format_and_of_tokens_in_bf16_pass_them_too(functions):
     made_up = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     for layers in ({0: "k=lr2,v=tq2", 1: "k=lr3,v=tq3"}, {0: "k=lr4,v=tq5", 1: "k=lr5,v=tq6"}):
         plan = KVSpec("k=tq8,v=tq4", layers=layers, calibration=made_up).plan(CONFIG.num_layers)
-        model = graph_of(functions=functions, formats=plan.layers, kept=(3, 2))
-        checker.check_model(model, full_check=True)
-        shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+        for stretched in (False, True):
+            model = graph_of(functions=functions, formats=plan.layers, kept=(3, 2), stretched=stretched)
+            checker.check_model(model, full_check=True)
+            shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+            names = " ".join(node.name for part in (model.graph, *model.functions) for node in part.node)
+            assert ("turn" in names) is ("stretch" in names) is stretched
 
 
 def test_a_node_is_found_by_its_path_through_functions_or_without_them():
