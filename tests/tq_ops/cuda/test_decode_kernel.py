@@ -39,7 +39,7 @@ def attend_in(made, batch, case: Case, *, reference_too: bool = True, **how):
     scale, kept, batch = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER), made.placed(LAYER, batch)
     in_bf16 = attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
     with executed(**how):
-        ours = decode.attend(q, ops.rotate(q, k), made, LAYER, batch, k, v, scale, in_bf16)
+        ours = decode.attend(q, ops.rotate(q, made, LAYER, batch), made, LAYER, batch, k, v, scale, in_bf16)
     return ours, theirs
 
 
