@@ -8,9 +8,9 @@ up and rotates them back. Where tokens stay in BF16, a query sees as packed ones
 In a layer with a sliding window a context begins with the tile that the first new token still sees something of.
 
 Learned keys are stored by stretches of 1,024 positions, and what a query is for the keys of one it is not for those of the
-next. So a program turns and rotates its queries itself, at the begin of each stretch: it then holds them in registers, while
-kept in memory they would be as many as a context has stretches. What the logits of a stretch lack, the query's product with
-K's mean, is one number for all of it. It is added to the maximum, which within a stretch goes without.
+next. An earlier launch, of `rotate`, left the queries as each stretch meets them; a program loads others where a stretch
+begins. Turned and rotated here they would take registers that the loops need. What the logits of a stretch lack, the query's
+product with K's mean, is one number for all of it. It is added to the maximum, which within a stretch goes without.
 """
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
 from haarkv.tq_ops.cuda.planes import load_codes
-from haarkv.tq_ops.cuda.rotate import STRETCH, dot, for_stretch, places, rotate_finely, rounded
+from haarkv.tq_ops.cuda.rotate import STRETCH, dot
 from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, origin_of, share_of, tiles_of
 
 
@@ -169,31 +169,6 @@ def attend_wide_tile(
 
 
 @triton.jit
-def queries_of(
-    at, live, stretch, turning, kv_head,
-    D: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
-    """Queries as the learned keys of a stretch meet them, rotated, as TYPE.
-
-    Args:
-        at: pointers [COLUMNS] to the queries, in the model's domain.
-        turning: of `arguments.Turning`.
-    Returns:
-        low, high as `attend_tile` takes them, or with WIDE `attend_wide_tile`; gains and what logits lack, [COLUMNS].
-    """
-    of_low, of_high = places(turning.HALF, D)
-    low = tl.load(at[:, None] + of_low[None, :], live[:, None], 0.0)
-    high = tl.load(at[:, None] + of_high[None, :], live[:, None], 0.0)
-    low, high, gain, lacks = for_stretch(low, high, stretch, turning, kv_head, D)
-    rotation, unit = turning.rotation + kv_head * (D * D), (1.0 / gain)[:, None]
-    q_low = rounded(rotate_finely(low, high, rotation, 0, COLUMNS, D, D // 2, turning.TYPE) * unit, TYPE)
-    q_high = rounded(rotate_finely(low, high, rotation, D // 2, COLUMNS, D, D // 2, turning.TYPE) * unit, TYPE)
-    if not WIDE:
-        q_low, q_high = tl.trans(q_low), tl.trans(q_high)
-    return q_low, q_high, gain, lacks
-
-
-@triton.jit
 def attend_tiles(
     q_low, q_high, gain, position, state, begin, masked, stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
     GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
@@ -223,7 +198,8 @@ def attend_tiles(
 
 @triton.jit
 def attend_piece(
-    q, turning, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
+    q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end, place,
+    kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -273,10 +249,13 @@ def attend_piece(
         lacked = tl.zeros((COLUMNS,), tl.float32)
         # Both begin and the begin of a stretch are multiples of TOKENS: no tile is cut.
         for stretch in tl.range(begin // STRETCH, tl.cdiv(end, STRETCH)):
-            q_low, q_high, gain, lacks = queries_of(q + vector * D, live, stretch, turning, kv_head, D, COLUMNS, WIDE, TYPE)
-            lacks = lacks * scale
-            peak += lacked - lacks
-            lacked = lacks
+            of_stretch = stretch * vectors
+            at = q + (rows + of_stretch) * D + dims
+            q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
+            gain = tl.load(gains + of_stretch + vector, live, 1.0)
+            lack = tl.load(lacks + of_stretch + vector, live, 0.0) * scale
+            peak += lacked - lack
+            lacked = lack
             start, stop = tl.maximum(begin, stretch * STRETCH), tl.minimum(end, (stretch + 1) * STRETCH)
             peak, total, widest, low, high, ahead = attend_tiles(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), start,
@@ -300,17 +279,17 @@ def attend_piece(
 
 
 # What changes from batch to batch is no reason to compile anew.
-@triton.jit(do_not_specialize=["sequences", "table_width", "programs"])
+@triton.jit(do_not_specialize=["vectors", "sequences", "table_width", "programs"])
 def attend_kernel(
-    q, turning, parts, maxima, sums, tokens, sequences, block_table, table_width, k, v, scale, programs,
+    q, gains, lacks, vectors, parts, maxima, sums, tokens, sequences, block_table, table_width, k, v, scale, programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
     Args:
-        q: [T, HEADS * GROUP, D], rotated, of TYPE; for learned keys in the model's domain.
-        turning: of `arguments.Turning`.
+        q, gains, lacks: of `layout.Rotated`.
+        vectors: T * HEADS * GROUP.
         parts: [places, HEADS, COLUMNS, D] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, D], sums of
             exp2(logit - maximum) * v, rotated.
         maxima, sums: the same without D; a part without tokens has maximum -inf and sum 0, its sums of v unset.
@@ -327,7 +306,7 @@ def attend_kernel(
         if sequence < sequences:
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, turning, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
+                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
                 0, 2147483647, 0, kv_head, HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
     else:
@@ -337,7 +316,7 @@ def attend_kernel(
             count = tl.minimum(length - first, stop - place)
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, turning, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
+                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
                 HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip

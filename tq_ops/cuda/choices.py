@@ -22,8 +22,8 @@ _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
 _STRETCHES_AT_ONCE = 16
-MOST_AHEAD = 64 * 2**20
-"""Bytes of queries that are rotated before attention for every stretch of learned keys that a block table has room for."""
+MOST_AHEAD = 128 * 2**20
+"""Bytes of rotated queries that there are at a time, for every stretch of learned keys that a block table has room for."""
 KEPT_WIDTH = 32
 """Columns of the rotated sums of `in_bf16.kept_kernel` that are made at once."""
 _MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once

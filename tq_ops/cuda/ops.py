@@ -7,6 +7,8 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -173,14 +175,28 @@ def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
     return out
 
 
-def _is_rotated_ahead(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, *, cuda_cpp: bool) -> bool:
-    """Whether queries are rotated before attention, which for learned keys does so itself in the Triton kernels."""
-    of_k, of_v = _layouts(cache, layer, q.device)
-    if not of_k.learned:
-        return True
-    nbytes = 2 * q.numel() * stretches_of(batch, cache.block_size)
-    takes = cuda_cpp and len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, of_k, of_v)
-    return takes and nbytes <= choices.MOST_AHEAD
+def _at_once(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> int:
+    """How many tokens' queries may be rotated at a time: for learned keys they are as many as there are stretches."""
+    if not _layouts(cache, layer, q.device)[0].learned:
+        return max(1, len(q))
+    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretches_of(batch, cache.block_size)
+    return max(1, choices.MOST_AHEAD // nbytes)
+
+
+def part_of(batch: Batch, begin: int, end: int) -> Batch:
+    """Tokens begin … end - 1 of a batch, without waiting for the device: what comes behind them is not there yet.
+
+    Of a batch of one token a sequence these are sequences. Of others all stay, some without a token.
+    """
+    end = min(end, len(batch.positions))
+    starts = batch.query_start_loc
+    inside = {"positions": batch.positions[begin:end], "slot_mapping": batch.slot_mapping[begin:end]}
+    if len(batch.positions) == len(batch.seq_lens):
+        of_sequences = {name: getattr(batch, name)[begin:end] for name in ("block_table", "seq_lens", "rows")}
+        return replace(batch, **inside, **of_sequences, query_start_loc=starts[begin : end + 1] - begin)
+    behind = starts[1:] - starts[1:].clamp(max=end)
+    # A sequence none of whose tokens are inside takes no part.
+    return replace(batch, **inside, query_start_loc=starts.clamp(begin, end) - begin, seq_lens=batch.seq_lens - behind)
 
 
 def attend(
@@ -194,23 +210,29 @@ def attend(
     Args:
         q: [T, Hq, D], for its dtype and device; where tokens stay in BF16, or without `rotated`, also for its numbers, in the
             model's domain.
-        rotated: the same, from `rotate`; None for learned keys alone, which the Triton kernels then attend to.
+        rotated: the same, from `rotate`; None where they would take too much memory: they are rotated here, some at a time.
         cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
     """
+    if rotated is None:
+        most = _at_once(q, cache, layer, batch)
+        parts = ((q[begin : begin + most], part_of(batch, begin, begin + most)) for begin in range(0, len(q), most))
+        return torch.cat([
+            attend(some, rotate(some, cache, layer, of_some), cache, layer, of_some, softmax_scale, cuda_cpp=cuda_cpp)
+            for some, of_some in parts
+        ])  # fmt: skip
     batch, kept, scale = cache.placed(layer, batch), kept_in(cache, layer), softmax_scale * LOG2_E
     layouts = _layouts(cache, layer, q.device)
     in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
-    one_each = len(q) == len(batch.seq_lens)
-    if rotated and (layouts[0].learned or (cuda_cpp and one_each and decode.takes(q, cache, layer, *layouts))):
+    if cuda_cpp and len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
         return decode.attend(q, rotated, cache, layer, batch, *layouts, scale, in_bf16)
     return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, kept, in_bf16)
 
 
 def _attend_in_parts(
-    q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout],
-    scale: float, kept: Kept | None, in_bf16: Part | None,
+    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
+    kept: Kept | None, in_bf16: Part | None,
 ) -> Tensor:  # fmt: skip
     """The Triton kernels: partial results by `attention`, added up by `merge`."""
     (of_k, of_v), shape, gpu = layouts, cache.shape(layer), capability(q.device)
@@ -219,8 +241,6 @@ def _attend_in_parts(
     table = batch.block_table.contiguous()
     v_words = choices.words_of_v(of_k, of_v, gpu)
     crowded = of_k.learned is not None or v_words is not None
-    if of_k.learned:
-        stretches_of(batch, cache.block_size)  # refuses sequences without tables
     tile = choices.attention_tile(
         triton.cdiv(tokens, sequences), group, head_dim, operand, gpu, choices.widest_level(of_k, of_v), crowded
     )
@@ -240,8 +260,7 @@ def _attend_in_parts(
         **choices.COMPILED,
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
-        rotated.queries if rotated else q.contiguous(),
-        turning(of_k, batch, shape.window, choices.rotation_operand(q, q.dtype == torch.bfloat16)), parts, maxima, sums, new, sequences, table, table.shape[1],
+        *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
         read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k)),
         read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v)), scale, programs,
         BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
@@ -266,8 +285,8 @@ def triton_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, s
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
-    It allocates the rotated queries and the partial results, a number of them that does not grow with the context, but for
-    queries that are rotated ahead for learned keys: up to `choices.MOST_AHEAD`.
+    It allocates the rotated queries and the partial results, a number of them that does not grow with the context. Rotated for
+    learned keys, queries are as many as a context has stretches, but never more than `choices.MOST_AHEAD` bytes at a time.
     """
     return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=True)
 
@@ -275,8 +294,7 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
 def _attended(
     q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool
 ) -> Tensor:
-    ahead = _is_rotated_ahead(q, cache, layer, batch, cuda_cpp=cuda_cpp)
-    rotated = rotate(q, cache, layer, batch) if ahead else None
+    rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
     return attend(q, rotated, cache, layer, batch, softmax_scale, cuda_cpp=cuda_cpp)
 
 
@@ -298,7 +316,7 @@ def rotate_and_append(
     assert of_k.learned is None or 2 * of_k.learned.half == shape.head_dim, "cos and sin turn all of a head"
     queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
-    ahead = _is_rotated_ahead(queries, cache, layer, batch, cuda_cpp=True)
+    ahead = tokens <= _at_once(queries, cache, layer, batch)
     stretches = stretches_of(batch, cache.block_size) if of_k.learned and ahead else 1
     rotated = unset_queries(tokens, heads.num_heads, of_k, stretches, heads.dtype, qkv.device) if ahead else None
     one_each, shares = tokens == batch.seq_lens.shape[0], choices.stretch_programs(stretches)

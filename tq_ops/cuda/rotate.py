@@ -182,7 +182,7 @@ def store_rotated(
             rotated = rotate_finely(
                 now_low, now_high, turning.rotation + matrix * (D * D), first, ROWS, D, WIDTH, turning.TYPE
             ) / gain[:, None]  # fmt: skip
-            place = stretch.to(tl.int64) * (tokens * HEADS) + vector
+            place = vector.to(tl.int64) + stretch * (tokens * HEADS)
             tl.store(out + place[:, None] * D + column, rounded(rotated, out.dtype.element_ty), live[:, None])
             if first == 0:
                 tl.store(gains + place, gain, live)
