@@ -194,9 +194,13 @@ def part_of(batch: Batch, begin: int, end: int) -> Batch:
     if len(batch.positions) == len(batch.seq_lens):
         of_sequences = {name: getattr(batch, name)[begin:end] for name in ("block_table", "seq_lens", "rows")}
         return replace(batch, **inside, **of_sequences, query_start_loc=starts[begin : end + 1] - begin)
-    behind = starts[1:] - starts[1:].clamp(max=end)
-    # A sequence none of whose tokens are inside takes no part.
-    return replace(batch, **inside, query_start_loc=starts.clamp(begin, end) - begin, seq_lens=batch.seq_lens - behind)
+    lengths, starts = batch.seq_lens - (starts[1:] - starts[1:].clamp(max=end)), starts.clamp(begin, end) - begin
+    table, rows = batch.block_table, batch.rows
+    if end - begin == len(lengths):
+        # As many tokens as sequences would pass for one of each: one more sequence, without tokens, tells them apart.
+        lengths, rows = (torch.cat([one, torch.zeros_like(one[:1])]) for one in (lengths, rows))
+        table, starts = (torch.cat([one, one[-1:]]) for one in (table, starts))
+    return replace(batch, **inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
 
 
 def attend(
