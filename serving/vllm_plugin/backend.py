@@ -71,6 +71,8 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
             if k is not None or v is not None:
                 layers[name].impl.balance(k, v, device)
         self._buffers = Buffers(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, device)
+        for name in (name for name in layer_names if name in layers):
+            layers[name].impl.place_by(self._buffers)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -100,6 +102,13 @@ class Buffers:
             kept = torch.zeros(max(count, self._sizes[name]), dtype=dtype, device=self.device)
             self._kept[name] = kept
         return kept[:count].copy_(values)
+
+    def first(self, name: str, count: int) -> Tensor:
+        """The first values [count] that were last kept of a field of int64; zeros before there were any."""
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < count:
+            return torch.zeros(count, dtype=torch.int64, device=self.device)
+        return kept[:count]
 
     def as_is(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         """vLLM's own tensor, which stays where it is, if it is of this dtype; else as `keep`."""
@@ -162,6 +171,11 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self._cache: PagedKVCache | None = None
         self._index: int | None = None
         self._balance: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._buffers: Buffers | None = None
+
+    def place_by(self, buffers: Buffers) -> None:
+        """Take positions of new tokens from where a batch's description leaves them: vLLM stores K and V without it."""
+        self._buffers = buffers
 
     def store_in(self, pair: Pair) -> None:
         """Take formats for K and V of this rank's KV heads; before any page is seen."""
@@ -181,7 +195,8 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         k, v = _taken(key[:tokens]), _taken(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
-        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long())
+        positions = self._positions(tokens, index, kv_cache.device)
+        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long(), positions)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RotatedMetadata | None,
@@ -201,6 +216,18 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
             out = out * self._balance[3]
         output[:tokens].copy_(out)
         return output
+
+    def _positions(self, tokens: int, index: int, device: torch.device) -> Tensor:
+        """Positions [tokens] of what is stored; zeros where keys are stored wherever they stand.
+
+        Raises:
+            RuntimeError: no batch is described for this layer.
+        """
+        if self._pair[0].turns(index) is None:
+            return torch.zeros(1, dtype=torch.int64, device=device).expand(tokens)
+        if self._buffers is None:
+            raise RuntimeError(f"keys of layer {index} are stored by their positions, and no batch of its tokens was described")
+        return self._buffers.first("positions", tokens)
 
     def _index_of(self, layer: Any) -> int:
         """The layer's number in the whole model, which chooses its rotation; one instance serves one layer."""

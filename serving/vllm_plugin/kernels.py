@@ -26,8 +26,8 @@ STAND_IN = "zeros stand in for what is not finite"
 class Kernels(Protocol):
     """The ops of one device."""
 
-    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor) -> None:
-        """Quantize and store k, v [T, Hkv, D] at slots [T]; a negative slot pads the batch."""
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor, positions: Tensor) -> None:
+        """Quantize and store k, v [T, Hkv, D] of positions [T] at slots [T]; a negative slot pads the batch."""
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         """Attention of q [T, Hq, D], of q's shape and dtype."""
@@ -48,11 +48,11 @@ class CpuKernels:
 
         self._ops = CpuOps()
 
-    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor) -> None:
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor, positions: Tensor) -> None:
         if (slots < 0).any():
             real = slots >= 0
-            k, v, slots = k[real], v[real], slots[real]
-        batch = _of_slots(slots)
+            k, v, slots, positions = k[real], v[real], slots[real], positions[real]
+        batch = _of_slots(slots, positions)
         try:
             self._ops.store_kv(k, v, cache, layer, batch)
         except NonFiniteError as error:
@@ -84,8 +84,8 @@ class GpuKernels:
         self._seen = torch.full((1,), NO_FAULT, dtype=torch.int64, pin_memory=pinned)
         self._copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
-    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor) -> None:
-        self._ops.append(k, v, cache, layer, _of_slots(slots), self._fault, stand_in=True)
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor, positions: Tensor) -> None:
+        self._ops.append(k, v, cache, layer, _of_slots(slots, positions), self._fault, stand_in=True)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         out: Tensor = self._ops.paged_attention(q, cache, layer, batch, scale)
@@ -120,8 +120,8 @@ def kernels_on(device: torch.device) -> Kernels:
     return CpuKernels() if device.type == "cpu" else GpuKernels(device)
 
 
-def _of_slots(slots: Tensor) -> Batch:
-    """Storing needs the slots alone."""
+def _of_slots(slots: Tensor, positions: Tensor) -> Batch:
+    """Storing needs slots, and positions for keys that are stored by stretches."""
     nothing = slots.new_zeros(0)
-    return Batch(positions=nothing, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
+    return Batch(positions=positions, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
                  query_start_loc=nothing, rows=nothing)  # fmt: skip
