@@ -86,7 +86,8 @@ class DenseOps(CudaFused):
         self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
         softmax_scale: float,
     ) -> Tensor:  # fmt: skip
-        _, (rotated, _) = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        queries, ahead = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        rotated = (ahead.queries if ahead else queries).view(-1, *queries.shape[1:])[: len(queries)]
         k, v = self.kv[layer]
         # Converted, they would take a launch that a bf16 step does not make.
         out = self.attend(rotated[: len(k)].view(k.dtype), k, v)

@@ -237,9 +237,9 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     case = Case("tq4", 128, 4, 2, 8, (0,), (9,))
     _, copy, qkv, heads, rope, batch = given_to_attention(case, dtype, False, False)
     q = qkv.view(9, -1, 128)[:, : heads.num_heads]
-    wanted, _ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), layout_of(copy.k_format(LAYER), LAYER, 128, DEVICE))
+    wanted, *_ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), copy, LAYER, batch.to(DEVICE))
     given = qkv.to(DEVICE), moved(heads), (rope[0].to(DEVICE), rope[1].to(DEVICE))
-    _, (ours, _) = ops.rotate_and_append(*given, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
+    _, (ours, *_) = ops.rotate_and_append(*given, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
     assert ours.dtype == wanted.dtype
     off = ((ours - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)).flatten()
     # Of a query that was not rounded to BF16, each vector would be 1e-3 off.

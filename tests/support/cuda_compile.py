@@ -84,7 +84,7 @@ def _of_loop(loop: machine_code.Code, coordinates: int, warps: int) -> dict:
     }
 
 
-_LEARNED_POINTERS = {"gains", "k_mean"}
+_LEARNED_POINTERS = {"gains"}
 """Arguments that are None of a rotation."""
 
 

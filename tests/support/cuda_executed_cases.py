@@ -251,13 +251,19 @@ GROUPS: dict[str, list[Check]] = {
         contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1), window=140), BF16), 100),
         in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (90, 0), (2, 9), window=40), BF16)),
     ],
-    "short learned": [contract(Attention(Case("k=lr4,v=tq3", 64, 2, 2, 16, (30, 3), (1, 1), tail=9, sink=4), BF16))],
+    "short learned": [
+        contract(Attention(Case("k=lr4,v=tq3", 64, 2, 2, 16, (30, 3), (1, 1), tail=9, sink=4), BF16)),
+        contract(Attention(Case("k=lr4,v=tq3", 64, 2, 1, 16, (1030, 3), (1, 1), window=30), BF16)),
+        contract(Store(Case("k=lr4,v=tq3", 64, 1, 1, 16, (1022,), (4,)))),
+    ],
     "learned": [
         contract(Store(Case("k=lr4,v=tq4", 64, 1, 2, 8, (0,), (5,)))),
         executor(BF16, 1, KVSpec("k=lr3,v=tq3", calibration=made_up.calibration(1, 2, 128), tail=2, sink=1)),
         contract(Attention(Case("k=lr4,v=tq4", 128, 5, 2, 128, (200, 3), (1, 1)), BF16)),
         contract(Attention(Case("k=lr2,v=tq4", 64, 8, 2, 16, (40, 0), (9, 3), tail=5, sink=2), BF16)),
         contract(Attention(Case("k=lr5,v=tq2", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
+        contract(Attention(Case("k=lr4,v=tq4", 64, 2, 1, 128, (2600,), (1,)), BF16)),
+        contract(Attention(Case("k=lr4,v=tq3", 64, 8, 1, 128, (1020,), (9,)), BF16)),
         in_any_order(Store(Case("k=lr3,v=tq4", 128, 1, 2, 128, (0, 0), (1, 9)))),
     ],
     "planted": [],  # `rows` fills it, and `contract`

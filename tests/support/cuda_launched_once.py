@@ -17,5 +17,5 @@ with (
 ):
     print("most", nvrtc.most_shared_bytes(GPU), flush=True)
     kernel = nvrtc.Kernel(decode.compiled("sm_90", *SHAPE), "decode", decode.shared_bytes(5, 128), GPU)
-    given = decode.Arguments(*range(1, 17), (17, 18, 19, 20), (21, 22, 23, 24), 25, 26, 0.5)
+    given = decode.Arguments(*range(1, 18), (18, 19, 20, 21), (22, 23, 24, 25), 26, 27, 0.5)
     kernel.launch((33, 8), decode.THREADS, given)

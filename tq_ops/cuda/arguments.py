@@ -53,9 +53,10 @@ class Write(NamedTuple):
     Attributes:
         codes … PARTS: as in `Read`.
         forward, boundaries: of `layout.Layout`.
-        mean, weights, widths, gains: of `layout.Learned`; None of a rotation.
+        mean, weights, widths, gains, cos, sin: of `layout.Learned`; None of a rotation.
         kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
         LEARNED: whether these are learned keys.
+        HALF, STRETCHES: of `rotate.places`, D/2 of a rotation, and rows of `cos`.
         TYPE: operands of the product with `forward`.
     """
 
@@ -70,12 +71,39 @@ class Write(NamedTuple):
     weights: Any
     widths: Any
     gains: Any
+    cos: Any
+    sin: Any
     kept: Any
     BITS: Any
     COLUMNS: Any
     UNITS: Any
     PARTS: Any
     LEARNED: Any
+    HALF: Any
+    STRETCHES: Any
+    TYPE: Any
+
+
+class Turning(NamedTuple):
+    """What turns queries for the learned keys of a stretch; of a rotation None, and no constants.
+
+    Attributes:
+        rotation: of `layout.Layout`.
+        mean, largest, cos, sin: of `layout.Learned`.
+        positions: of the batch.
+        HALF: of `rotate.places`.
+        WINDOW: tokens that a query sees; 0 for all.
+        TYPE: operands of the product with `rotation`: BF16, and queries as sums of two such numbers, or FP32.
+    """
+
+    rotation: Any
+    mean: Any
+    largest: Any
+    cos: Any
+    sin: Any
+    positions: Any
+    HALF: Any
+    WINDOW: Any
     TYPE: Any
 
 
@@ -116,6 +144,14 @@ class Tokens(NamedTuple):
     SIZE: Any
 
 
+def turning(of: Layout, batch: Batch, window: int | None, operand: tl.dtype) -> Turning:
+    """Of a layer's K for the queries of a batch; `operand` as `Turning.TYPE`."""
+    if not (learned := of.learned):
+        return Turning(*(None,) * 6, *map(constant, (0, 0, operand)))
+    tables = learned.mean, learned.largest, learned.cos, learned.sin
+    return Turning(of.rotation, *tables, batch.positions, *map(constant, (learned.half, window or 0, operand)))
+
+
 def constant(value: Any) -> Any:
     """A value that a kernel is compiled for, inside of a tuple."""
     return tl.constexpr(value)
@@ -133,14 +169,15 @@ def read(fields: dict[str, Tensor], of: Layout, words: Tensor | None, permutes: 
 def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tensor) -> Write:
     """One side of a layer for `quantize.append`; x says where it runs."""
     codes, scales, learned = fields["codes"], fields["scale"], of.learned
-    mean, weights, widths, gains = (
-        (learned.mean, learned.weights, learned.widths, learned.gains) if learned else (None, None, None, None)
+    tables = (
+        (learned.mean, learned.weights, learned.widths, learned.gains, learned.cos, learned.sin) if learned else (None,) * 6
     )
     return Write(
-        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, mean, weights,
-        widths, gains, kept,
+        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, *tables, kept,
         BITS=constant(of.bits), COLUMNS=constant(len(of.columns.units)), UNITS=constant(of.columns.units),
         PARTS=constant(of.columns.parts), LEARNED=constant(learned is not None),
+        HALF=constant(learned.half if learned else of.rotation.shape[-1] // 2),
+        STRETCHES=constant(len(learned.cos) if learned else 0),
         TYPE=constant(choices.rotation_operand(x, exact_in_bf16=True)),
     )  # fmt: skip
 

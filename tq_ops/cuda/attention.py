@@ -7,8 +7,10 @@ up and rotates them back. Where tokens stay in BF16, a query sees as packed ones
 
 In a layer with a sliding window a context begins with the tile that the first new token still sees something of.
 
-Learned keys change nothing but how centroids come of codes. What a query makes of K's mean is the same for all packed tokens:
-it is left out of their logits, and where others are beside them, of those as well (`in_bf16`).
+Learned keys are stored by stretches of 1,024 positions, and what a query is for the keys of one it is not for those of the
+next. An earlier launch, of `rotate`, left the queries as each stretch meets them; a program loads others where a stretch
+begins. Turned and rotated here they would take registers that the loops need. What the logits of a stretch lack, the query's
+product with K's mean, is one number for all of it. It is added to the maximum, which within a stretch goes without.
 """
 
 import triton
@@ -16,7 +18,7 @@ import triton.language as tl
 
 from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
 from haarkv.tq_ops.cuda.planes import load_codes
-from haarkv.tq_ops.cuda.rotate import dot
+from haarkv.tq_ops.cuda.rotate import STRETCH, dot
 from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, origin_of, share_of, tiles_of
 
 
@@ -167,8 +169,37 @@ def attend_wide_tile(
 
 
 @triton.jit
+def attend_tiles(
+    q_low, q_high, gain, position, state, begin, masked, stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
+    GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
+    CAUSAL: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """All tiles from `begin` to `stop`; with WIDE and without SPAN, those before `masked` need no mask."""
+    peak, total, widest, low, high, ahead = state
+    if WIDE and SPAN is None:
+        for tile in tl.range(begin, masked, TOKENS):
+            peak, total, widest, low, high, ahead = attend_wide_tile(
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
+                k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, False, LOWER, SPAN,
+            )  # fmt: skip
+    for tile in tl.range(masked, stop, TOKENS):
+        if WIDE:
+            peak, total, widest, low, high, ahead = attend_wide_tile(
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
+                k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, True, LOWER, SPAN,
+            )  # fmt: skip
+        else:
+            peak, total, widest, low, high, ahead = attend_tile(
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
+                k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN,
+            )  # fmt: skip
+    return peak, total, widest, low, high, ahead
+
+
+@triton.jit
 def attend_piece(
-    q, gains, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end, place, kv_head,
+    q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end, place,
+    kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -197,42 +228,48 @@ def attend_piece(
         begin = tl.maximum(begin, first // TOKENS * TOKENS)
     end = tl.minimum(end, tl.minimum(length, tl.max(position, 0) + 1))
     vector = (token * (HEADS * GROUP) + kv_head * GROUP + column % GROUP).to(tl.int64)
-    gain = tl.load(gains + vector, live, 1.0) if gains is not None else 1.0
     dims, lives = tl.arange(0, D // 2), live
     peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
     part = vector if WHOLE else (place * HEADS + kv_head).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if WIDE:
-        vector, part_row, lives = vector[:, None], part[:, None], live[:, None]
+        rows, part_row, lives = vector[:, None], part[:, None], live[:, None]
         dims = dims[None, :]
         low, high = tl.zeros((COLUMNS, D // 2), tl.float32), tl.zeros((COLUMNS, D // 2), tl.float32)
     else:
-        vector, part_row, lives = vector[None, :], part[None, :], live[None, :]
+        rows, part_row, lives = vector[None, :], part[None, :], live[None, :]
         dims = dims[:, None]
         low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
-    at = q + vector * D + dims
-    q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
     masked, ahead = begin, entries_of(table, begin, first, end, BLOCK, TOKENS, LOWER)
     if WIDE and SPAN is None:
         # Tiles that the first new token of the columns sees whole need no mask. With a window most tiles need one.
         seen = tl.minimum(end, tl.min(tl.where(live, position, 2147483646), 0) + 1)
         masked = tl.maximum(begin, begin + (seen - begin) // TOKENS * TOKENS)
-        for tile in tl.range(begin, masked, TOKENS):
-            peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale, gains is not None, D, BLOCK, TOKENS, TYPE, False, LOWER, SPAN,
+    CAUSAL: tl.constexpr = not tokens.ONE_EACH
+    if k.COLUMNS > 0:
+        lacked = tl.zeros((COLUMNS,), tl.float32)
+        # Both begin and the begin of a stretch are multiples of TOKENS: no tile is cut.
+        for stretch in tl.range(begin // STRETCH, tl.cdiv(end, STRETCH)):
+            of_stretch = stretch * vectors
+            at = q + (rows + of_stretch) * D + dims
+            q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
+            gain = tl.load(gains + of_stretch + vector, live, 1.0)
+            lack = tl.load(lacks + of_stretch + vector, live, 0.0) * scale
+            peak += lacked - lack
+            lacked = lack
+            start, stop = tl.maximum(begin, stretch * STRETCH), tl.minimum(end, (stretch + 1) * STRETCH)
+            peak, total, widest, low, high, ahead = attend_tiles(
+                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), start,
+                tl.minimum(tl.maximum(masked, start), stop), stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
+                True, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN, WIDE,
             )  # fmt: skip
-    for tile in tl.range(masked, end, TOKENS):
-        if WIDE:
-            peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale, gains is not None, D, BLOCK, TOKENS, TYPE, True, LOWER, SPAN,
-            )  # fmt: skip
-        else:
-            peak, total, widest, low, high, ahead = attend_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale,
-                gains is not None, D, BLOCK, TOKENS, TYPE, not tokens.ONE_EACH, LOWER, SPAN,
-            )  # fmt: skip
+        peak += lacked
+    else:
+        at = q + rows * D + dims
+        q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
+        peak, total, widest, low, high, ahead = attend_tiles(
+            q_low, q_high, 1.0, position, (peak, total, widest, low, high, ahead), begin, masked, end, first, end, table,
+            k, v, k_words, v_words, kv_head, scale, False, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN, WIDE,
+        )  # fmt: skip
     tl.store(maxima + part, peak, live)
     tl.store(sums + part, total, live)
     if begin < end:
@@ -242,17 +279,17 @@ def attend_piece(
 
 
 # What changes from batch to batch is no reason to compile anew.
-@triton.jit(do_not_specialize=["sequences", "table_width", "programs"])
+@triton.jit(do_not_specialize=["vectors", "sequences", "table_width", "programs"])
 def attend_kernel(
-    q, gains, parts, maxima, sums, tokens, sequences, block_table, table_width, k, v, scale, programs,
+    q, gains, lacks, vectors, parts, maxima, sums, tokens, sequences, block_table, table_width, k, v, scale, programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
     Args:
-        q: [T, HEADS * GROUP, D], rotated, of TYPE.
-        gains: [T, HEADS * GROUP] fp32 of `rotate.gains_of`; None of a rotation.
+        q, gains, lacks: of `layout.Rotated`.
+        vectors: T * HEADS * GROUP.
         parts: [places, HEADS, COLUMNS, D] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, D], sums of
             exp2(logit - maximum) * v, rotated.
         maxima, sums: the same without D; a part without tokens has maximum -inf and sum 0, its sums of v unset.
@@ -269,7 +306,7 @@ def attend_kernel(
         if sequence < sequences:
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
+                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
                 0, 2147483647, 0, kv_head, HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
     else:
@@ -279,7 +316,7 @@ def attend_kernel(
             count = tl.minimum(length - first, stop - place)
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
+                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
                 HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip

@@ -21,6 +21,9 @@ _ALL_REGISTERS = 255  # that a thread can have; said so, ptxas does not spill fo
 _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
+_STRETCHES_AT_ONCE = 16
+MOST_AHEAD = 128 * 2**20
+"""Bytes of rotated queries that there are at a time, for every stretch of learned keys that a block table has room for."""
 KEPT_WIDTH = 32
 """Columns of the rotated sums of `in_bf16.kept_kernel` that are made at once."""
 _MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
@@ -184,6 +187,11 @@ def attention_operand(q: Tensor) -> tl.dtype:
 def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     """BF16 where both operands hold BF16 numbers, else FP32. The interpreter gets FP32: its BF16 products are wrong."""
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
+
+
+def stretch_programs(stretches: int) -> int:
+    """Programs that share the stretches for which a tile of queries is rotated: each loads the same part of the matrix."""
+    return min(stretches, _STRETCHES_AT_ONCE)
 
 
 def element(dtype: torch.dtype) -> tl.dtype:

@@ -23,6 +23,7 @@ from haarkv.tq_ops.cuda.halves import halves_of
 from haarkv.tq_ops.cuda.kept import Part, kept_in
 from haarkv.tq_ops.cuda.layout import Layout, Rotated, columns_of
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
+from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.warn import warn
@@ -52,7 +53,7 @@ class Arguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in (
             "q", "out", "rotation", "parts", "part_maxima", "part_sums", "arrived", "positions", "seq_lens", "block_table",
-            "k_centroids", "v_centroids", "in_bf16", "in_bf16_maxima", "in_bf16_sums", "gains",
+            "k_centroids", "v_centroids", "in_bf16", "in_bf16_maxima", "in_bf16_sums", "gains", "lacks",
         )),
         ("k", _Side), ("v", _Side), ("sequences", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float),
     ]  # fmt: skip
@@ -155,6 +156,7 @@ def compiled(target: str, *values: int) -> bytes:
     macros |= {
         "SHARED_BYTES": shared_bytes(shape.group, shape.head_dim), "ARGUMENT_BYTES": ctypes.sizeof(Arguments),
         "BLOCK_THREADS": THREADS, "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
+        "STRETCH": STRETCH,
     }  # fmt: skip
     return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
 
@@ -232,7 +234,7 @@ def attend(
         rotated.queries, out, v.rotation, sums, maxima, totals, _counters_of(cache, sequences, heads, device), batch.positions,
         batch.seq_lens, table, k.centroids, v.centroids,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        rotated.gains,
+        rotated.gains, rotated.lacks,
     )  # fmt: skip
     arguments = Arguments(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),

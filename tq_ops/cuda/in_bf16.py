@@ -9,7 +9,7 @@ those of packed tokens.
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.rotate import dot, rounded
+from haarkv.tq_ops.cuda.rotate import dot, places, rounded
 from haarkv.tq_ops.cuda.schedule import find_column_tile, tiles_of
 
 
@@ -25,8 +25,8 @@ def sequence_of(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
 
 
 @triton.jit
-def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexpr, D: tl.constexpr):
-    """Keep vectors [ROWS, D], given as halves, in BF16: token j at `SINK + j % RING`, and at j as well if it is a sink.
+def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
+    """Keep vectors [ROWS, D], given as halves of `places`, in BF16: token j at `SINK + j % RING`, and at j as well if it is a sink.
 
     Args:
         live: [ROWS], which of them were stored packed.
@@ -35,21 +35,21 @@ def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexp
     """
     sequence = sequence_of(token, into.query_start_loc, sequences, into.SEQUENCE_BITS) if into.SEQUENCE_BITS > 0 else token
     row, position = tl.load(into.rows + sequence, live, 0), tl.load(into.positions + token, live, 0).to(tl.int32)
-    at = kept + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None] + tl.arange(0, D // 2)[None, :]
+    at, (of_low, of_high) = kept + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None], places(HALF, D)
     low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
     if into.RING > 0:
         newest = at + ((position % into.RING + into.SINK) * D)[:, None]
-        tl.store(newest, low, live[:, None])
-        tl.store(newest + D // 2, high, live[:, None])
+        tl.store(newest + of_low[None, :], low, live[:, None])
+        tl.store(newest + of_high[None, :], high, live[:, None])
     if into.SINK > 0:
         first, live = at + (position * D)[:, None], live & (position < into.SINK)
-        tl.store(first, low, live[:, None])
-        tl.store(first + D // 2, high, live[:, None])
+        tl.store(first + of_low[None, :], low, live[:, None])
+        tl.store(first + of_high[None, :], high, live[:, None])
 
 
 @triton.jit(do_not_specialize=["sequences"])
 def kept_kernel(
-    q, k_kept, v_kept, rows, parts, maxima, sums, tokens, sequences, matrix, k_mean, scale,
+    q, k_kept, v_kept, rows, parts, maxima, sums, tokens, sequences, matrix, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, RING: tl.constexpr,
     TYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -63,8 +63,6 @@ def kept_kernel(
         tokens: of `arguments.Tokens`.
         maxima, sums: [T, HEADS * GROUP] fp32; of a sequence without tokens the maximum is -inf and the sums are 0.
         matrix: [D, D] fp32 of `layout.into_rotated`.
-        k_mean: [HEADS, D] fp32 of learned coordinates of K: packed logits lack what the query makes of it, and so do maxima
-            here. None of a rotation.
         scale: softmax_scale * log2(e).
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -117,12 +115,6 @@ def kept_kernel(
             low = dot(p, tl.load(of_v, there[:, None], 0.0), low * shrink[:, None], TYPE)
             high = dot(p, tl.load(of_v + D // 2, there[:, None], 0.0), high * shrink[:, None], TYPE)
         part = tl.where(live, vector, 0)
-        if k_mean is not None:
-            # A piece at a time, loaded again: kept over the loop and whole in FP32 they would take too many registers.
-            for piece in tl.static_range(D // WIDTH):
-                at = piece * WIDTH + tl.arange(0, WIDTH)[None, :]
-                of_q = tl.load(q + vector[:, None] * D + at, live[:, None], 0.0).to(tl.float32)
-                peak -= scale * tl.sum(of_q * tl.load(k_mean + kv_head * D + at), 1)
         tl.store(maxima + part, peak, live)
         tl.store(sums + part, total, live)
         width = tl.arange(0, WIDTH)[None, :]

@@ -9,7 +9,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda import choices, in_bf16
 from haarkv.tq_ops.cuda.arguments import tokens_of
 from haarkv.tq_ops.cuda.kept import Kept, Part
-from haarkv.tq_ops.cuda.layout import into_rotated, layout_of
+from haarkv.tq_ops.cuda.layout import into_rotated
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -29,14 +29,13 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
     tile = choices.kept_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
-    of_k = layout_of(cache.k_format(layer), layer, head_dim, q.device)
     matrix = into_rotated(cache.v_format(layer), layer, head_dim, q.device)
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
     new = tokens_of(batch, kept, cache.shape(layer).window, triton.next_power_of_2(sequences))
     in_bf16.kept_kernel[(column_tiles, heads)](
         q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
-        of_k.learned.mean if of_k.learned else None, scale,
+        scale,
         HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens, RING=kept.ring, TYPE=operand,
         WIDTH=choices.KEPT_WIDTH, num_warps=tile.warps, num_stages=tile.stages, **choices.COMPILED,
     )  # fmt: skip

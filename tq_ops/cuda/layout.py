@@ -11,10 +11,13 @@ from torch import Tensor
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.columns import Column, widths_of
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
+from haarkv.tq_ops.formats.stretches import STRETCH, Turns
+from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.reads import Reads
 
 
@@ -61,6 +64,8 @@ def columns_of(columns: tuple[Column, ...]) -> Columns:
 
 READS = Reads("the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True)
 """What the kernels read and write."""
+MOST_POSITIONS = 2**22
+"""Of a sequence whose keys are stored by stretches."""
 NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
 
@@ -74,13 +79,19 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
 class Learned:
     """What learned coordinates have beside a rotation, coordinates in the kernels' order.
 
+    Kernels hold a key or a query as two halves. RoPE turns number i of the one together with number i of the other, so where it
+    leaves a part of each vector as it is, halves are not those of memory: `input_order` says what stands where, and
+    `rotate.places` finds it.
+
     Attributes:
-        mean: [H, D] fp32, as in `Coordinates`.
-        forward: [H, D, D] bf16.
+        mean: [H, D] fp32, as in `Coordinates`, numbers in `input_order`.
+        forward: [H, D, D] bf16, rows in `input_order`.
         weights: [H, D] fp32.
         widths: [D] int32, bits of each coordinate's level.
         gains: [3] fp32.
         largest: [H, D] fp32, of each row of the rotation its largest number's size.
+        cos, sin: [MOST_POSITIONS / STRETCH, D/2] fp32, how the halves' numbers are turned where a stretch begins.
+        half: numbers i and i + half of a vector are turned together.
     """
 
     mean: Tensor
@@ -89,6 +100,9 @@ class Learned:
     widths: Tensor
     gains: Tensor
     largest: Tensor
+    cos: Tensor
+    sin: Tensor
+    half: int
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class Layout:
     Attributes:
         bits: of a level, which say how its planes lie; the mean of learned keys.
         rotation: [D, D] bf16, `y = x @ rotation` in the kernels' order. Of learned keys [H, D, D], by which queries are
-            multiplied.
+            multiplied, its rows in `input_order`.
         centroids: [2**bits] fp32; of learned keys those of 1 bit, of 2 bits, and so on to 6.
         words: [n] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`; None where they are not looked up so.
         boundaries: [2**bits - 1] fp32, ascending; of learned keys likewise of each width.
@@ -131,22 +145,53 @@ class Layout:
 class Rotated(NamedTuple):
     """Queries in the domain of the codes.
 
+    Those for learned keys are S times as many: as the keys of each stretch meet them. Of stretches that a query does not see
+    they are unset.
+
     Attributes:
-        queries: [T, Hq, D] fp16 in a BF16 model, else fp32.
-        gains: [T, Hq] fp32, powers of two by which those for learned keys were divided, so that FP16 holds them; None of a
+        queries: [T, Hq, D] or [S, T, Hq, D], fp16 in a BF16 model, else fp32.
+        gains: [S, T, Hq] fp32, powers of two by which those for learned keys were divided, so that FP16 holds them; None of a
             rotation.
+        lacks: [S, T, Hq] fp32, the turned query's product with K's mean; None of a rotation.
     """
 
     queries: Tensor
     gains: Tensor | None
+    lacks: Tensor | None
 
 
-def unset_queries(tokens: int, heads: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> Rotated:
-    """Unset, for queries of a model of this dtype."""
+def unset_queries(
+    tokens: int, heads: int, layout: Layout, stretches: int, dtype: torch.dtype, device: torch.device
+) -> Rotated:
+    """Unset, for queries of a model of this dtype; `stretches` counts for learned keys alone."""
     head_dim = layout.rotation.shape[-1]
     kept = torch.float16 if dtype == torch.bfloat16 else torch.float32
-    gains = torch.empty(tokens, heads, dtype=torch.float32, device=device) if layout.learned else None
-    return Rotated(torch.empty(tokens, heads, head_dim, dtype=kept, device=device), gains)
+    if not layout.learned:
+        return Rotated(torch.empty(tokens, heads, head_dim, dtype=kept, device=device), None, None)
+    gains, lacks = (torch.empty(stretches, tokens, heads, dtype=torch.float32, device=device) for _ in range(2))
+    return Rotated(torch.empty(stretches, tokens, heads, head_dim, dtype=kept, device=device), gains, lacks)
+
+
+def stretches_of(batch: Batch, block_size: int) -> int:
+    """Stretches of a sequence that a batch's block table has room for.
+
+    Raises:
+        InputError: more than there are tables for.
+    """
+    positions = batch.block_table.shape[1] * block_size
+    if positions > MOST_POSITIONS:
+        raise InputError(
+            f"sequences of up to {positions:,} tokens are longer than learned keys are stored for on a GPU, "
+            f"{MOST_POSITIONS:,}; allow fewer tokens, or store K in another format"
+        )
+    return max(1, -(-positions // STRETCH))
+
+
+def input_order(head_dim: int, half: int) -> Tensor:
+    """The number of a vector in each of the D places of two halves: [D] int64."""
+    number = torch.arange(head_dim // 2)
+    low = torch.where(number < half, number, number + half)
+    return torch.cat([low, torch.where(number < half, number + half, number + head_dim // 2)])
 
 
 def words_of(centroids: Tensor) -> Tensor | None:
@@ -208,21 +253,29 @@ def _layout(described: Description, layer: int, device: torch.device) -> Layout:
 
 def _learned_layout(described: Description, of: Coordinates, order: Tensor, device: torch.device) -> Layout:
     assert len(of.gains) == 3, "the kernels try three gains"
+    # Keys that nobody knows the turns of are turned by nothing.
+    turns = of.turns or Turns((0.0,) * (described.head_dim // 2))
+    half = len(turns.inv_freq)
+    inputs, unturned = input_order(described.head_dim, half), described.head_dim // 2 - half
+    cos, sin = turns.table(MOST_POSITIONS // STRETCH, torch.device("cpu"))
     widths = torch.tensor(widths_of(described.columns), dtype=torch.int32).repeat_interleave(described.head_dim // EIGHTHS)
     return Layout(
         bits=described.bits,
-        rotation=_matrix(of.rows.mT, order, device),
+        rotation=_matrix(of.rows.mT[:, inputs], order, device),
         centroids=torch.cat([cubic.centroids(bits) for bits in cubic.WIDTHS]).to(device),
         words=None,
         boundaries=torch.cat([cubic.boundaries(bits) for bits in cubic.WIDTHS]).to(device),
         columns=columns_of(described.columns),
         learned=Learned(
-            mean=of.mean.to(device).contiguous(),
-            forward=_matrix(of.forward, order, device),
+            mean=of.mean[:, inputs].to(device).contiguous(),
+            forward=_matrix(of.forward[:, inputs], order, device),
             weights=of.weights[:, order].to(device),
             widths=widths[order].to(device),
             gains=torch.tensor(of.gains, device=device),
-            largest=of.rows.abs().amax(1).to(device),
+            largest=of.rows.abs().amax(1)[:, inputs].to(device),
+            cos=torch.nn.functional.pad(cos, (0, unturned), value=1.0).to(device),
+            sin=torch.nn.functional.pad(sin, (0, unturned)).to(device),
+            half=half,
         ),
     )
 

@@ -7,17 +7,19 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize
-from haarkv.tq_ops.cuda.arguments import ROWS, both_written, keeping, read, tiles_of, tokens_of
+from haarkv.tq_ops.cuda.arguments import ROWS, both_written, keeping, read, tiles_of, tokens_of, turning
 from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in
 from haarkv.tq_ops.cuda.kept_attention import attend_kept
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, unset_queries
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, stretches_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
@@ -158,8 +160,8 @@ def append(
     k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
     layouts = _layouts(cache, layer, k.device)
     quantize.quantize_kernel[(max(tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2)](
-        k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0], slots=batch.slot_mapping, tokens=tokens,
-        fault=fault, layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
+        k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],
+        positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault, layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
         STAND_IN=stand_in, **both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim), **choices.COMPILED,
     )  # fmt: skip
 
@@ -177,32 +179,73 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
     append(k, v, cache, layer, batch, fault)
 
 
-def rotate(q: Tensor, layout: Layout) -> Rotated:
-    """Queries [T, Hq, D] in the domain of the codes."""
+def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
+    """Queries [T, Hq, D] in the domain of the codes; for learned keys as those of each stretch meet them."""
     tokens, heads, head_dim = q.shape
-    out, largest = unset_queries(tokens, heads, layout, q.dtype, q.device), layout.learned.largest if layout.learned else None
-    exact = layout.rotation.dtype == q.dtype == torch.bfloat16
-    rotate_kernel[(tiles_of(tokens, heads, layout), head_dim // _WIDTH)](
-        q.contiguous(), *out, layout.rotation, largest, tokens, HEADS=heads, MATRICES=layout.matrices, D=head_dim,
-        TYPE=choices.rotation_operand(q, exact), ROWS=ROWS, WIDTH=_WIDTH, **choices.COMPILED,
+    of_k, shape = _layouts(cache, layer, q.device)[0], cache.shape(layer)
+    stretches = stretches_of(batch, cache.block_size) if of_k.learned else 1
+    out = unset_queries(tokens, heads, of_k, stretches, q.dtype, q.device)
+    exact = of_k.rotation.dtype == q.dtype == torch.bfloat16
+    operand = choices.rotation_operand(q, exact)
+    rotate_kernel[(tiles_of(tokens, heads, of_k), head_dim // _WIDTH, choices.stretch_programs(stretches))](
+        q.contiguous(), *out, of_k.rotation, turning(of_k, batch, shape.window, operand), tokens, HEADS=heads,
+        MATRICES=of_k.matrices, D=head_dim, TYPE=operand, ROWS=ROWS, WIDTH=_WIDTH,
+        HALF=of_k.learned.half if of_k.learned else head_dim // 2, **choices.COMPILED,
     )  # fmt: skip
     return out
 
 
+def _at_once(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> int:
+    """How many tokens' queries may be rotated at a time: for learned keys they are as many as there are stretches."""
+    if not _layouts(cache, layer, q.device)[0].learned:
+        return max(1, len(q))
+    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretches_of(batch, cache.block_size)
+    return max(1, choices.MOST_AHEAD // nbytes)
+
+
+def part_of(batch: Batch, begin: int, end: int) -> Batch:
+    """Tokens begin … end - 1 of a batch, without waiting for the device: what comes behind them is not there yet.
+
+    Of a batch of one token a sequence these are sequences. Of others all stay, some without a token.
+    """
+    end = min(end, len(batch.positions))
+    starts = batch.query_start_loc
+    inside = {"positions": batch.positions[begin:end], "slot_mapping": batch.slot_mapping[begin:end]}
+    if len(batch.positions) == len(batch.seq_lens):
+        of_sequences = {name: getattr(batch, name)[begin:end] for name in ("block_table", "seq_lens", "rows")}
+        return replace(batch, **inside, **of_sequences, query_start_loc=starts[begin : end + 1] - begin)
+    lengths, starts = batch.seq_lens - (starts[1:] - starts[1:].clamp(max=end)), starts.clamp(begin, end) - begin
+    table, rows = batch.block_table, batch.rows
+    if end - begin == len(lengths):
+        # As many tokens as sequences would pass for one of each: one more sequence, without tokens, tells them apart.
+        lengths, rows = (torch.cat([one, torch.zeros_like(one[:1])]) for one in (lengths, rows))
+        table, starts = (torch.cat([one, one[-1:]]) for one in (table, starts))
+    return replace(batch, **inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
+
+
 def attend(
-    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool = True
-) -> Tensor:
+    q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *,
+    cuda_cpp: bool = True,
+) -> Tensor:  # fmt: skip
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
     Where tokens stay in BF16, one more launch attends to those.
 
     Args:
-        q: [T, Hq, D], for its dtype and device; where tokens stay in BF16 also for its numbers, in the model's domain.
-        rotated: the same, from `rotate`.
+        q: [T, Hq, D], for its dtype and device; where tokens stay in BF16, or without `rotated`, also for its numbers, in the
+            model's domain.
+        rotated: the same, from `rotate`; None where they would take too much memory: they are rotated here, some at a time.
         cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
     """
+    if rotated is None:
+        most = _at_once(q, cache, layer, batch)
+        parts = ((q[begin : begin + most], part_of(batch, begin, begin + most)) for begin in range(0, len(q), most))
+        return torch.cat([
+            attend(some, rotate(some, cache, layer, of_some), cache, layer, of_some, softmax_scale, cuda_cpp=cuda_cpp)
+            for some, of_some in parts
+        ])  # fmt: skip
     batch, kept, scale = cache.placed(layer, batch), kept_in(cache, layer), softmax_scale * LOG2_E
     layouts = _layouts(cache, layer, q.device)
     in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
@@ -221,7 +264,7 @@ def _attend_in_parts(
     group, one_each, operand = q_heads // heads, tokens == sequences, choices.attention_operand(q)
     table = batch.block_table.contiguous()
     v_words = choices.words_of_v(of_k, of_v, gpu)
-    crowded = rotated.gains is not None or v_words is not None
+    crowded = of_k.learned is not None or v_words is not None
     tile = choices.attention_tile(
         triton.cdiv(tokens, sequences), group, head_dim, operand, gpu, choices.widest_level(of_k, of_v), crowded
     )
@@ -241,7 +284,7 @@ def _attend_in_parts(
         **choices.COMPILED,
     }  # fmt: skip
     attention.attend_kernel[(programs, heads)](
-        *rotated, parts, maxima, sums, new, sequences, table, table.shape[1],
+        *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
         read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k)),
         read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v)), scale, programs,
         BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
@@ -260,43 +303,54 @@ def _attend_in_parts(
 
 def triton_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """`paged_attention` by the Triton kernels alone, for comparison with `decode`."""
-    of_k, _ = _layouts(cache, layer, q.device)
-    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale, cuda_cpp=False)
+    return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=False)
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
-    It allocates the rotated queries and the partial results, a number of them that does not grow with the context.
+    It allocates the rotated queries and the partial results, a number of them that does not grow with the context. Rotated for
+    learned keys, queries are as many as a context has stretches, but never more than `choices.MOST_AHEAD` bytes at a time.
     """
-    of_k, _ = _layouts(cache, layer, q.device)
-    return attend(q, rotate(q, of_k), cache, layer, batch, softmax_scale)
+    return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=True)
+
+
+def _attended(
+    q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool
+) -> Tensor:
+    rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
+    return attend(q, rotated, cache, layer, batch, softmax_scale, cuda_cpp=cuda_cpp)
 
 
 def rotate_and_append(
     qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
-) -> tuple[Tensor, Rotated]:
+) -> tuple[Tensor, Rotated | None]:
     """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
 
     It stores K and V, and notes in `fault` what it leaves out, as `append` does.
 
     Returns:
-        The two that `attend` takes: the queries [T, Hq, D], whose numbers are set only where tokens stay in BF16, and the same
-        in the domain of the codes, as `rotate` gives them.
+        The two that `attend` takes: the queries [T, Hq, D], whose numbers are set only where tokens stay in BF16 or the other
+        is None, and the same in the domain of the codes, as `rotate` gives them.
     """
     qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), cache.placed(layer, batch)
     tokens, shape, kept = qkv.shape[0], cache.shape(layer), kept_in(cache, layer)
     layouts, kv_heads = _layouts(cache, layer, qkv.device), shape.num_kv_heads
     of_k = layouts[0]
-    rotated = unset_queries(tokens, heads.num_heads, of_k, heads.dtype, qkv.device)
+    assert of_k.learned is None or 2 * of_k.learned.half == shape.head_dim, "cos and sin turn all of a head"
     queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
-    width = choices.query_columns(tokens == batch.seq_lens.shape[0], shape.head_dim, q_type)
-    of_q = tiles_of(tokens, heads.num_heads, of_k) * (shape.head_dim // width)
+    ahead = tokens <= _at_once(queries, cache, layer, batch)
+    stretches = stretches_of(batch, cache.block_size) if of_k.learned and ahead else 1
+    rotated = unset_queries(tokens, heads.num_heads, of_k, stretches, heads.dtype, qkv.device) if ahead else None
+    one_each, shares = tokens == batch.seq_lens.shape[0], choices.stretch_programs(stretches)
+    width = choices.query_columns(one_each, shape.head_dim, q_type) if ahead else shape.head_dim
+    of_q = tiles_of(tokens, heads.num_heads, of_k) * (shape.head_dim // width) * shares
     prologue.prologue_kernel[(sum(tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,)](
-        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept else None, *rotated,
-        of_k.rotation, of_k.learned.largest if of_k.learned else None, keeping=keeping(kept, batch),
-        sequences=batch.seq_lens.shape[0], slots=batch.slot_mapping, fault=fault, layer=layer,
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept or not ahead else None,
+        *(rotated or (None, None, None)), of_k.rotation, turning(of_k, batch, shape.window, q_type), shares,
+        keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],
+        positions=batch.positions if of_k.learned else None, slots=batch.slot_mapping, fault=fault, layer=layer,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WIDTH=width,
         ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
         **both_written(_fields(cache, layer), layouts, kept, qkv, shape.head_dim), **choices.COMPILED,

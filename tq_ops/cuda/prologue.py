@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda.quantize import append_and_keep
-from haarkv.tq_ops.cuda.rotate import gains_of, rotate_columns, rounded, vectors_of
+from haarkv.tq_ops.cuda.rotate import rounded, store_rotated, vectors_of
 
 
 @triton.jit
@@ -42,40 +42,39 @@ def roped(low, high, cos, sin, token, live, D: tl.constexpr):
 
 @triton.jit
 def rotate_queries(
-    program, qkv, bias, weight, eps, cos, sin, tokens, queries, rotated, gains, rotation, largest,
+    program, qkv, bias, weight, eps, cos, sin, tokens, queries, rotated, gains, lacks, rotation, turning, shares,
     HEADS: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ROUNDED: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns of ROWS rotated queries: program n makes part n % (D / WIDTH) of tile n / (D / WIDTH).
+    """WIDTH columns of ROWS rotated queries: D / WIDTH times `shares` programs have the same tile.
 
-    The first part's program also stores the queries as they were before, where there is room in `queries`.
+    The first of them also stores the queries as they were before, where there is room in `queries`; without `rotated`, that
+    is all.
     """
-    token, head, matrix = vectors_of(program // (D // WIDTH), tokens, HEADS, MATRICES, ROWS)
+    of_tile = shares * (D // WIDTH)
+    token, head, matrix = vectors_of(program // of_tile, tokens, HEADS, MATRICES, ROWS)
+    part = program % of_tile
     live, vector = token < tokens, (token * HEADS + head)[:, None].to(tl.int64)
     low, high = projected(qkv, bias, token, head * D, live, ROW, D)
     if weight is not None:
         low, high = normed(low, high, weight, eps, D)
     low, high = roped(low, high, cos, sin, token, live, D)
-    first = (program % (D // WIDTH)) * WIDTH
     low, high = rounded(low, ROUNDED), rounded(high, ROUNDED)
-    columns = rotate_columns(low, high, rotation + matrix * (D * D), first, ROWS, D, WIDTH, TYPE, False)
-    if gains is not None:
-        gain = gains_of(low, high, largest + matrix * D, D)
-        columns = columns / gain[:, None]
-        if first == 0:
-            tl.store(gains + token * HEADS + head, gain, live)
     if queries is not None:  # noqa: SIM102
-        if first == 0:
+        if part == 0:
             at = queries + vector * D + tl.arange(0, D // 2)[None, :]
             tl.store(at, low, live[:, None])
             tl.store(at + D // 2, high, live[:, None])
-    at = rotated + vector * D + first + tl.arange(0, WIDTH)[None, :]
-    tl.store(at, rounded(columns, rotated.dtype.element_ty), live[:, None])
+    if rotated is not None:
+        store_rotated(
+            low, high, token, head, matrix, tokens, part % (D // WIDTH) * WIDTH, part // (D // WIDTH), shares, rotation,
+            rotated, gains, lacks, turning, HEADS, D, TYPE, ROWS, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
 def store_projected(
-    tile, side: tl.constexpr, qkv, bias, weight, eps, cos, sin, tokens, into, keeping, sequences, slots, fault, layer,
+    tile, side: tl.constexpr, qkv, bias, weight, eps, cos, sin, tokens, into, keeping, sequences, positions, slots, fault, layer,
     FIRST: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of K or V from the projections to its slots; `side` is 0 of K, which is normed and roped, and 1 of V.
@@ -91,28 +90,30 @@ def store_projected(
             low, high = normed(low, high, weight, eps, D)
         low, high = roped(low, high, cos, sin, token, live, D)
     append_and_keep(
-        low, high, token, head, matrix, live, side, into, keeping, sequences, slots, fault, layer,
+        low, high, token, head, matrix, live, side, into, keeping, sequences, positions, slots, fault, layer,
         HEADS, D, BLOCK, ROWS, True, False,
     )  # fmt: skip
 
 
 # As in `quantize_kernel`: layers and batches are no reason to compile anew.
-@triton.jit(do_not_specialize=["tokens", "layer", "sequences"])
+@triton.jit(do_not_specialize=["tokens", "layer", "sequences", "shares"])
 def prologue_kernel(
-    qkv, bias, q_norm, k_norm, eps, cos, sin, tokens, queries, rotated, gains, rotation, largest,
-    k, v, keeping, sequences, slots, fault, layer,
+    qkv, bias, q_norm, k_norm, eps, cos, sin, tokens, queries, rotated, gains, lacks, rotation, turning, shares,
+    k, v, keeping, sequences, positions, slots, fault, layer,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, ROUNDED: tl.constexpr, Q_TYPE: tl.constexpr,
 ):  # fmt: skip
     """From qkv [tokens, (HEADS + 2 * KV_HEADS) * D] fp32 to rotated queries [tokens, HEADS, D] and to codes and scales.
 
-    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH], each of `vectors_of`. The programs of K and V come first,
+    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH * shares], each of `vectors_of`. The programs of K and V come first,
     since each of them makes a vector's whole row of codes; those of Q make WIDTH columns.
 
     Args:
         bias, q_norm, k_norm: None without.
-        queries: where they are stored unrotated as well; None where no token is kept in BF16.
-        gains, rotation, largest: of the queries, as in `rotate.rotate_kernel`; rotation and largest are K's.
+        queries: where they are stored unrotated as well; None where nothing asks for them.
+        rotated, gains, lacks: as in `rotate.store_rotated`; rotated is None where attention rotates queries itself.
+        rotation, turning: K's.
+        shares: programs that share the stretches of learned keys, else 1.
         ROUNDED: the model's dtype, to which queries are rounded before they are rotated.
         Q_TYPE: operand type of their rotation.
         The others: as in `quantize_kernel`.
@@ -123,16 +124,16 @@ def prologue_kernel(
     of_k = KV_HEADS * tl.cdiv(tokens, ROWS) if k.LEARNED else of_v
     if program < of_k:
         store_projected(
-            program, 0, qkv, bias, k_norm, eps, cos, sin, tokens, k, keeping, sequences, slots, fault, layer,
+            program, 0, qkv, bias, k_norm, eps, cos, sin, tokens, k, keeping, sequences, positions, slots, fault, layer,
             HEADS, KV_HEADS, width, D, BLOCK, ROWS,
         )  # fmt: skip
     elif program < of_k + of_v:
         store_projected(
-            program - of_k, 1, qkv, bias, None, eps, cos, sin, tokens, v, keeping, sequences, slots, fault, layer,
+            program - of_k, 1, qkv, bias, None, eps, cos, sin, tokens, v, keeping, sequences, positions, slots, fault, layer,
             HEADS + KV_HEADS, KV_HEADS, width, D, BLOCK, ROWS,
         )  # fmt: skip
     else:
         rotate_queries(
-            program - of_k - of_v, qkv, bias, q_norm, eps, cos, sin, tokens, queries, rotated, gains, rotation, largest,
-            HEADS, KV_HEADS if k.LEARNED else 1, width, D, ROWS, WIDTH, ROUNDED, Q_TYPE,
+            program - of_k - of_v, qkv, bias, q_norm, eps, cos, sin, tokens, queries, rotated, gains, lacks, rotation,
+            turning, shares, HEADS, KV_HEADS if k.LEARNED else 1, width, D, ROWS, WIDTH, ROUNDED, Q_TYPE,
         )  # fmt: skip

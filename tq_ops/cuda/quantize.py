@@ -8,7 +8,7 @@ import triton.language as tl
 
 from haarkv.tq_ops.cuda.in_bf16 import keep
 from haarkv.tq_ops.cuda.planes import store_codes, store_columns
-from haarkv.tq_ops.cuda.rotate import power_of_two, rotate_columns, rounded, vectors_of
+from haarkv.tq_ops.cuda.rotate import STRETCH, places, power_of_two, rotate_columns, rounded, turned_back, vectors_of
 
 
 @triton.jit
@@ -120,8 +120,18 @@ def by_coordinates(low, high, into, matrix, D: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
+def by_stretch(low, high, token, live, into, positions, D: tl.constexpr):
+    """Learned keys as their stretches store them; `into` is of `arguments.Write`, positions [tokens] int64."""
+    # The positions of rows that only pad a batch mean nothing.
+    stretch = tl.load(positions + token, live, 0) // STRETCH
+    stretch = tl.minimum(tl.maximum(stretch, 0), into.STRETCHES - 1).to(tl.int32)
+    at = stretch[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
+    return turned_back(low, high, tl.load(into.cos + at), tl.load(into.sin + at))
+
+
+@triton.jit
 def append(
-    low, high, token, head, matrix, live, side: tl.constexpr, into, slots, fault, layer,
+    low, high, token, head, matrix, live, side: tl.constexpr, into, positions, slots, fault, layer,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
     """Quantize vectors [ROWS, D], given as halves, and store them; K and V alike.
@@ -131,17 +141,24 @@ def append(
     With STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
 
     Args:
+        low, high: halves of `places`.
         matrix: of learned keys the head of all these vectors.
         into: of `arguments.Write`.
+        positions: of the batch.
     Returns:
         [ROWS], which vectors are stored, or would be without WRITE.
     """
+    if into.LEARNED and not STAND_IN:
+        # What is too large to be turned is refused as well.
+        low, high = by_stretch(low, high, token, live, into, positions, D)
     # inf - inf and NaN - NaN are NaN, which is not 0.
     bad = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) != 0
     left_out = bad
     if STAND_IN:
         low, high = tl.where(low - low == 0, low, 0.0), tl.where(high - high == 0, high, 0.0)
         left_out = tl.zeros(bad.shape, tl.int1)
+        if into.LEARNED:
+            low, high = by_stretch(low, high, token, live, into, positions, D)
     if into.LEARNED:
         low, high, scale = by_coordinates(low, high, into, matrix, D, ROWS)
     else:
@@ -167,7 +184,7 @@ def append(
 
 @triton.jit
 def append_and_keep(
-    low, high, token, head, matrix, live, side: tl.constexpr, into, keeping, sequences, slots, fault, layer,
+    low, high, token, head, matrix, live, side: tl.constexpr, into, keeping, sequences, positions, slots, fault, layer,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
     STAND_IN: tl.constexpr,
 ):  # fmt: skip
@@ -177,25 +194,28 @@ def append_and_keep(
     if keeps and into.LEARNED:
         finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
         there = live & finite & (tl.load(slots + token, live, -1) >= 0)
-        keep(low, high, token, head, there, into.kept, keeping, sequences, HEADS, D)
-    live = append(low, high, token, head, matrix, live, side, into, slots, fault, layer, D, BLOCK, ROWS, WRITE, STAND_IN)
+        keep(low, high, token, head, there, into.kept, keeping, sequences, HEADS, into.HALF, D)
+    live = append(
+        low, high, token, head, matrix, live, side, into, positions, slots, fault, layer, D, BLOCK, ROWS, WRITE, STAND_IN
+    )  # fmt: skip
     if keeps and not into.LEARNED:
-        keep(low, high, token, head, live, into.kept, keeping, sequences, HEADS, D)
+        keep(low, high, token, head, live, into.kept, keeping, sequences, HEADS, into.HALF, D)
 
 
 @triton.jit
 def store_side(
-    x, side: tl.constexpr, into, keeping, sequences, slots, tokens, fault, layer,
+    x, side: tl.constexpr, into, keeping, sequences, positions, slots, tokens, fault, layer,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
     STAND_IN: tl.constexpr,
 ):  # fmt: skip
     """What a program of `quantize_kernel` does of K or of V."""
     token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
-    live = token < tokens
-    at = x + (token * HEADS + head)[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
-    low, high = tl.load(at, live[:, None], 0.0).to(tl.float32), tl.load(at + D // 2, live[:, None], 0.0).to(tl.float32)
+    live, (of_low, of_high) = token < tokens, places(into.HALF, D)
+    at = x + (token * HEADS + head)[:, None].to(tl.int64) * D
+    low = tl.load(at + of_low[None, :], live[:, None], 0.0).to(tl.float32)
+    high = tl.load(at + of_high[None, :], live[:, None], 0.0).to(tl.float32)
     append_and_keep(
-        low, high, token, head, matrix, live, side, into, keeping, sequences, slots, fault, layer,
+        low, high, token, head, matrix, live, side, into, keeping, sequences, positions, slots, fault, layer,
         HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
     )  # fmt: skip
 
@@ -204,7 +224,7 @@ def store_side(
 # batches of one token.
 @triton.jit(do_not_specialize=["tokens", "layer", "sequences"])
 def quantize_kernel(
-    x_of_k, x_of_v, k, v, keeping, sequences, slots, tokens, fault, layer,
+    x_of_k, x_of_v, k, v, keeping, sequences, positions, slots, tokens, fault, layer,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
     STAND_IN: tl.constexpr,
 ):  # fmt: skip
@@ -216,8 +236,15 @@ def quantize_kernel(
         x_of_k, x_of_v: K and V, bf16 or fp32.
         k, v: of `arguments.Write`.
         keeping: of `arguments.Keeping`.
+        positions: [tokens] int64; None where no keys are stored by stretches.
     """
     if tl.program_id(1) == 0:
-        store_side(x_of_k, 0, k, keeping, sequences, slots, tokens, fault, layer, HEADS, D, BLOCK, ROWS, WRITE, STAND_IN)
+        store_side(
+            x_of_k, 0, k, keeping, sequences, positions, slots, tokens, fault, layer,
+            HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
+        )  # fmt: skip
     else:
-        store_side(x_of_v, 1, v, keeping, sequences, slots, tokens, fault, layer, HEADS, D, BLOCK, ROWS, WRITE, STAND_IN)
+        store_side(
+            x_of_v, 1, v, keeping, sequences, positions, slots, tokens, fault, layer,
+            HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
+        )  # fmt: skip

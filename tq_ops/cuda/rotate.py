@@ -1,10 +1,15 @@
 """Pieces of kernels: rounding, products and rotating vectors into the domain of the codes; the kernel that rotates queries.
 
-Of learned coordinates every KV head has its own matrix, so a program takes vectors that share one (`vectors_of`).
+Of learned coordinates every KV head has its own matrix, so a program takes vectors that share one (`vectors_of`). Learned keys
+are stored by stretches (`tq_ops.formats.stretches`): a query is another one for the keys of each.
 """
 
 import triton
 import triton.language as tl
+
+from haarkv.tq_ops.formats.stretches import STRETCH as _STRETCH
+
+STRETCH = tl.constexpr(_STRETCH)
 
 
 @triton.jit
@@ -43,6 +48,26 @@ def vectors_of(tile, tokens, HEADS: tl.constexpr, MATRICES: tl.constexpr, ROWS: 
         tile = tile % tiles
     vector = tile * ROWS + tl.arange(0, ROWS)
     return vector // shared, matrix * shared + vector % shared, matrix
+
+
+@triton.jit
+def places(HALF: tl.constexpr, D: tl.constexpr):
+    """Where in memory a vector's two halves [D/2] have their numbers, so that RoPE turns number i of both together.
+
+    Args:
+        HALF: numbers i and i + HALF are turned together. If it is less than D/2, RoPE leaves those from 2 * HALF on alone.
+    """
+    number = tl.arange(0, D // 2)
+    low, high = number, number + D // 2
+    if HALF < D // 2:
+        low, high = tl.where(number < HALF, low, low + HALF), tl.where(number < HALF, number + HALF, high)
+    return low, high
+
+
+@triton.jit
+def turned_back(low, high, cos, sin):
+    """Halves of vectors [ROWS, D/2] turned back by angles whose cos and sin [ROWS or 1, D/2] are given."""
+    return low * cos + high * sin, high * cos - low * sin
 
 
 @triton.jit
@@ -87,27 +112,100 @@ def gains_of(low, high, largest, D: tl.constexpr):
     return power_of_two(tl.maximum((most.to(tl.int32, bitcast=True) >> 23) - 126 - 15, 0))
 
 
+@triton.jit
+def rotate_finely(
+    low, high, rotation, first,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """As `rotate_columns`, of FP32 vectors [ROWS, D/2] that hold no BF16 numbers.
+
+    With BF16 operands each number is the sum of two, which together keep 16 bits: five more than the FP16 of the result.
+    """
+    if tl.bfloat16 == TYPE:
+        i, column = tl.arange(0, D // 2)[:, None], first + tl.arange(0, WIDTH)[None, :]
+        at = rotation + i * D + column
+        out = tl.zeros((ROWS, WIDTH), tl.float32)
+        for half in tl.static_range(2):
+            x = low if half == 0 else high
+            matrix = tl.load(at + half * (D // 2 * D))
+            near = rounded(x, TYPE)
+            out = dot(near, matrix, dot(rounded(x - near.to(tl.float32), TYPE), matrix, out, TYPE), TYPE)
+    else:
+        out = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
+    return out
+
+
+@triton.jit
+def for_stretch(low, high, stretch, turning, head, D: tl.constexpr):
+    """Queries of one KV head, given as halves [ROWS, D/2] of `places`, as the keys of a stretch meet them.
+
+    Args:
+        turning: of `arguments.Turning`.
+    Returns:
+        low, high [ROWS, D/2] fp32; gains [ROWS] of `gains_of`; and what logits lack [ROWS]: their products with K's mean.
+    """
+    dim = tl.arange(0, D // 2)
+    at = stretch * (D // 2) + dim
+    cos, sin = tl.load(turning.cos + at)[None, :], tl.load(turning.sin + at)[None, :]
+    low, high = turned_back(low.to(tl.float32), high.to(tl.float32), cos, sin)
+    of_low, of_high = tl.load(turning.mean + head * D + dim)[None, :], tl.load(turning.mean + head * D + D // 2 + dim)[None, :]
+    lacks = tl.sum(low * of_low, 1) + tl.sum(high * of_high, 1)
+    return low, high, gains_of(low, high, turning.largest + head * D, D), lacks
+
+
+@triton.jit
+def store_rotated(
+    low, high, token, head, matrix, tokens, first, share, shares, rotation, out, gains, lacks, turning,
+    HEADS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Columns first … first + WIDTH - 1 of rotated queries [ROWS], rounded to out's dtype.
+
+    Of learned keys once for each stretch that one of them sees: of `shares` programs with the same columns each takes every
+    `shares`-th, and the program of the first columns stores gains and what logits lack.
+
+    Args:
+        out, gains, lacks: of `layout.Rotated`.
+        turning: of `arguments.Turning`.
+    """
+    live = token < tokens
+    vector, column = token * HEADS + head, first + tl.arange(0, WIDTH)[None, :]
+    if gains is None:
+        rotated = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
+        tl.store(out + vector[:, None].to(tl.int64) * D + column, rounded(rotated, out.dtype.element_ty), live[:, None])
+    else:
+        position = tl.load(turning.positions + token, live, 0).to(tl.int32)
+        begin = 0
+        if turning.WINDOW > 0:
+            begin = tl.maximum(tl.min(tl.where(live, position, 2147483646), 0) + 1 - turning.WINDOW, 0) // STRETCH
+        for stretch in range(begin + share, tl.max(position, 0) // STRETCH + 1, shares):
+            now_low, now_high, gain, lack = for_stretch(low, high, stretch, turning, matrix, D)
+            rotated = rotate_finely(
+                now_low, now_high, turning.rotation + matrix * (D * D), first, ROWS, D, WIDTH, turning.TYPE
+            ) / gain[:, None]  # fmt: skip
+            place = vector.to(tl.int64) + stretch * (tokens * HEADS)
+            tl.store(out + place[:, None] * D + column, rounded(rotated, out.dtype.element_ty), live[:, None])
+            if first == 0:
+                tl.store(gains + place, gain, live)
+                tl.store(lacks + place, lack, live)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def rotate_kernel(
-    q, out, gains, rotation, largest, tokens,
+    q, out, gains, lacks, rotation, turning, tokens,
     HEADS: tl.constexpr, MATRICES: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, HEADS, D] = q [tokens, HEADS, D] @ rotation [MATRICES, D, D], rounded to out's dtype.
 
-    Of learned coordinates they are divided by their gains [tokens, HEADS] fp32 of `gains_of`, which are stored as well; else
-    `gains` is None.
+    For learned keys out is [stretches, tokens, HEADS, D], and gains and lacks of `layout.Rotated` are stored as well.
 
-    Grid: [tiles of `vectors_of`, D / WIDTH].
+    Grid: [tiles of `vectors_of`, D / WIDTH, programs that share the stretches].
     """
     token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, MATRICES, ROWS)
-    first, live = tl.program_id(1) * WIDTH, (token < tokens)[:, None]
-    vector = (token * HEADS + head)[:, None].to(tl.int64)
-    at = q + vector * D + tl.arange(0, D // 2)[None, :]
-    low, high = tl.load(at, live, 0.0), tl.load(at + D // 2, live, 0.0)
-    rotated = rotate_columns(low, high, rotation + matrix * (D * D), first, ROWS, D, WIDTH, TYPE, False)
-    if gains is not None:
-        gain = gains_of(low, high, largest + matrix * D, D)
-        rotated = rotated / gain[:, None]
-        tl.store(gains + token * HEADS + head, gain, token < tokens)
-    at = out + vector * D + first + tl.arange(0, WIDTH)[None, :]
-    tl.store(at, rounded(rotated, out.dtype.element_ty), live)
+    live, (of_low, of_high) = (token < tokens)[:, None], places(HALF, D)
+    at = q + (token * HEADS + head)[:, None].to(tl.int64) * D
+    low, high = tl.load(at + of_low[None, :], live, 0.0), tl.load(at + of_high[None, :], live, 0.0)
+    store_rotated(
+        low, high, token, head, matrix, tokens, tl.program_id(1) * WIDTH, tl.program_id(2), tl.num_programs(2), rotation,
+        out, gains, lacks, turning, HEADS, D, TYPE, ROWS, WIDTH,
+    )  # fmt: skip

@@ -113,6 +113,10 @@ SMALL_ATTENTION = (
     Attention(CacheCase("k=lr3,v=tq4", 64, 2, 2, 8, (20, 3), (1, 1), tail=4, sink=2), FP32, small=True),
     Attention(CacheCase("k=tq4,v=tq3", 64, 2, 2, 8, (20, 3), (2, 1), tail=4, sink=2), FP32, small=True),
     Attention(CacheCase("k=lr5,v=tq5", 256, 1, 2, 8, (9,), (1,), tail=3), BF16, small=True),
+    # Across the border of a stretch: single tokens, a chunk that begins before it, and beside a tail and sinks.
+    Attention(CacheCase("k=lr4,v=tq3", 64, 2, 2, 128, (1100, 3), (1, 1)), BF16, small=True),
+    Attention(CacheCase("k=lr4,v=tq3", 64, 2, 2, 16, (1022,), (4,)), FP32, small=True),
+    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 1, 16, (1040,), (1,), tail=9, sink=3), BF16, small=True),
 )
 STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
@@ -141,6 +145,8 @@ SMALL_STORES = (
     CacheCase("k=lr4,v=tq3", 128, 1, 2, 8, (0,), (3,), pages=True),
     CacheCase("k=tq4,v=tq5", 64, 1, 2, 8, (0,), (19,), tail=4, sink=3),
     CacheCase("k=lr3,v=tq3", 64, 1, 2, 16, (0, 30, 12), (11, 9, 1), tail=9, sink=3),
+    # Both sides of the border of a stretch.
+    CacheCase("k=lr4,v=tq3", 64, 1, 2, 16, (1022,), (4,)),
 )
 _PACKED = ("tq4", "k=lr4,v=tq3")
 

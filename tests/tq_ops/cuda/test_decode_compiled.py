@@ -178,9 +178,9 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = decode.shared_bytes(5, 128)
-    # As C lays them out: sixteen pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
-    sides = struct.pack("<qqiiqqii", *range(17, 25))
-    given = struct.pack("<16q", *range(1, 17)) + sides + struct.pack("<iif4x", 25, 26, 0.5)
+    # As C lays them out: seventeen pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
+    sides = struct.pack("<qqiiqqii", *range(18, 26))
+    given = struct.pack("<17q", *range(1, 18)) + sides + struct.pack("<iif4x", 26, 27, 0.5)
     most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert done.stdout.splitlines() == [
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",

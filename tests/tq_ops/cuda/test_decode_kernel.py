@@ -39,7 +39,7 @@ def attend_in(made, batch, case: Case, *, reference_too: bool = True, **how):
     scale, kept, batch = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER), made.placed(LAYER, batch)
     in_bf16 = attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
     with executed(**how):
-        ours = decode.attend(q, ops.rotate(q, k), made, LAYER, batch, k, v, scale, in_bf16)
+        ours = decode.attend(q, ops.rotate(q, made, LAYER, batch), made, LAYER, batch, k, v, scale, in_bf16)
     return ours, theirs
 
 
@@ -83,6 +83,10 @@ CASES = [
     at_length("k=lr5,v=tq4", 256, 2, 1, 128, 40),
     case("k=lr5,v=tq2", 128, 3, 2, 128, 40, 13, tail=9, sink=4),
     at_length("k=lr2,v=tq3", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
+    # Stretches: a border within a tile of warps and between two, parts of several thread blocks, a window across one.
+    case("k=lr4,v=tq4", 128, 2, 1, 48, 1100, 1025),
+    case("k=lr3,v=tq3", 128, 2, 1, 16, 1130, 40, tail=9, sink=4, window=200),
+    at_length("k=lr4,v=tq4", 128, 9, 1, 128, 2600, 1024, 30),
 ]
 
 
@@ -168,6 +172,26 @@ def test_planted_faults_are_found(fault):
 
     with pytest.raises((LaunchFault, AssertionError)):
         check_twice()
+
+
+STRETCHED = case("k=lr4,v=tq4", 128, 2, 1, 16, 1100)
+
+
+@pytest.mark.parametrize("fault", [{"lacks": 0.0}, {"queries": 0}, {"gains": 2.0}], ids=str)
+def test_what_each_stretch_is_given_counts(monkeypatch, fault):
+    """What logits lack, queries and gains: those of the first stretch in place of the second's, or others."""
+    right = ops.rotate
+
+    def wrong(*given):
+        rotated = right(*given)
+        for name, by in fault.items():
+            part = getattr(rotated, name)
+            part[1] = part[0] if name == "queries" else part[1] * by
+        return rotated
+
+    monkeypatch.setattr(ops, "rotate", wrong)
+    ours, theirs = attend(STRETCHED)
+    assert not relative(ours, theirs) <= 5 * bounds.LAYER_BF16.attention
 
 
 def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):

@@ -114,7 +114,8 @@ struct Side {
 };
 
 struct Arguments {
-    const half_bits* q;                      // [sequences, HEADS * GROUP, D] FP16, rotated, in layout.kernel_order
+    const half_bits* q;                      // [sequences, HEADS * GROUP, D] FP16, rotated, in layout.kernel_order; with
+                                             // K_LEARNED of every stretch
     half_bits* out;                          // [sequences, HEADS * GROUP, D] BF16
     const void* rotation;                    // [D, D] BF16 or FP32
     float* parts;                            // [gridDim.x, HEADS, 2, SUMS, 32]
@@ -127,7 +128,8 @@ struct Arguments {
     const float *k_centroids, *v_centroids;  // [16]
     const float* in_bf16;                    // [sequences, HEADS * GROUP, D], what was seen in BF16, as window.py leaves it
     const float *in_bf16_maxima, *in_bf16_sums;  // [sequences, HEADS * GROUP], in units of log2, and of probabilities
-    const float* gains;                          // [sequences, HEADS * GROUP], of the queries; only with K_LEARNED
+    const float* gains;                          // [stretches, sequences, HEADS * GROUP], of the queries; only with K_LEARNED
+    const float* lacks;                          // likewise; what logits lack, without `scale`
     Side k, v;
     int sequences, table_width;
     float scale;  // softmax scale times log2(e)

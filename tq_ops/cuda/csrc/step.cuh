@@ -10,13 +10,19 @@ struct State {
     float out[COLUMN_TILES][STEPS][4];
 };
 
-// The queries of this lane's column of each tile, as the products' right operand.
-__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& given, int sequence,
-                                             int head) {
+static_assert(STRETCH % SPAN == 0, "a warp's tokens are of one stretch");
+
+// The first of a group's queries, as the keys of a stretch meet them.
+__device__ __forceinline__ long long query_of(const Arguments& given, int stretch, int sequence, int head) {
+    return (((long long)stretch * given.sequences + sequence) * HEADS + head) * GROUP;
+}
+
+// The queries of this lane's column of each tile, as the products' right operand; `first` is the group's first.
+__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& given, long long first) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int n = 0; n < COLUMN_TILES; n++) {
         int column = 8 * n + g;
-        const half_bits* at = given.q + ((long long)(sequence * HEADS + head) * GROUP + column) * HEAD_DIM;
+        const half_bits* at = given.q + (first + column) * HEAD_DIM;
         for (int step = 0; step < STEPS; step++) {
             for (int i = 0; i < 2; i++) {
 #if K_LEARNED
@@ -144,6 +150,17 @@ __device__ __forceinline__ void multiply_v(State& state, const Codes& codes, con
     }
 }
 
+// Adds `times` what the logits of a stretch lack to the maxima; `first` is the group's first query there.
+__device__ __forceinline__ void move_peaks(State& state, const Arguments& given, long long first, float times) {
+#if K_LEARNED
+    for (int n = 0; n < COLUMN_TILES; n++)
+        for (int c = 0; c < 2; c++) {
+            int column = 8 * n + threadIdx.x % 4 * 2 + c;
+            if (column < GROUP) state.peak[n][c] += times * given.lacks[first + column];
+        }
+#endif
+}
+
 // This warp's share of tokens begin ... end - 1, of which those before `first` do not count.
 __device__ __forceinline__ void attend(State& state, const Arguments& given, int sequence, int head, int begin, int end,
                                        int first) {
@@ -161,28 +178,34 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
     Place place = place_of(table, head, token, end), next = place_of(table, head, token + TILE, end);
     load_k(codes, given, place, end - token);
     load_v(codes, given, place);
-    word q[COLUMN_TILES][STEPS][2];
-    load_queries(q, given, sequence, head);
-    float gains[COLUMN_TILES][2] = {};
-    if (K_LEARNED)
-        for (int n = 0; n < COLUMN_TILES; n++)
-            for (int c = 0; c < 2; c++) {
-                int column = 8 * n + threadIdx.x % 4 * 2 + c;
-                gains[n][c] = column < GROUP ? given.gains[(sequence * HEADS + head) * GROUP + column] : 1.0f;
-            }
-    while (true) {
-        float logits[COLUMN_TILES][2][4];
-        word p[COLUMN_TILES][2][2], scales = codes.scales;
-        multiply_k(logits, codes, q);
-        // The next K is on its way while this V is worked on, and the next V during the next K; block numbers a step ahead.
-        int left = end - token, unseen = first - token;
-        bool more = left > TILE;
-        token += TILE;
-        if (more) load_k(codes, given, next, left - TILE);
-        soften(p, logits, state, scales, left, unseen, given.scale, gains);
-        multiply_v(state, codes, p);
-        if (!more) return;
-        load_v(codes, given, next);
-        next = place_of(table, head, token + TILE, end);
+    for (bool more = true; more;) {
+        int stretch = K_LEARNED ? token / STRETCH : 0;
+        long long queries = query_of(given, stretch, sequence, head);
+        word q[COLUMN_TILES][STEPS][2];
+        load_queries(q, given, queries);
+        float gains[COLUMN_TILES][2] = {};
+        if (K_LEARNED)
+            for (int n = 0; n < COLUMN_TILES; n++)
+                for (int c = 0; c < 2; c++) {
+                    int column = 8 * n + threadIdx.x % 4 * 2 + c;
+                    gains[n][c] = column < GROUP ? given.gains[queries + column] : 1.0f;
+                }
+        move_peaks(state, given, queries, -given.scale);
+        do {
+            float logits[COLUMN_TILES][2][4];
+            word p[COLUMN_TILES][2][2], scales = codes.scales;
+            multiply_k(logits, codes, q);
+            // The next K is on its way while this V is worked on, and the next V during the next K; block numbers a step ahead.
+            int left = end - token, unseen = first - token;
+            more = left > TILE;
+            token += TILE;
+            if (more) load_k(codes, given, next, left - TILE);
+            soften(p, logits, state, scales, left, unseen, given.scale, gains);
+            multiply_v(state, codes, p);
+            if (!more) break;
+            load_v(codes, given, next);
+            next = place_of(table, head, token + TILE, end);
+        } while (!K_LEARNED || token < (stretch + 1) * STRETCH);
+        move_peaks(state, given, queries, given.scale);
     }
 }

@@ -1,0 +1,142 @@
+"""Learned keys beyond their first stretch of 1,024 positions: turned as they are stored, and met by queries turned as much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_caches import DEVICE, attention_error, check_stored, within
+from op_tables import LAYER, Case, poisoned_cache, windows_of
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
+
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+from haarkv.tq_ops.cuda import choices, layout, ops
+from haarkv.tq_ops.cuda.layout import MOST_POSITIONS, input_order, layout_of, stretches_of
+
+FP32, BF16 = torch.float32, torch.bfloat16
+KV = "k=lr4,v=tq4"
+CASES = [
+    # Two borders behind one new token, in blocks that do not divide a stretch, and beside a tail and sinks.
+    Case(KV, 64, 2, 1, 128, (2600,), (1,)),
+    Case("k=lr3,v=tq3", 64, 2, 2, 24, (2060, 3), (1, 1), tail=9, sink=4),
+    # A batch whose new tokens lie on both sides of a border; narrow columns, and so many that they are rows.
+    Case(KV, 64, 2, 1, 16, (1022, 30), (5, 1)),
+    Case("k=lr5,v=tq2", 64, 8, 1, 128, (1020,), (9,)),
+    # Windows that begin before a border and behind it, whose first tile is not a stretch's first.
+    Case(KV, 64, 2, 1, 16, (1030, 3), (1, 1), window=40),
+    Case(KV, 64, 2, 1, 16, (1080, 1030), (3, 2), tail=8, window=40),
+]
+SMALL = CASES[2]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_across_borders_equals_the_references(case, dtype):
+    assert attention_error(ops, case, dtype) <= within(dtype)
+
+
+@pytest.mark.parametrize("kept", [{}, {"tail": 3, "window": 70}], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_queries_that_do_not_fit_at_once_are_rotated_and_attended_to_in_turns(monkeypatch, tokens, kept):
+    """Also as many tokens as sequences, which are no batch of one new token each."""
+    case = replace(SMALL, **kept)
+    monkeypatch.setattr(choices, "MOST_AHEAD", 2 * case.head_dim * case.group * 2 * tokens)
+    assert attention_error(ops, case, BF16) <= within(BF16)
+
+
+def one_off(table: torch.Tensor) -> torch.Tensor:
+    """Each stretch's row where the next one's should be."""
+    return table.roll(1, 0)
+
+
+FAULTS = {
+    "what logits lack is left out": lambda given: given._replace(mean=torch.zeros_like(given.mean)),
+    "queries are turned by the stretch before": lambda given: given._replace(cos=one_off(given.cos), sin=one_off(given.sin)),
+    "queries are not turned": lambda given: given._replace(cos=torch.ones_like(given.cos), sin=torch.zeros_like(given.sin)),
+    "queries are turned the wrong way": lambda given: given._replace(sin=-given.sin),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(monkeypatch, fault):
+    right = ops.turning
+    monkeypatch.setattr(ops, "turning", lambda *given: FAULTS[fault](right(*given)))
+    assert not attention_error(ops, SMALL, BF16) <= 5 * within(BF16)
+
+
+def at_a_border(case: Case):
+    """Caches, ours and the reference's, and a batch of new tokens of which some lie behind a border."""
+    paging = PagedSequences(99, case.block_size, order=list(reversed(range(poisoned_cache(case).num_blocks))))
+    ids = [paging.add() for _ in case.new]
+    paging.batch(ids, case.stored)
+    batch = paging.batch(ids, case.new)
+    vectors = case.vectors(len(batch.positions), torch.Generator().manual_seed(2))
+    return poisoned_cache(case, DEVICE), poisoned_cache(case), batch, *vectors
+
+
+@pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 2}], ids=str)
+@pytest.mark.parametrize("turned", [64, 32, 48, 0], ids=lambda n: f"{n} numbers turned")
+def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch, turned, kept):
+    """Also where RoPE turns a part of each key, whose halves are then not those of memory, or nobody knows how it turns."""
+    whole = made_up.calibration
+
+    def of_part(*given: int):
+        learned = whole(*given)
+        return replace(learned, k=tuple(replace(one, inv_freq=one.inv_freq[: turned // 2]) for one in learned.k))
+
+    monkeypatch.setattr(made_up, "calibration", of_part)
+    case = Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), **kept)
+    ours, theirs, batch, k, v = at_a_border(case)
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+    reference.store_kv(k, v, theirs, LAYER, batch)
+    check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
+    for mine, other in zip(windows_of(ours), windows_of(theirs), strict=True):
+        assert torch.equal(mine.cpu().view(torch.int16), other.view(torch.int16))
+    assert attention_error(ops, case, FP32) <= within(FP32)
+
+
+def test_keys_turned_by_another_stretch_are_found(monkeypatch):
+    right = ops.both_written
+
+    def wrong(*given):
+        sides = right(*given)
+        return sides | {"k": sides["k"]._replace(cos=one_off(sides["k"].cos), sin=one_off(sides["k"].sin))}
+
+    monkeypatch.setattr(ops, "both_written", wrong)
+    ours, theirs, batch, k, v = at_a_border(Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,)))
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+    reference.store_kv(k, v, theirs, LAYER, batch)
+    with pytest.raises(AssertionError):
+        check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
+
+
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (64, 16), (64, 24), (256, 32)])
+def test_halves_pair_the_numbers_that_are_turned_together(head_dim, half):
+    low, high = input_order(head_dim, half).chunk(2)
+    assert torch.equal(high[:half] - low[:half], torch.full((half,), half))
+    assert sorted([*low.tolist(), *high.tolist()]) == list(range(head_dim))
+
+
+def test_the_tables_are_those_of_the_reference():
+    learned = KVSpec("k=lr4,v=tq4", calibration=made_up.calibration(1, 1, 64)).plan(1).k(0)
+    of = layout_of(learned, 0, 64, torch.device("cpu")).learned
+    cos, sin = learned.turns(0).table(3, torch.device("cpu"))
+    assert torch.equal(of.cos[:3], cos[:3])
+    assert torch.equal(of.sin[:3], sin[:3])
+    assert len(of.cos) * STRETCH == MOST_POSITIONS
+
+
+def test_a_sequence_longer_than_the_tables_is_refused_by_name():
+    _, _, batch, *_ = at_a_border(replace(SMALL, new=(1, 1)))
+    assert stretches_of(batch, 16) == 2
+    wide = replace(batch, block_table=batch.block_table[:, :1].expand(2, layout.MOST_POSITIONS // 16 + 1))
+    with pytest.raises(InputError, match="longer than learned keys are stored for on a GPU"):
+        stretches_of(wide, 16)
