@@ -104,7 +104,7 @@ template <class Type> struct BlockRows {
         end = data + (p.out - 1) * row_bytes + (Type::whole_groups ? groups : p.in / kBlock) * Type::bytes;
     }
     const uint8_t* row(int64_t i) const { return data + i * row_bytes; }
-    // The last group of a row, `blocks` of which can be read.
+    // The last group of a row, as it lies or copied, of which `blocks` can be read.
     const uint8_t* last(const uint8_t* row, int blocks, uint8_t* copy) const {
         const uint8_t* group = row + groups * Type::group_bytes;
         if (group + blocks * Type::bytes <= end) return group;
@@ -113,69 +113,81 @@ template <class Type> struct BlockRows {
     }
 };
 
-// What a row adds up of a token.
-template <class Words> struct RowSum {
+// A token as `BlockPanel` has it, alone in its panel.
+struct BlockToken {
     const int32_t *pairs, *totals;
     const float *steps, *negatives;
-    typename Words::F chains;
 };
 
 // N blocks of a group, the first n with scales, by each of the tokens.
 template <class Words, class Type, int N, int TOKENS>
-inline void add_group(const uint8_t* group, int n, int64_t block, RowSum<Words> (&sums)[TOKENS]) {
+inline __attribute__((always_inline)) void add_group(const uint8_t* group, int n, int64_t block,
+                                                     const BlockToken (&tokens)[TOKENS],
+                                                     typename Words::F (&chains)[TOKENS]) {
     typedef typename Words::Floats Floats;
+    typedef typename Words::W W;
+    constexpr bool kAlone = TOKENS == 1;  // then levels are multiplied as they come
+    W levels[kAlone ? 1 : 2 * N];
+    if constexpr (!kAlone)
+        each_below<N>([&](auto j) {
+            constexpr int J = decltype(j)::value;
+            Type::template levels<J>(group, levels[2 * J], levels[2 * J + 1]);
+        });
     typename Words::F d, m;
-    typename Words::W levels[2 * N];
-    each_below<N>([&](auto j) {
-        constexpr int J = decltype(j)::value;
-        Type::template levels<J>(group, levels[2 * J], levels[2 * J + 1]);
-    });
-    Type::scales(group, n, d, m);
 #pragma GCC unroll 4
     for (int t = 0; t < TOKENS; ++t) {
-        RowSum<Words>& sum = sums[t];
-        const int32_t* x = sum.pairs + block * kPairs;
-        typename Words::I each[kGroup], all;
+        const BlockToken& token = tokens[t];
+        const int32_t* x = token.pairs + block * kPairs;
+        typename Words::I each[kGroup];
         each_below<kGroup>([&](auto j) {
             constexpr int J = decltype(j)::value;
             each[J] = Words::none();
             if constexpr (J < N) {
-                each[J] = Words::dot(levels[2 * J], x + J * kPairs, each[J]);
-                each[J] = Words::dot(levels[2 * J + 1], x + J * kPairs + kPairs / 2, each[J]);
+                W a, b;
+                if constexpr (kAlone)
+                    Type::template levels<J>(group, a, b);
+                else
+                    a = levels[2 * J], b = levels[2 * J + 1];
+                const int32_t* pairs = x + J * kPairs;
+                each[J] = Words::dot(a, Words::numbers(pairs), each[J]);
+                each[J] = Words::dot(b, Words::numbers(pairs + kPairs / 2), each[J]);
             }
         });
-        all = Words::totals(each);
+        if (t == 0) Type::scales(group, n, d, m);
+        typename Words::I all = Words::totals(each);
         if constexpr (Type::shift >= 0)
-            all = Words::template less_shifted<Type::shift < 0 ? 0 : Type::shift>(all, Words::load(sum.totals + block));
-        sum.chains = Floats::fma(Words::floats(all), Floats::mul(d, Floats::load(sum.steps + block)), sum.chains);
-        if constexpr (Type::minimum) sum.chains = Floats::fma(m, Floats::load(sum.negatives + block), sum.chains);
+            all = Words::template less_shifted<Type::shift < 0 ? 0 : Type::shift>(all, Words::load(token.totals + block));
+        chains[t] = Floats::fma(Words::floats(all), Floats::mul(d, Floats::load(token.steps + block)), chains[t]);
+        if constexpr (Type::minimum) chains[t] = Floats::fma(m, Floats::load(token.negatives + block), chains[t]);
     }
 }
 
-// Rows begin ... end - 1 by TOKENS tokens, each a panel of its own.
+// Rows begin ... end - 1 by TOKENS tokens from `first` on, each a panel of its own.
 template <class Words, class Type, int TOKENS>
-void project_block_rows(const Projection& p, int64_t first_token, int64_t begin, int64_t end) {
+void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64_t end) {
     typedef typename Words::Floats Floats;
     const BlockRows<Type> rows(p);
-    uint8_t copy[Type::group_bytes];
+    BlockToken tokens[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) {
+        const BlockPanel x(p.prepared, p.in, first + t, 1);
+        tokens[t] = {x.pairs, x.totals, x.steps, x.negatives};
+    }
     for (int64_t i = begin; i < end; ++i) {
-        RowSum<Words> sums[TOKENS];
-        for (int t = 0; t < TOKENS; ++t) {
-            const BlockPanel x(p.prepared, p.in, first_token + t, 1);
-            sums[t] = {x.pairs, x.totals, x.steps, x.negatives, Floats::zero()};
-        }
-        const uint8_t* group = rows.row(i);
+        typename Words::F chains[TOKENS];
+        for (int t = 0; t < TOKENS; ++t) chains[t] = Floats::zero();
+        const uint8_t *row = rows.row(i), *group = row;
         int64_t block = 0;
         for (int64_t g = 0; g < rows.groups; ++g, group += Type::group_bytes, block += kGroup)
-            add_group<Words, Type, kGroup>(group, kGroup, block, sums);
+            add_group<Words, Type, kGroup>(group, kGroup, block, tokens, chains);
         if constexpr (!Type::whole_groups) {
+            uint8_t copy[Type::group_bytes];
             if (rows.rest > kGroup / 2)
-                add_group<Words, Type, kGroup>(rows.last(rows.row(i), kGroup, copy), rows.rest, block, sums);
+                add_group<Words, Type, kGroup>(rows.last(row, kGroup, copy), rows.rest, block, tokens, chains);
             else if (rows.rest > 0)
-                add_group<Words, Type, kGroup / 2>(rows.last(rows.row(i), kGroup / 2, copy), rows.rest, block, sums);
+                add_group<Words, Type, kGroup / 2>(rows.last(row, kGroup / 2, copy), rows.rest, block, tokens, chains);
         }
         const float scale = p.weight.row_scales ? p.weight.row_scales[i] : 1.0f;
-        for (int t = 0; t < TOKENS; ++t) p.y[(first_token + t) * p.out + i] = Floats::reduce_add(sums[t].chains) * scale;
+        for (int t = 0; t < TOKENS; ++t) p.y[(first + t) * p.out + i] = Floats::reduce_add(chains[t]) * scale;
     }
 }
 
@@ -276,16 +288,23 @@ void project_some_of_blocks(const Projection& p, const Strip<Lanes>& strip, int6
     project_panel_of_blocks<Simd, Lanes, MINIMUM, TOKENS>(p, strip, token, row, end);
 }
 
-template <class Words, class Type, int TOKENS = kFewTokens>
-void project_few(const Projection& p, int64_t begin, int64_t end) {
+constexpr int kTokensOfRow = 4;  // that a row meets as it is unpacked once
+
+template <class Words, class Type, int TOKENS = kTokensOfRow>
+void project_few(const Projection& p, int64_t first, int tokens, int64_t begin, int64_t end) {
     if constexpr (TOKENS > 1)
-        if (p.tokens < TOKENS) return project_few<Words, Type, TOKENS - 1>(p, begin, end);
-    project_block_rows<Words, Type, TOKENS>(p, 0, begin, end);
+        if (tokens < TOKENS) return project_few<Words, Type, TOKENS - 1>(p, first, tokens, begin, end);
+    project_block_rows<Words, Type, TOKENS>(p, first, begin, end);
 }
 
 template <class Simd, class Words, class Lanes, class Type>
 void project_of_type(const Projection& p, int64_t begin, int64_t end, float* scratch) {
-    if (p.tokens <= kFewTokens) return project_few<Words, Type>(p, begin, end);
+    if (p.tokens <= kFewTokens) {
+        const TokenPanels few(p.tokens, kTokensOfRow);
+        for (int64_t i = 0; i < few.count; ++i)
+            project_few<Words, Type>(p, few.first_token(i), few.tokens(i), begin, end);
+        return;
+    }
     const TokenPanels panels = block_panels(p.tokens);
     constexpr int kTwo = 2;
     const int64_t blocks = p.in / kBlock, floats = blocks * (kPairs + 2) * Lanes::width;

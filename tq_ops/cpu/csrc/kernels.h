@@ -150,10 +150,10 @@ struct Weight {
     int32_t stored;
 };
 
-// Of blocks: up to so many tokens are projected row by row as the rows are read; more in panels, each as it is prepared.
+// Of blocks: up to kFewTokens tokens meet rows as these are read, more meet strips of rows in panels, as they are prepared.
 // Prepared, a token takes kBlockFloats floats for every 32 inputs, whole groups of eight times 32. Strips of rows take
 // kStripFloats for every 32 inputs.
-constexpr int kFewTokens = 3, kBlockPanelTokens = 8, kBlock = 32, kBlocksTogether = 8;
+constexpr int kFewTokens = 12, kBlockPanelTokens = 8, kBlock = 32, kBlocksTogether = 8;
 constexpr int64_t kBlockFloats = kBlock / 2 + 3, kStripFloats = 2 * 16 * (kBlock / 2 + 2);
 
 // Tokens times rows of a weight: y = x @ weight.T. The bits of a number of y depend on its token and its row alone, not on how

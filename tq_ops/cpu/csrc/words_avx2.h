@@ -34,12 +34,13 @@ struct Words256 {
 
     static I none() { return _mm256_setzero_si256(); }
     static I load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-    // sum, and in each lane two products of x, 16 numbers.
-    static I dot(W w, const void* x, I sum) {
+    // 16 numbers of x, and sum, to each lane of which two of their products are added.
+    static W numbers(const void* x) { return load(x); }
+    static I dot(W w, W x, I sum) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        return _mm256_dpwssd_epi32(sum, w, load(x));
+        return _mm256_dpwssd_epi32(sum, w, x);
 #else
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(w, load(x)));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
 #endif
     }
     template <int N> static I less_shifted(I x, I y) { return _mm256_sub_epi32(x, _mm256_slli_epi32(y, N)); }

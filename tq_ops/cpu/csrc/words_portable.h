@@ -51,10 +51,13 @@ struct WordsPortable {
         std::memcpy(&x, p, sizeof x);
         return x;
     }
-    HAARKV_APART I dot(const W& w, const void* p, I sum) {
-        int16_t x[16];
-        std::memcpy(x, p, sizeof x);
-        for (int i = 0; i < 8; ++i) sum.x[i] += w.x[2 * i] * x[2 * i] + w.x[2 * i + 1] * x[2 * i + 1];
+    static W numbers(const void* p) {
+        W x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+    HAARKV_APART I dot(const W& w, const W& x, I sum) {
+        for (int i = 0; i < 8; ++i) sum.x[i] += w.x[2 * i] * x.x[2 * i] + w.x[2 * i + 1] * x.x[2 * i + 1];
         return sum;
     }
     template <int N> static I less_shifted(I x, const I& y) {
