@@ -81,7 +81,9 @@ def test_blocks_multiply_as_what_is_restored_from_them(file, session):
     assert kept.weights.nbytes <= of_file < restored.weights.nbytes / 3
     rows = [verify(executor, ids, paging.batch([paging.add()], [24]), cache) for executor in (kept, restored)]
     assert torch.equal(*rows)
-    fast = create("cpu", load_model(file, keep_blocks=block_types("cpu")), KVSpec("fp32").plan(session.config.num_layers), None)
+    fast = create(
+        "cpu", load_model(file, keep_blocks=block_types("cpu")), KVSpec("fp32").plan(session.config.num_layers), None
+    )
     assert fast.weights.nbytes == kept.weights.nbytes
     found = verify(fast, ids, paging.batch([paging.add()], [24]), cache)
     relative = float((found - rows[0]).norm() / rows[0].norm())

@@ -1,4 +1,4 @@
-"""Weights in the blocks of GGUF files: quantized by gguf where it can, else of random bytes with scales of an ordinary size."""
+"""Weights in the blocks of GGUF files: quantized by gguf where it can, else of random bytes with ordinary scales."""
 
 import gguf
 import numpy as np

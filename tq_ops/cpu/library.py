@@ -176,7 +176,8 @@ class DenseLayer(_Structure):
     """One dense layer: its weights, what its cache decides, and what else it declares."""
 
     _fields_ = (
-        *((name, c_void_p) for name in DENSE_VECTORS), *((name, Weight) for name in DENSE_MATRICES), ("store", c_void_p), ("attention", c_void_p),
+        *((name, c_void_p) for name in DENSE_VECTORS), *((name, Weight) for name in DENSE_MATRICES),
+        ("store", c_void_p), ("attention", c_void_p),
         ("intermediate_size", c_int64), ("num_heads", c_int32), ("norms_bf16", c_int32), ("gelu", c_int32), ("rope", c_int32),
         ("place", c_int32), ("eps", c_float), ("softmax_scale", c_float),
     )  # fmt: skip
@@ -214,8 +215,8 @@ _CALLS = {
     "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Weight, Linear, RmsNorm, Rope, GatedMul, DenseLayer, Turns,
-    Places, Layers,
+    Kept, SideArgs, Cache, Matrix, Attention, Quantizer, StoreSide, Store, Weight, Linear, RmsNorm, Rope, GatedMul, DenseLayer,
+    Turns, Places, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""
 

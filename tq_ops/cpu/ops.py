@@ -162,8 +162,8 @@ class CpuOps:
 
             With blocks, each 32 numbers of x, times the columns' scales, are rounded to integers times one step: the larger of
             their largest size / 32,767 and the sum of their sizes / 524,000. Their products with the blocks' levels are exact.
-            Those are not rounded to the blocks' dtype, as restored numbers are. Of 32 numbers whose largest size is below 3e-31
-            nothing is left.
+            Those are not rounded to the blocks' dtype, as restored numbers are. Of 32 numbers whose largest size is below
+            3e-31 nothing is left.
         """
         if not has_kernel(weight):
             weight = dense(weight)

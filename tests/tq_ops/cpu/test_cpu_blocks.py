@@ -1,4 +1,4 @@
-"""Projections by weights in blocks: their error is that of x in 16-bit integers, and their bits depend on a token and a row."""
+"""Projections by weights in blocks: the error is that of x in 16-bit integers, and bits depend on a token and a row alone."""
 
 from dataclasses import replace
 

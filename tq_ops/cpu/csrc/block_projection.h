@@ -6,8 +6,8 @@
 // The sum I of a block's products is therefore exact, by any instructions and in any order. In FP32 a row then adds in eight
 // chains, block b to chain b % 8 and each in order:
 //     chain = fma(I, D * s, chain);  chain = fma(M, -s * sum of q, chain)
-// and the chains are added as `reduce_add` adds eight lanes. One token and many do the same, so that a number of y has the same
-// bits whatever is projected beside it.
+// and the chains are added as `reduce_add` adds eight lanes. One token and many do the same, so that a number of y has the
+// same bits whatever is projected beside it.
 //
 // Of few tokens, each row is read once, and meets them as it is unpacked. Of many, as many rows as a register has lanes are
 // unpacked into a strip first, number pairs of all rows beside each other, and panels of tokens pass over it.
@@ -48,7 +48,8 @@ template <class Simd> inline int32_t to_integers(const float* x, int16_t* q, flo
     *step = inverse > 0.0f || s != s ? s : 0.0f;
     float rounded[kBlock];
     for (int i = 0; i < kBlock; i += Simd::width)
-        Simd::store(rounded + i, inverse > 0.0f ? Simd::round(Simd::mul(Simd::load(x + i), Simd::set1(inverse))) : Simd::zero());
+        Simd::store(rounded + i,
+                    inverse > 0.0f ? Simd::round(Simd::mul(Simd::load(x + i), Simd::set1(inverse))) : Simd::zero());
     int32_t sum = 0;
     for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int16_t>(static_cast<int32_t>(rounded[i]));
     for (int i = 0; i < kBlock; ++i) sum += q[i];
@@ -122,8 +123,7 @@ struct BlockToken {
 // N blocks of a group, the first n with scales, by each of the tokens.
 template <class Words, class Type, int N, int TOKENS>
 inline __attribute__((always_inline)) void add_group(const uint8_t* group, int n, int64_t block,
-                                                     const BlockToken (&tokens)[TOKENS],
-                                                     typename Words::F (&chains)[TOKENS]) {
+                                                     const BlockToken (&tokens)[TOKENS], typename Words::F (&chains)[TOKENS]) {
     typedef typename Words::Floats Floats;
     typedef typename Words::W W;
     constexpr bool kAlone = TOKENS == 1;  // then levels are multiplied as they come
@@ -156,7 +156,7 @@ inline __attribute__((always_inline)) void add_group(const uint8_t* group, int n
         if (t == 0) Type::scales(group, n, d, m);
         typename Words::I all = Words::totals(each);
         if constexpr (Type::shift >= 0)
-            all = Words::template less_shifted<Type::shift < 0 ? 0 : Type::shift>(all, Words::load(token.totals + block));
+            all = Words::template less_shifted < Type::shift<0 ? 0 : Type::shift>(all, Words::load(token.totals + block));
         chains[t] = Floats::fma(Words::floats(all), Floats::mul(d, Floats::load(token.steps + block)), chains[t]);
         if constexpr (Type::minimum) chains[t] = Floats::fma(m, Floats::load(token.negatives + block), chains[t]);
     }
@@ -197,7 +197,8 @@ template <class Lanes> struct Strip {
     float *scales, *minima;  // [blocks, rows]
 
     Strip(float* scratch, int64_t blocks)
-        : pairs(reinterpret_cast<int32_t*>(scratch)), scales(scratch + blocks * kPairs * Lanes::width),
+        : pairs(reinterpret_cast<int32_t*>(scratch)),
+          scales(scratch + blocks * kPairs * Lanes::width),
           minima(scales + blocks * Lanes::width) {}
 };
 
@@ -232,8 +233,8 @@ void unpack_strip(const Projection& p, int64_t row, int64_t end, const Strip<Lan
             }
         }
         for (int j = 0; j < n; ++j)
-            Simd::transpose(words[j][0], kPairs, kRows, reinterpret_cast<uint32_t*>(to.pairs) + (g * kGroup + j) * kPairs * kRows,
-                            kRows);
+            Simd::transpose(words[j][0], kPairs, kRows,
+                            reinterpret_cast<uint32_t*>(to.pairs) + (g * kGroup + j) * kPairs * kRows, kRows);
     }
 }
 
@@ -281,7 +282,8 @@ void project_panel_of_blocks(const Projection& p, const Strip<Lanes>& strip, int
 }
 
 template <class Simd, class Lanes, bool MINIMUM, int TOKENS = kBlockPanelTokens>
-void project_some_of_blocks(const Projection& p, const Strip<Lanes>& strip, int64_t token, int tokens, int64_t row, int64_t end) {
+void project_some_of_blocks(const Projection& p, const Strip<Lanes>& strip, int64_t token, int tokens, int64_t row,
+                            int64_t end) {
     if constexpr (TOKENS > 1)
         if (tokens < TOKENS)
             return project_some_of_blocks<Simd, Lanes, MINIMUM, TOKENS - 1>(p, strip, token, tokens, row, end);
@@ -301,8 +303,7 @@ template <class Simd, class Words, class Lanes, class Type>
 void project_of_type(const Projection& p, int64_t begin, int64_t end, float* scratch) {
     if (p.tokens <= kFewTokens) {
         const TokenPanels few(p.tokens, kTokensOfRow);
-        for (int64_t i = 0; i < few.count; ++i)
-            project_few<Words, Type>(p, few.first_token(i), few.tokens(i), begin, end);
+        for (int64_t i = 0; i < few.count; ++i) project_few<Words, Type>(p, few.first_token(i), few.tokens(i), begin, end);
         return;
     }
     const TokenPanels panels = block_panels(p.tokens);
@@ -319,7 +320,8 @@ void project_of_type(const Projection& p, int64_t begin, int64_t end, float* scr
     }
 }
 
-template <class Simd, class Words, class Lanes> void project_blocks(const Projection& p, int64_t begin, int64_t end, float* scratch) {
+template <class Simd, class Words, class Lanes>
+void project_blocks(const Projection& p, int64_t begin, int64_t end, float* scratch) {
     switch (p.weight.stored) {
         case kQ8_0:
             return project_of_type<Simd, Words, Lanes, Q8_0<Words>>(p, begin, end, scratch);

@@ -55,7 +55,8 @@ struct HaarkvLinear {
 };
 
 // One dense layer: its weights, the calls that its cache decides, and what else it declares. Norms of heads, biases and norms
-// behind the mixer and the MLP may be null. Norms are BF16 or FP32, biases of the model's dtype, and projections too, or blocks.
+// behind the mixer and the MLP may be null. Norms are BF16 or FP32, biases of the model's dtype, and projections too, or
+// blocks.
 struct HaarkvDenseLayer {
     const void *input_norm, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *mixer_out_norm, *post_norm, *mlp_out_norm;
     Weight q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;

@@ -49,8 +49,8 @@ template <class Products> int64_t prepared_numbers(int64_t in) {
     return steps_of<Products>(in) * Products::parts * Products::lanes;
 }
 
-// Panels of a token's sums, which stay in registers. x is prepared panel by panel, and in each as [steps, parts, tokens, lanes],
-// so that it is read from end to end.
+// Panels of a token's sums, which stay in registers. x is prepared panel by panel, and in each as [steps, parts, tokens,
+// lanes], so that it is read from end to end.
 template <class Products> struct Panels : TokenPanels {
     static constexpr int most = Products::registers >= 32 ? 6 : 2;
 

@@ -17,7 +17,9 @@ struct Words256 {
     static W of(W x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi16(static_cast<short>(mask))); }
     static W both(W a, W b) { return _mm256_or_si256(a, b); }
     // N bits up; down where it is negative.
-    template <int N> static W up(W x) { return N < 0 ? _mm256_srli_epi16(x, N < 0 ? -N : 0) : _mm256_slli_epi16(x, N < 0 ? 0 : N); }
+    template <int N> static W up(W x) {
+        return N < 0 ? _mm256_srli_epi16(x, N < 0 ? -N : 0) : _mm256_slli_epi16(x, N < 0 ? 0 : N);
+    }
     static W minus(W x, int n) { return _mm256_sub_epi16(x, _mm256_set1_epi16(static_cast<short>(n))); }
     static W times(W x, int n) { return _mm256_mullo_epi16(x, _mm256_set1_epi16(static_cast<short>(n))); }
     // x with 16 more where a bit is set: bit i of number i.

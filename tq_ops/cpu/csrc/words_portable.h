@@ -1,5 +1,5 @@
-// The same as words_avx2.h, in loops that a compiler may turn into whatever there is. They are functions of their own: ten types
-// of weights, each unrolled, would take minutes to compile.
+// The same as words_avx2.h, in loops that a compiler may turn into whatever there is. They are functions of their own: ten
+// types of weights, each unrolled, would take minutes to compile.
 #define HAARKV_APART __attribute__((noinline)) static
 struct WordsPortable {
     struct W {
