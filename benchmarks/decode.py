@@ -95,7 +95,9 @@ def measure(
     """
     if request.ranks.size > 1 and (request.peers or tuple(request.kinds) != ("step",)):
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
-    model = model or load_model(request.model, request.dtype, request.layers, progress, request.ranks)
+    if model is None:
+        kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
+        model = load_model(request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept)
     longest, limit = max(request.contexts), model.config.max_position_embeddings - request.steps
     if {"layer", "prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(

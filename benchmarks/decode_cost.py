@@ -139,18 +139,19 @@ def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
 
 
 def _products(model: DecoderModel, layer: int, batch: int) -> tuple[int, int]:
-    """Numbers of a layer's matrices that so many tokens read, and that each is multiplied with.
+    """Bytes of a layer's matrices, as they are held, that so many tokens read, and numbers that each is multiplied with.
 
     Of experts, those of that many tokens, no two of them the same if they can.
     """
-    matrices = {field: tensor.numel() for field, tensor in model.weights.layers[layer].items() if tensor.ndim == 2}
-    experts, mlp = (
-        sum(count for field, count in matrices.items() if field.startswith("experts.")),
-        model.config.layers[layer].mlp,
-    )
+    mlp = model.config.layers[layer].mlp
     share = mlp.per_token / mlp.count if isinstance(mlp, Experts) else 0.0
-    others = sum(matrices.values()) - experts
-    return others + round(experts * min(1.0, batch * share)), others + round(experts * share)
+    read = multiplied = 0.0
+    for field, _, weight in model.weights.layers[layer].named():
+        if len(weight.shape) == 2:
+            expert = field.startswith("experts.")
+            read += weight.nbytes * (min(1.0, batch * share) if expert else 1.0)
+            multiplied += weight.shape.numel() * (share if expert else 1.0)
+    return round(read), round(multiplied)
 
 
 def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
@@ -159,7 +160,7 @@ def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
     read, multiplied = _products(model, 0, case.batch)
     attention = attention_cost(config, case, kv_bytes, item)
     rest = 2 * case.batch * config.hidden_size * item
-    return Cost(read * item, attention.kv, rest, 2 * case.batch * multiplied + attention.flops)
+    return Cost(read, attention.kv, rest, 2 * case.batch * multiplied + attention.flops)
 
 
 def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cost:
@@ -170,12 +171,12 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cos
     """
     config, weights = model.config, model.weights
     products = [_products(model, layer, case.batch) for layer in range(config.num_layers)]
-    read, multiplied = (sum(numbers) + weights.lm_head.shape.numel() for numbers in zip(*products, strict=True))
+    read, multiplied = map(sum, zip(*products, (weights.lm_head.nbytes, weights.lm_head.shape.numel()), strict=True))
     windows = [shape.window if shape else 0 for shape in config.kv_shapes]
     kv = sum(seen(window, case.context) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
     attention = sum(_attention(mixer, case.batch * seen(mixer.window, case.context)) for mixer in config.attentions)
     flops = 2 * case.batch * multiplied + attention
-    return Cost(read * model.dtype.itemsize, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
+    return Cost(read, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
 
 
 def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: Sequence[float]) -> Cost:

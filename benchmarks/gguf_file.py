@@ -1,6 +1,6 @@
-"""A model as a GGUF file, which llama.cpp reads: the same shapes and the same weights, bit for bit.
+"""A model as a GGUF file, which llama.cpp reads: the one that it comes from, or one with the same weights, bit for bit.
 
-It holds no tokenizer: its vocabulary is a number of tokens without words, and whoever runs it feeds ids.
+What is written holds no tokenizer: its vocabulary is a number of tokens without words, and whoever runs it feeds ids.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from haarkv.benchmarks.cases import heads, unlike_plain
 from haarkv.models.base import DecoderModel
+from haarkv.models.catalog import path_of
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import dense
@@ -24,8 +25,14 @@ _ARCHITECTURES = {"qwen3": "QWEN3"}
 _MARGIN = 2**26  # bytes that stay free beside the file
 
 
+def source_file(name: str) -> Path | None:
+    """The GGUF file that a model is read from; None if it is read from something else."""
+    path = path_of(name)
+    return path if path is not None and path.is_file() else None
+
+
 def unsupported(config: ModelConfig) -> str | None:
-    """Why a model has no such file; None if it has one."""
+    """Why no file is written of a model; None if one is."""
     if config.model_type not in _ARCHITECTURES:
         return f"a GGUF is written of {', '.join(_ARCHITECTURES)} models, and this is a {config.model_type}"
     other = unlike_plain(config)

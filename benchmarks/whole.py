@@ -138,7 +138,7 @@ def check(request: Request, model: DecoderModel, sides: Sides) -> None:
         raise InputError("on a simulated device no prompt is timed; choose another --executor")
     if decode_peers.LLAMA in request.peers:
         llama_process.require()
-        if reason := gguf_file.unsupported(model.config):
+        if not gguf_file.source_file(request.model) and (reason := gguf_file.unsupported(model.config)):
             raise InputError(f"llama.cpp is no peer of {request.model}: {reason}")
         if any(executor.device.type != "cpu" for executor, _ in sides.values()):
             raise InputError("llama.cpp is built for the CPU here; leave it out of --peers, or choose --executor cpu")
@@ -170,12 +170,14 @@ def _steps(request: Request) -> int:
 
 def _llama_sides(request: Request, model: DecoderModel, stack: ExitStack, on_turn: OnTurn) -> list[Llama]:
     with TemporaryFolder("gguf") as folder:
-        on_turn("the GGUF being written")
-        gguf_file.write(folder / "model.gguf", model)
+        file = gguf_file.source_file(request.model)
+        if file is None:
+            on_turn("the GGUF being written")
+            gguf_file.write(file := folder / "model.gguf", model)
         on_turn("llama.cpp loading it")
         try:
-            # It maps the file into memory, so that the file can go.
-            process = LlamaProcess(folder / "model.gguf", torch.get_num_threads())
+            # It maps the file into memory, so that one of ours can go.
+            process = LlamaProcess(file, torch.get_num_threads())
         except LlamaError as error:
             raise InputError(f"llama.cpp cannot be measured: {error}") from None
     stack.callback(process.close)

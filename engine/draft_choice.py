@@ -107,7 +107,8 @@ def choose(
     def load(executor: Executor) -> DraftSource:
         """A draft model beside the target's executor, which lends it what is the same."""
         lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent)
+        kept = catalog.block_types(target.executor)
+        loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent, keep_blocks=kept)
         balanced = balanced_for(loaded, plan, KVSpec(), target.balance).model
         weights = _sharing(balanced.weights, executor.weights).to(executor.device)
         model = replace(balanced, weights=weights, ropes=tables_of(config, executor.device))

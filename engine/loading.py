@@ -12,7 +12,7 @@ from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
-from haarkv.executors.catalog import AUTO, OnProgram, check, create, default_dtype, select
+from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, select
 from haarkv.models import balance as balancing
 from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.checkpoint import Progress
@@ -40,7 +40,7 @@ def load(
     allow_collapse: bool = False,
     on_warning: Callable[[str], object] | None = None,
     draft: str | DraftSpec | None = None,
-    keep_blocks: bool = False,
+    keep_blocks: bool | None = None,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
 
@@ -63,8 +63,10 @@ def load(
         on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
         draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
             `DraftSpec` for how many and in which cache. Text is distributed as without.
-        keep_blocks: keep the quantised weights of a GGUF file in memory as the file has them. `reference` and `cpu` restore
-            them each time they multiply: the least memory, and slow. cuda, npu and onnx restore them as they load.
+        keep_blocks: keep the quantised weights of a GGUF file in memory as the file has them. Unless given, those are kept
+            that the executor multiplies with as they are: on `cpu` nearly all, which is fastest. True keeps all: whoever
+            cannot multiply with them restores them at each product, slowly, or (cuda, npu and onnx) as they load. False
+            restores all as they load.
     Raises:
         InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
         InputError: one of these does not exist, or they do not fit together.
@@ -87,7 +89,8 @@ def load(
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
     target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
-    loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=keep_blocks)
+    kept = block_types(selected.name) if keep_blocks is None else keep_blocks
+    loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept)
     weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
     spec.require_weights(weights or spec.weights)
     balanced = balanced_for(loaded, plan, spec, balance)

@@ -13,6 +13,7 @@ from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
+from haarkv.tq_ops.cpu.library import BLOCKS
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -47,6 +48,7 @@ class _Entry:
             `compile_ahead`, for what its first forwards with a cache would have to compile.
         whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
         numbered: its first device is one of several, of which each rank takes its own.
+        blocks: names of the types of quantised blocks that it multiplies with as they are.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -59,6 +61,7 @@ class _Entry:
     programs: Callable[[str | None], Runner] | None = None
     whole_layers: str = ""
     numbered: bool = False
+    blocks: tuple[str, ...] = ()
 
 
 # -- One section an executor -------------------------------------------------------------------------------------------------
@@ -148,7 +151,8 @@ _WHOLE_GRAPHS = "its graphs hold whole layers, and ranks must meet twice within 
 _ENTRIES: dict[str, _Entry] = {
     "reference": _Entry(partial(_on_host, "reference"), here=lambda: True, require=partial(_require_host, "reference")),
     "cpu": _Entry(
-        partial(_on_host, "cpu"), here=lambda: True, missing=_kernels_missing, require=partial(_require_host, "cpu")
+        partial(_on_host, "cpu"), here=lambda: True, missing=_kernels_missing, require=partial(_require_host, "cpu"),
+        blocks=BLOCKS,
     ),
     "cuda": _Entry(
         partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True
@@ -194,6 +198,17 @@ def default_device(name: str) -> str:
         InputError: no such executor.
     """
     return _entry(name).devices[0]
+
+
+def block_types(name: str) -> tuple[str, ...]:
+    """Types of quantised blocks, by name, that an executor multiplies with as they are: it is fastest with them as their file
+    has them.
+
+    Raises:
+        InputError: no such executor.
+    """
+    entry = _entry(name)
+    return () if entry.missing() else entry.blocks
 
 
 def open_programs(name: str, device: str | None) -> Runner | None:

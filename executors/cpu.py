@@ -14,6 +14,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import Layer, ModelConfig, unknown_part
 from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu.calls import has_kernel
 from haarkv.tq_ops.cpu.layers import FEW, Dense, DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
 from haarkv.tq_ops.cpu.library import KernelsMissingError
@@ -110,16 +111,17 @@ _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behin
 
 def _dense(model: DecoderModel, layer: Layer, weights: LayerWeights) -> Dense | None:
     """A layer as `DenseLayers` takes it; None if it declares what that does not know, or its tensors lie otherwise."""
-    if unknown_part(layer, _KNOWS) or any(isinstance(weight, Blocks) for _, _, weight in weights.named()):
+    given = {field: weight for field, _, weight in weights.named()}
+    if unknown_part(layer, _KNOWS) or not all(map(has_kernel, given.values())):
         return None
-    norms = {t.dtype for field, t in weights.items() if field.endswith("norm")}
-    others = {t.dtype for field, t in weights.items() if not field.endswith("norm")}
+    norms = {weight.dtype for field, weight in given.items() if field.endswith("norm")}
+    others = {weight.dtype for field, weight in given.items() if not field.endswith("norm")}
     if norms not in ({torch.float32}, {torch.bfloat16}) or others != {model.dtype}:
         return None
-    if not all(t.is_contiguous() for t in weights.values()):
+    if not all(isinstance(weight, Blocks) or weight.is_contiguous() for weight in given.values()):
         return None
     mixer = layer.attention
     return Dense(
-        weights, mixer.num_heads, layer.norm.eps, mixer.scale, gelu=layer.mlp.activation == "gelu_tanh",
+        given, mixer.num_heads, layer.norm.eps, mixer.scale, gelu=layer.mlp.activation == "gelu_tanh",
         rope=list(model.ropes).index(mixer.rope),
     )  # fmt: skip

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderModel
-from haarkv.models.checkpoint import NOTHING_LENT, Progress, load_weights, random_tensors, random_weights, stored_tensors
+from haarkv.models.checkpoint import (
+    NOTHING_LENT,
+    KeptBlocks,
+    Progress,
+    load_weights,
+    random_tensors,
+    random_weights,
+    stored_tensors,
+)
 from haarkv.models.config import ModelConfig
 from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
@@ -118,7 +126,7 @@ def load_model(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
     lent: Mapping[str, Weight] = NOTHING_LENT,
-    keep_blocks: bool = False,
+    keep_blocks: KeptBlocks = False,
 ) -> DecoderModel:
     """Load a model by name onto the host; of several ranks, each its part.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from reprlib import repr as shown
 from types import MappingProxyType
@@ -24,6 +24,8 @@ from haarkv.tq_ops.weight import Weight
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
 
+KeptBlocks = bool | Collection[str]
+"""Which quantised blocks stay as they are: all, none, or those of some types, by name."""
 NOTHING_LENT: Mapping[str, Weight] = MappingProxyType({})
 
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
@@ -83,7 +85,7 @@ def load_weights(
     progress: Progress | None = None,
     split: Split | None = None,
     lent: Mapping[str, Weight] = NOTHING_LENT,
-    keep_blocks: bool = False,
+    keep_blocks: KeptBlocks = False,
 ) -> Weights:
     """Load what a source holds.
 
@@ -94,7 +96,8 @@ def load_weights(
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
         split: read one rank's part of each tensor, and no more.
         lent: tensors of another model by name, for those that this checkpoint leaves out.
-        keep_blocks: leave matrices that are stored in quantised blocks as they are, instead of restoring them now.
+        keep_blocks: leave matrices that are stored in quantised blocks as they are, instead of restoring them now: all, or
+            those of some types, by name.
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
@@ -119,7 +122,7 @@ def stored_tensors(
     before: Callable[[int], object] | None = None,
     lent: Mapping[str, Weight] = NOTHING_LENT,
     empty: Empty | None = None,
-    keep_blocks: bool = False,
+    keep_blocks: KeptBlocks = False,
 ) -> Iterator[tuple[str, Any]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
@@ -135,8 +138,13 @@ def stored_tensors(
     lent = {name: tensor for name, tensor in lent.items() if name not in held and tensor.shape == shapes.get(name)}
     shapes = {name: shape for name, shape in shapes.items() if name not in lent}
     _compare(source.path, shapes, held, tied=config.tied)
+
+    def stays(name: str) -> bool:
+        kind = held[name].blocks
+        return kind is not None and (keep_blocks if isinstance(keep_blocks, bool) else kind in keep_blocks)
+
     if before:
-        converted = (name for name in shapes if held[name].dtype != dtype and not (keep_blocks and held[name].dtype is None))
+        converted = (name for name in shapes if held[name].dtype != dtype and not stays(name))
         before(sum(dtype.itemsize * math.prod(shapes[name]) for name in converted))
     for name, tensor in checkpoint_tensors(config).items():
         if wanted and not wanted(name):
@@ -145,7 +153,7 @@ def stored_tensors(
             yield name, lent[name]
         else:
             part = split.of(tensor.axes) if split else None
-            blocks = source.blocks(name, dtype, part) if keep_blocks else None
+            blocks = source.blocks(name, dtype, part) if stays(name) else None
             kept = tensor.kept_as(dtype)
             yield name, tensor.in_memory(source.read(name, kept, part, empty), dtype) if blocks is None else blocks
 

@@ -57,6 +57,11 @@ class GGUFTensor:
         return _PLAIN.get(self.kind)  # type: ignore[call-overload, no-any-return]
 
     @property
+    def blocks(self) -> str | None:
+        """Name of the type of its blocks; None of plain numbers, and of a type that cannot be restored."""
+        return block_type(self.kind).name if self.dtype is None and _can_restore(self.kind) else None
+
+    @property
     def row_bytes(self) -> int:
         """Of one row, where its type can be restored."""
         of_blocks = block_type(self.kind)

@@ -231,7 +231,7 @@ class GGUFSource:
         self._places = self._places or self._found()
         size = self._file.size
         return {
-            name: Held(place.shape, place.tensor.dtype, place.nbytes, self.path, place.tensor.fault(size))
+            name: Held(place.shape, place.tensor.dtype, place.nbytes, self.path, place.tensor.fault(size), place.tensor.blocks)
             for name, place in self._places.items()
         }
 

@@ -31,6 +31,7 @@ class Held:
         nbytes: as it is stored.
         file: that holds it.
         fault: what is wrong with it, to stand behind its name; None if it can be read.
+        blocks: name of their type, where there are such.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Held:
     nbytes: int
     file: Path
     fault: str | None = None
+    blocks: str | None = None
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,19 @@ SERVED_MEDIAN_ERROR = 0.035
 # does the same has the same bits (measured: 0), and 0.11 of them are others than the reference's.
 OP_TABLE_BF16_DIFFERENT = 0.02
 
+# -- Weights in blocks, beside the product with the numbers restored from them ---------------------------------------------
+# Each 32 numbers of x are rounded to 16-bit integers times a step: the larger of their largest size and of the sum of their
+# sizes, each divided by one of these. A number is off by half a step, and by a few roundings of FP32 on the way to it.
+BLOCK_X_LARGEST = 32_767.0
+BLOCK_X_TOTAL = 524_000.0
+BLOCK_X_HALF_STEP = 0.5 + 2.0**-7
+# Beside two roundings for each eight blocks, of what a chain has added up so far: of the scale, of the sum of a block's
+# integers, of step and sum together, and three additions of chains.
+BLOCK_ADDITIONS = 8
+# Logits of a whole model, relative, by the model's dtype. Measured over four families: 1.0e-4 in FP32; 1.1e-2 in BF16, where
+# the reference rounds the restored numbers to BF16.
+BLOCK_LOGITS = {"float32": 5e-4, "bfloat16": 5e-2}
+
 # -- An executor against the reference, layer by layer (`tq validate`) ---------------------------------------------------
 
 

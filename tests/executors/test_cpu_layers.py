@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from block_weights import made
 from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, resized, small_model
 
 from haarkv.executors.cpu import CpuExecutor
@@ -21,6 +22,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, with_ops
+from haarkv.tq_ops.weight import Weight
 
 LLAMA = resized(CONFIGS["mha_d64"], model_type="llama", num_heads=6, num_kv_heads=1)
 """Here Q and K are cut into different numbers of items."""
@@ -220,3 +222,58 @@ def test_slots_outside_the_cache_are_refused():
     paging = new_paging(new_cache(SMALL, num_blocks=9))
     with pytest.raises(IndexError):
         prefill(executor, cache, paging, [paging.add()], [random_tokens(SMALL, 60)])
+
+
+IN_BLOCKS = resized(SMALL, hidden_size=256, intermediate_size=256)
+TYPE_OF = {
+    "q_proj": "Q4_K", "k_proj": "Q8_0", "v_proj": "Q6_K", "o_proj": "Q5_1", "gate_proj": "MXFP4", "up_proj": "Q5_K",
+    "down_proj": "Q4_0",
+}  # fmt: skip
+
+
+def model_in_blocks(dtype: torch.dtype, config: ModelConfig = IN_BLOCKS, leave: str = "") -> DecoderModel:
+    """Each projection in blocks of another type, with scales of rows and columns where balance has them."""
+    model = small_model(config, dtype=dtype)
+
+    def change(field: str, weight: Weight) -> Weight:
+        if field not in TYPE_OF or field == leave:
+            return weight
+        blocks = made(TYPE_OF[field], *weight.shape, dtype=dtype)
+        if field == "o_proj":
+            return blocks * torch.full((weight.shape[1],), 0.5)
+        return blocks * torch.full((len(weight), 1), 0.25) if field in ("v_proj", "gate_proj") else blocks
+
+    layers = tuple(layer.changed(change) for layer in model.weights.layers)
+    return replace(model, weights=replace(model.weights, layers=layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("leave", ["", "k_proj"])
+def test_layers_in_blocks_run_in_one_call_to_the_bits_of_the_ops_one_by_one(dtype, leave):
+    model = model_in_blocks(dtype, leave=leave)
+    for isa in library.isas()[:1] + library.isas()[1:][-1:]:
+        whole = CpuExecutor(model, isa)
+        assert whole.whole is not None
+        ours, stored = forwards(whole, TAIL)
+        theirs, expected = forwards(one_by_one(CpuExecutor(model, isa)), TAIL)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(stored, expected, strict=True))
+
+
+def test_the_block_behind_what_is_not_finite_is_named():
+    model = model_in_blocks(torch.float32)
+    blocks = model.weights.layers[1].matrix("down_proj")
+    blocks.data[3, 18:20] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # an infinite scale
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.\S*down_proj\.weight holds \S+ at \[3, \d+\]"):
+        forwards(CpuExecutor(model), KVSpec("tq4"))
+
+
+def test_blocks_without_a_kernel_run_op_by_op():
+    model = model_in_blocks(torch.float32)
+    unknown = made("Q8_0", 256, 256)
+    unknown = replace(unknown, type=replace(unknown.type, name="other"))
+    layers = [*model.weights.layers]
+    layers[1] = layers[1].changed(lambda field, weight: unknown if field == "down_proj" else weight)
+    executor = CpuExecutor(replace(model, weights=replace(model.weights, layers=tuple(layers))))
+    parts = list(executor.whole.parts(range(3), new_cache(IN_BLOCKS)))
+    assert parts == [(True, range(1)), (False, range(1, 2)), (True, range(2, 3))]

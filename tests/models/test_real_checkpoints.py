@@ -12,7 +12,7 @@ import torch
 
 import tq
 from haarkv.executors.base import verify
-from haarkv.executors.catalog import create
+from haarkv.executors.catalog import block_types, create
 from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, source_of
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def session(file):
-    return tq.load(file, executor="cpu", kv="fp32", dtype="float32", balance=False)
+    return tq.load(file, executor="cpu", kv="fp32", dtype="float32", balance=False, keep_blocks=False)
 
 
 def ids_of(session, count):
@@ -74,13 +74,21 @@ def test_fp32_logits_are_those_of_transformers(file, session, count):
 def test_blocks_multiply_as_what_is_restored_from_them(file, session):
     """Of the K-quants, too, which gguf cannot write."""
     ids = torch.tensor(ids_of(session, 24))
-    cache, paging = new_cache(session.config, KVSpec("fp32").plan(session.config.num_layers), sequences=2, tokens=24)
+    cache, paging = new_cache(session.config, KVSpec("fp32").plan(session.config.num_layers), sequences=3, tokens=24)
     kept = create("reference", load_model(file, keep_blocks=True), KVSpec("fp32").plan(session.config.num_layers), None)
     restored = create("reference", load_model(file), KVSpec("fp32").plan(session.config.num_layers), None)
     of_file = sum(held.nbytes for held in source_of(file).tensors().values())
     assert kept.weights.nbytes <= of_file < restored.weights.nbytes / 3
     rows = [verify(executor, ids, paging.batch([paging.add()], [24]), cache) for executor in (kept, restored)]
     assert torch.equal(*rows)
+    fast = create(
+        "cpu", load_model(file, keep_blocks=block_types("cpu")), KVSpec("fp32").plan(session.config.num_layers), None
+    )
+    assert fast.weights.nbytes == kept.weights.nbytes
+    found = verify(fast, ids, paging.batch([paging.add()], [24]), cache)
+    relative = float((found - rows[0]).norm() / rows[0].norm())
+    print(f"{file.stem}: cpu's logits are off by {relative:.1e} of the reference's")
+    assert relative <= bounds.BLOCK_LOGITS["float32"]
 
 
 def test_next_tokens_are_mostly_those_of_llama_cpp(file, session):

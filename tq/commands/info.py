@@ -48,7 +48,7 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
     MODEL is tiny (the default), random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a
-    model already downloaded. The weights are not read.
+    model already downloaded. The weights are not read. Those of a .gguf file take on cpu about what they take in the file.
 
     A context that fits may be longer than the model's positions, which YaRN extends. What a forward computes with comes on
     top.

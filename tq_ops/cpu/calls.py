@@ -18,6 +18,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.reads import misfit, wrong_head_dim
+from haarkv.tq_ops.weight import Blocks, Weight
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,27 @@ def _stretches(turns: Turns | None) -> library.Stretches:
     count = MOST_POSITIONS // STRETCH
     cos, sin = turns.table(count, torch.device("cpu"))
     return library.Stretches(cos=cos, sin=sin, half=len(turns.inv_freq), count=count)
+
+
+def stored_weight(weight: Weight) -> library.Weight:
+    """A matrix as the kernels take it; contiguous if it is dense. Blocks have to be of a type in `library.BLOCKS`.
+
+    Raises:
+        TypeError: as `is_bf16`.
+    """
+    if isinstance(weight, Blocks):
+        assert weight.data.stride(1) == 1
+        rows, columns = (0 if scales is None else scales.float() for scales in (weight.row_scales, weight.column_scales))
+        return library.Weight(
+            data=weight.data, row_scales=rows, column_scales=columns, row_bytes=weight.data.stride(0),
+            stored=library.STORED.index(weight.type.name),
+        )  # fmt: skip
+    return library.Weight(data=weight, row_scales=0, column_scales=0, row_bytes=0, stored=int(is_bf16(weight)))
+
+
+def has_kernel(weight: Weight) -> bool:
+    """Whether the kernels multiply with a weight as it is: blocks of other types have to be restored first."""
+    return not isinstance(weight, Blocks) or weight.type.name in library.BLOCKS
 
 
 def _kept(kept: Kept | None) -> library.Kept:

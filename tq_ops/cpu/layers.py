@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.calls import Prepared, is_bf16, too_long
+from haarkv.tq_ops.cpu.calls import Prepared, is_bf16, stored_weight, too_long
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import Weight, memory_of
 
 FEW = 64
 """Tokens up to which a call serves them. Of more, Python's share is nothing, and what lies between the ops takes memory."""
@@ -26,8 +27,9 @@ class Dense:
     """One layer as a call runs it: attention, window and all, with RoPE on whole heads, and a gated MLP.
 
     Attributes:
-        weights: tensors by the fields of `library.DENSE_WEIGHTS`, contiguous. Norms are all BF16 or all FP32, others of the
-            model's dtype. Norms of heads, biases and norms behind the mixer and the MLP may be missing.
+        weights: by the fields of `library.DENSE_VECTORS` and `DENSE_MATRICES`. Tensors are contiguous: norms all BF16 or all
+            FP32, others of the model's dtype. Matrices may be blocks that the kernels multiply with. Norms of heads, biases
+            and norms behind the mixer and the MLP may be missing.
         num_heads: query heads Hq.
         eps: of all its norms.
         softmax_scale: of the logits.
@@ -35,7 +37,7 @@ class Dense:
         rope: which of the tables that a call is given is its own.
     """
 
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Weight]
     num_heads: int
     eps: float
     softmax_scale: float
@@ -51,11 +53,13 @@ class _Filled:
         layers: the structures, blank where the ops have to run one by one.
         calls: that they point to, None there.
         placed: a layer of each shape; `place` of a structure counts these.
+        matrices: that the structures were filled with; they own what those point to.
     """
 
     layers: ctypes.Array[library.DenseLayer]
     calls: tuple[Prepared | None, ...]
     placed: tuple[int, ...]
+    matrices: tuple[library.Weight, ...]
 
 
 class DenseLayers:
@@ -141,15 +145,19 @@ class DenseLayers:
     def _fill(self, cache: PagedKVCache, calls: tuple[Prepared | None, ...]) -> _Filled:
         # Layers of one shape have one block table.
         placed = {cache.shape(index): index for index, call in enumerate(calls) if call is not None}
-        layers = (library.DenseLayer * len(calls))()
+        layers, matrices = (library.DenseLayer * len(calls))(), list[library.Weight]()
         for index, (to, of, call) in enumerate(zip(layers, self._layers, calls, strict=True)):
             if of is None or call is None:
                 continue
-            for name, tensor in of.weights.items():
-                assert name in library.DENSE_WEIGHTS, name
-                setattr(to, name, tensor.data_ptr())
+            for name, weight in of.weights.items():
+                if name in library.DENSE_MATRICES:
+                    matrices.append(stored_weight(weight))
+                    setattr(to, name, matrices[-1])
+                else:
+                    assert name in library.DENSE_VECTORS, name
+                    setattr(to, name, memory_of(weight).data_ptr())
             to.store, to.attention = ctypes.addressof(call.store), ctypes.addressof(call.attention)
             to.intermediate_size, to.num_heads = of.weights["gate_proj"].shape[0], of.num_heads
-            to.norms_bf16, to.gelu, to.rope = is_bf16(of.weights["input_norm"]), of.gelu, of.rope
+            to.norms_bf16, to.gelu, to.rope = is_bf16(memory_of(of.weights["input_norm"])), of.gelu, of.rope
             to.place, to.eps, to.softmax_scale = list(placed).index(cache.shape(index)), of.eps, of.softmax_scale
-        return _Filled(layers, calls, tuple(placed.values()))
+        return _Filled(layers, calls, tuple(placed.values()), tuple(matrices))

@@ -127,12 +127,27 @@ class Store(_Structure):
     )  # fmt: skip
 
 
+STORED = (
+    "FP32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4",
+)  # fmt: skip
+"""What the numbers of a weight lie in; the index is the library's own number for it. Blocks have the names of their types."""
+BLOCKS = STORED[2:]
+
+
+class Weight(_Structure):
+    """A matrix that `Linear` multiplies with."""
+
+    _fields_ = (
+        ("data", c_void_p), ("row_scales", c_void_p), ("column_scales", c_void_p), ("row_bytes", c_int64), ("stored", c_int32),
+    )  # fmt: skip
+
+
 class Linear(_Structure):
     """One call of `haarkv_linear`."""
 
     _fields_ = (
-        ("weight", c_void_p), ("x", c_void_p), ("y", c_void_p), ("tokens", c_int64), ("inputs", c_int64), ("outputs", c_int64),
-        ("weight_bf16", c_int32), ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
+        ("weight", Weight), ("x", c_void_p), ("y", c_void_p), ("tokens", c_int64), ("inputs", c_int64), ("outputs", c_int64),
+        ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 
@@ -178,18 +193,20 @@ class GatedDelta(_Structure):
     )  # fmt: skip
 
 
-DENSE_WEIGHTS = (
-    "input_norm", "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_proj",
-    "mixer_out_norm", "post_norm", "gate_proj", "up_proj", "down_proj", "mlp_out_norm",
+DENSE_VECTORS = (
+    "input_norm", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "mixer_out_norm", "post_norm", "mlp_out_norm",
 )  # fmt: skip
-"""Weights of a dense layer, by their fields in `LayerWeights`."""
+"""Norms and biases of a dense layer, by their fields in `LayerWeights`."""
+DENSE_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Its projections, likewise."""
 
 
 class DenseLayer(_Structure):
     """One dense layer: its weights, what its cache decides, and what else it declares."""
 
     _fields_ = (
-        *((name, c_void_p) for name in DENSE_WEIGHTS), ("store", c_void_p), ("attention", c_void_p),
+        *((name, c_void_p) for name in DENSE_VECTORS), *((name, Weight) for name in DENSE_MATRICES),
+        ("store", c_void_p), ("attention", c_void_p),
         ("intermediate_size", c_int64), ("num_heads", c_int32), ("norms_bf16", c_int32), ("gelu", c_int32), ("rope", c_int32),
         ("place", c_int32), ("eps", c_float), ("softmax_scale", c_float),
     )  # fmt: skip
@@ -227,7 +244,7 @@ _CALLS = {
     "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
 }  # fmt: skip
 _STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Stretches, Attention, Quantizer, StoreSide, Store, Linear, RmsNorm, Rope, GatedMul,
+    Kept, SideArgs, Cache, Matrix, Stretches, Attention, Quantizer, StoreSide, Store, Weight, Linear, RmsNorm, Rope, GatedMul,
     GatedDelta, DenseLayer, Turns, Places, Layers,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, is_bf16, prepare, too_long
+from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, has_kernel, is_bf16, prepare, stored_weight, too_long
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Weight, dense
+from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 
 class CpuOps:
@@ -44,9 +44,11 @@ class CpuOps:
         if self.isa not in available:
             raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
         self.isa_number = library.ISAS.index(self.isa)
+        nothing = library.Weight(data=0, row_scales=0, column_scales=0, row_bytes=0, stored=0)
         self._linear = library.Linear(
-            weight=0, x=0, y=0, tokens=0, inputs=0, outputs=0, weight_bf16=0, bf16=0, isa=self.isa_number, threads=0
+            weight=nothing, x=0, y=0, tokens=0, inputs=0, outputs=0, bf16=0, isa=self.isa_number, threads=0
         )
+        self._blocks: WeakKeyDictionary[Blocks, library.Weight] = WeakKeyDictionary()
         self._given = threading.local()
         self._caches: WeakKeyDictionary[PagedKVCache, dict[int, Prepared | None]] = WeakKeyDictionary()
 
@@ -154,23 +156,39 @@ class CpuOps:
         return y
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
-        """Projection `x @ weight.T`. A dense weight is read as it lies in memory and is never widened there.
+        """Projection `x @ weight.T`. A weight is read as it lies in memory: a dense one is never widened there, and blocks
+        are not restored.
 
         Args:
             x: [T, in] bf16 or fp32.
-            weight: [out, in] of x's dtype; blocks are restored whole at each call.
+            weight: [out, in] of x's dtype, or blocks. Those of a type that `library.BLOCKS` does not name are restored whole
+                at each call.
         Returns:
             [T, out] fp32. The bits of a number depend on its token and its row of the weight alone, not on how many tokens
             there are beside it, nor on the number of threads.
         Rounding points: the reference's, FP32 sums alone, in another order: that of the instruction set. `avx512bf16` and
             `amx` multiply BF16 by BF16; they take numbers below 2**-126 for zero and make none.
+
+            With blocks, each 32 numbers of x, times the columns' scales, are rounded to integers times one step: the larger of
+            their largest size / 32,767 and the sum of their sizes / 524,000. Their products with the blocks' levels are exact.
+            Those are not rounded to the blocks' dtype, as restored numbers are. Of 32 numbers whose largest size is below
+            3e-31 nothing is left.
         """
-        x, weight = x.contiguous(), dense(weight).contiguous()
+        if not has_kernel(weight):
+            weight = dense(weight)
+        x = x.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)
-        call.weight, call.x, call.y = weight.data_ptr(), x.data_ptr(), y.data_ptr()
-        (call.outputs, call.inputs), call.tokens = weight.shape, x.shape[0]
-        call.weight_bf16, call.bf16, call.threads = is_bf16(weight), is_bf16(x), self.threads
+        if isinstance(weight, Blocks):
+            if (stored := self._blocks.get(weight)) is None:
+                stored = self._blocks[weight] = stored_weight(weight)
+            call.weight = stored
+        else:
+            weight = weight.contiguous()
+            call.weight.data, call.weight.stored = weight.data_ptr(), is_bf16(weight)
+        call.x, call.y, call.tokens = x.data_ptr(), y.data_ptr(), x.shape[0]
+        call.outputs, call.inputs = weight.shape
+        call.bf16, call.threads = is_bf16(x), self.threads
         self._library.haarkv_linear(ctypes.byref(call))
         return y
 

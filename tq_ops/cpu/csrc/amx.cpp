@@ -44,7 +44,7 @@ int64_t scratch_of_either(const Cache& cache) {
 }
 
 // FP32 in the weight or in x stays what it is.
-bool all_bf16(const Projection& p) { return p.weight_bf16 && p.x_bf16; }
+bool all_bf16(const Projection& p) { return p.weight_bf16() && p.x_bf16; }
 
 int64_t prepared_amx(const Projection& p) {
     return all_bf16(p) ? p.tokens * (whole_tiles(p.in) / 2) : avx512_kernels().prepared_floats(p);

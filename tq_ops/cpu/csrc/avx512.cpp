@@ -13,11 +13,13 @@ namespace {
 #include "exponential.h"
 #include "simd_avx2.h"
 #include "simd_avx512.h"
+#include "words_avx2.h"
+#include "lanes_avx512.h"
 #include "every_kernel.h"
 }  // namespace
 
 const Kernels& avx512_kernels() {
-    static constexpr Kernels kernels = every_kernel<Avx512, Avx2>();
+    static constexpr Kernels kernels = every_kernel<Avx512, Avx2, Words256, Lanes512>();
     return kernels;
 }
 

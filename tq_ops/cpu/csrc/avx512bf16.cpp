@@ -29,7 +29,7 @@ struct Bf16Pairs : Avx512 {
 };
 
 // FP32 in the weight or in x stays what it is.
-bool all_bf16(const Projection& p) { return p.weight_bf16 && p.x_bf16; }
+bool all_bf16(const Projection& p) { return p.weight_bf16() && p.x_bf16; }
 
 int64_t prepared_bf16(const Projection& p) {
     return all_bf16(p) ? (p.tokens * prepared_numbers<Bf16Pairs>(p.in) + 1) / 2 : avx512_kernels().prepared_floats(p);

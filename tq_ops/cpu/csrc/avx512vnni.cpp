@@ -26,6 +26,10 @@ template <> void numbers_of<Avx512>(const Side& side, Place at, int key, int n, 
 #include "attention.h"
 #include "pass.h"
 #include "pass_attention.h"
+#include "words_avx2.h"
+#include "lanes_avx512.h"
+#include "block_types.h"
+#include "block_projection.h"
 
 // Only levels of up to 4 bits, or of several widths, and BF16 activations become integers; FP32 stays FP32.
 void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
@@ -45,6 +49,7 @@ const Kernels& avx512vnni_kernels() {
     static const Kernels kernels = [] {
         Kernels k = avx512_kernels();
         k.scratch_floats = scratch_of_either, k.attend = attend_either;
+        k.project_blocks = project_blocks<Avx512, Words256, Lanes512>;
         return k;
     }();
     return kernels;

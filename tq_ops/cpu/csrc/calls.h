@@ -55,18 +55,19 @@ struct HaarkvStore {
 };
 
 struct HaarkvLinear {
-    const void* weight;  // [out, in] BF16 or FP32
-    const void* x;       // [T, in] BF16 or FP32
-    float* y;            // [T, out]
+    Weight weight;  // [out, in]
+    const void* x;  // [T, in] BF16 or FP32
+    float* y;       // [T, out]
     int64_t tokens, in, out;
-    int32_t weight_bf16, bf16, isa, threads;
+    int32_t bf16, isa, threads;
 };
 
 // One dense layer: its weights, the calls that its cache decides, and what else it declares. Norms of heads, biases and norms
-// behind the mixer and the MLP may be null. Norms are BF16 or FP32, all others of the model's dtype.
+// behind the mixer and the MLP may be null. Norms are BF16 or FP32, biases of the model's dtype, and projections too, or
+// blocks.
 struct HaarkvDenseLayer {
-    const void *input_norm, *q_proj, *k_proj, *v_proj, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o_proj, *mixer_out_norm;
-    const void *post_norm, *gate_proj, *up_proj, *down_proj, *mlp_out_norm;
+    const void *input_norm, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *mixer_out_norm, *post_norm, *mlp_out_norm;
+    Weight q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj;
     const HaarkvStore* store;
     const HaarkvAttention* attention;
     int64_t intermediate_size;

@@ -122,3 +122,17 @@ template <class Simd>
 inline __attribute__((always_inline)) typename Simd::F shown(Seen seen, int i, typename Simd::F x, typename Simd::F other) {
     return Simd::first(seen.begin - i, other, Simd::first(seen.end - i, x, other));
 }
+
+// Tokens in panels of up to `most`, as even as can be: the first `longer` ones have one token more.
+struct TokenPanels {
+    int64_t count, size, longer;
+
+    TokenPanels(int64_t tokens, int64_t most)
+        : count((tokens + most - 1) / most), size(count ? tokens / count : 0), longer(count ? tokens % count : 0) {}
+    int64_t first_token(int64_t panel) const { return panel * size + (panel < longer ? panel : longer); }
+    int tokens(int64_t panel) const { return static_cast<int>(size + (panel < longer)); }
+    int64_t of_token(int64_t token) const {
+        const int64_t in_longer = longer * (size + 1);
+        return token < in_longer ? token / (size + 1) : longer + (token - in_longer) / size;
+    }
+};

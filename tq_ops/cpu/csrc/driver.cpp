@@ -52,6 +52,7 @@ __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room
         sizeof(Quantizer),
         sizeof(HaarkvStoreSide),
         sizeof(HaarkvStore),
+        sizeof(Weight),
         sizeof(HaarkvLinear),
         sizeof(RmsNorm),
         sizeof(Rope),
@@ -74,7 +75,7 @@ __attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
             case 0:
                 return a.rms_norm == b.rms_norm;
             case 1:
-                return a.prepare == b.prepare && a.project == b.project;
+                return a.prepare == b.prepare && a.project == b.project && a.project_blocks == b.project_blocks;
             case 2:
                 return a.rope == b.rope;
             case 3:

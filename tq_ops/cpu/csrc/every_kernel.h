@@ -10,6 +10,8 @@
 #include "pass.h"
 #include "pass_attention.h"
 #include "projection.h"
+#include "block_types.h"
+#include "block_projection.h"
 #include "elementwise.h"
 #include "delta.h"
 
@@ -17,7 +19,8 @@ template <class Simd, class Narrow> struct InFloats {
     template <int R> using Products = FloatProducts<Simd, Narrow, R>;
 };
 
-template <class Simd, class Narrow> constexpr Kernels every_kernel() {
+// Of weights in blocks, `Words` are numbers of half a block and `Lanes` sums of rows.
+template <class Simd, class Narrow, class Words, class Lanes> constexpr Kernels every_kernel() {
     return {
         scratch_of_passes<Simd, InFloats<Simd, Narrow>::template Products>,
         attend_pass<Simd, InFloats<Simd, Narrow>::template Products>,
@@ -28,6 +31,8 @@ template <class Simd, class Narrow> constexpr Kernels every_kernel() {
         prepared_floats<Simd>,
         prepare<Simd>,
         project<Simd>,
+        prepare_blocks<Narrow>,
+        project_blocks<Simd, Words, Lanes>,
         rms_norm<Simd>,
         rope,
         gated_mul<Simd>,

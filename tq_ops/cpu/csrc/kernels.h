@@ -139,15 +139,35 @@ struct Quantizer {
 constexpr int64_t kMostTokens = 512;  // that one projection takes
 constexpr int64_t kTokensTogether = 32, kRowsTogether = 32;
 
+// What the numbers of a weight lie in: numbers of their own, or the blocks of a GGUF file (block_types.h).
+enum WeightKind : int32_t { kFp32Weight, kBf16Weight, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kMxfp4 };
+inline bool in_blocks(int32_t stored) { return stored > kBf16Weight; }
+
+// A weight [out, in]. Of blocks, rows may lie apart, and rows and columns may have scales, powers of two.
+struct Weight {
+    const void* data;
+    const float *row_scales, *column_scales;  // [out], [in] or null
+    int64_t row_bytes;                        // of blocks, from a row to the next
+    int32_t stored;
+};
+
+// Of blocks: up to kFewTokens tokens meet rows as these are read, more meet strips of rows in panels, as they are prepared.
+// Prepared, a token takes kBlockFloats floats for every 32 inputs, whole groups of eight times 32. Strips of rows take
+// kStripFloats for every 32 inputs.
+constexpr int kFewTokens = 12, kBlockPanelTokens = 8, kBlock = 32, kBlocksTogether = 8;
+constexpr int64_t kBlockFloats = kBlock / 2 + 3, kStripFloats = 2 * 16 * (kBlock / 2 + 2);
+
 // Tokens times rows of a weight: y = x @ weight.T. The bits of a number of y depend on its token and its row alone, not on how
 // many tokens or rows there are beside them.
 struct Projection {
-    const void* weight;  // [out, in] BF16 or FP32
-    const void* x;       // [tokens, in] BF16 or FP32
-    void* prepared;      // x as the kernels read it
-    float* y;            // [tokens, out]
+    Weight weight;
+    const void* x;   // [tokens, in] BF16 or FP32
+    void* prepared;  // x as the kernels read it
+    float* y;        // [tokens, out]
     int64_t in, out, tokens;
-    int32_t weight_bf16, x_bf16;
+    int32_t x_bf16;
+
+    bool weight_bf16() const { return weight.stored == kBf16Weight; }
 };
 
 // y = x / sqrt(mean(x^2) + eps) * weight, row by row.
@@ -233,6 +253,9 @@ struct Kernels {
     // All tokens, which are prepared, by rows begin ... end - 1; begin is a multiple of kRowsTogether. Scratch of [rows,
     // tokens], both rounded up to these.
     void (*project)(const Projection&, int64_t begin, int64_t end, float* scratch);
+    // The same of weights in blocks; prepared x and scratch are of the sizes above.
+    void (*prepare_blocks)(const Projection&, int64_t begin, int64_t end);
+    void (*project_blocks)(const Projection&, int64_t begin, int64_t end, float* scratch);
     // Rows, or of the last numbers, begin ... end - 1.
     void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
     void (*rope)(const Rope&, int64_t begin, int64_t end);

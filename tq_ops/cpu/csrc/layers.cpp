@@ -114,8 +114,8 @@ class Layer {
         watch_.after(kNorms);
     }
 
-    HaarkvLinear linear(const void* x, int64_t in, const void* weight, int64_t out, float* y) const {
-        return {weight, x, y, l_.tokens, in, out, l_.bf16, l_.bf16, l_.isa, l_.threads};
+    HaarkvLinear linear(const void* x, int64_t in, const Weight& weight, int64_t out, float* y) const {
+        return {weight, x, y, l_.tokens, in, out, l_.bf16, l_.isa, l_.threads};
     }
 
     void project(std::initializer_list<HaarkvLinear> linears) {

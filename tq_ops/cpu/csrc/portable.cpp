@@ -13,11 +13,12 @@ namespace {
 #include "common.h"
 #include "exponential.h"
 #include "simd_portable.h"
+#include "words_portable.h"
 #include "every_kernel.h"
 }  // namespace
 
 const Kernels& portable_kernels() {
-    static constexpr Kernels kernels = every_kernel<Portable, Portable>();
+    static constexpr Kernels kernels = every_kernel<Portable, Portable, WordsPortable, LanesPortable>();
     return kernels;
 }
 

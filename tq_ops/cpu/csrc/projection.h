@@ -49,20 +49,12 @@ template <class Products> int64_t prepared_numbers(int64_t in) {
     return steps_of<Products>(in) * Products::parts * Products::lanes;
 }
 
-// Tokens in panels as even as can be: the first `longer` ones have one token more. x is prepared panel by panel, and in each
-// as [steps, parts, tokens, lanes], so that it is read from end to end.
-template <class Products> struct Panels {
-    static constexpr int most = Products::registers >= 32 ? 6 : 2;  // tokens, whose sums stay in registers
-    int64_t count, size, longer;
+// Panels of a token's sums, which stay in registers. x is prepared panel by panel, and in each as [steps, parts, tokens,
+// lanes], so that it is read from end to end.
+template <class Products> struct Panels : TokenPanels {
+    static constexpr int most = Products::registers >= 32 ? 6 : 2;
 
-    explicit Panels(int64_t tokens)
-        : count((tokens + most - 1) / most), size(count ? tokens / count : 0), longer(count ? tokens % count : 0) {}
-    int64_t first_token(int64_t panel) const { return panel * size + (panel < longer ? panel : longer); }
-    int tokens(int64_t panel) const { return static_cast<int>(size + (panel < longer)); }
-    int64_t of_token(int64_t token) const {
-        const int64_t in_longer = longer * (size + 1);
-        return token < in_longer ? token / (size + 1) : longer + (token - in_longer) / size;
-    }
+    explicit Panels(int64_t tokens) : TokenPanels(tokens, most) {}
 };
 
 // Inputs of x that are not there are zero.
@@ -142,7 +134,7 @@ void project_panel(const Projection& p, int64_t row, int64_t token, const typena
     for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) sums[t][r] = Products::zero();
-    const Weight* weight = static_cast<const Weight*>(p.weight) + row * p.in;
+    const Weight* weight = static_cast<const Weight*>(p.weight.data) + row * p.in;
     const auto* x = static_cast<const typename Products::X*>(p.prepared) + token * prepared_numbers<Products>(p.in);
     auto step = [&](const Weight* rows, int64_t distance) {
         multiply_part<Products, 0>(rows, distance, x, sums);
@@ -190,7 +182,7 @@ void project_some(const Projection& p, int64_t row, int64_t token, int tokens, c
 // ROWS rows by panels first ... last - 1. Of several panels the first ones fetch the next rows between them.
 template <class Products, int ROWS>
 void project_rows(const Projection& p, const Panels<Products>& panels, int64_t row, int64_t first, int64_t last) {
-    const auto* below = static_cast<const typename Products::Weight*>(p.weight) + (row + ROWS) * p.in;
+    const auto* below = static_cast<const typename Products::Weight*>(p.weight.data) + (row + ROWS) * p.in;
     const int64_t count = last - first;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t token = panels.first_token(first + i);
@@ -230,15 +222,15 @@ template <class Products> void project_by(const Projection& p, int64_t begin, in
 }
 
 template <class Simd> int64_t prepared_floats(const Projection& p) {
-    return p.tokens * (p.weight_bf16 ? prepared_numbers<Bf16Fma<Simd>>(p.in) : prepared_numbers<FloatFma<Simd>>(p.in));
+    return p.tokens * (p.weight_bf16() ? prepared_numbers<Bf16Fma<Simd>>(p.in) : prepared_numbers<FloatFma<Simd>>(p.in));
 }
 
 template <class Simd> void prepare(const Projection& p, int64_t begin, int64_t end) {
-    if (p.weight_bf16) return prepare_tokens<Bf16Fma<Simd>>(p, begin, end);
+    if (p.weight_bf16()) return prepare_tokens<Bf16Fma<Simd>>(p, begin, end);
     prepare_tokens<FloatFma<Simd>>(p, begin, end);
 }
 
 template <class Simd> void project(const Projection& p, int64_t begin, int64_t end, float*) {
-    if (p.weight_bf16) return project_by<Bf16Fma<Simd>>(p, begin, end);
+    if (p.weight_bf16()) return project_by<Bf16Fma<Simd>>(p, begin, end);
     project_by<FloatFma<Simd>>(p, begin, end);
 }

@@ -199,7 +199,7 @@ inline void project_tiles(const Projection& p, int64_t begin, int64_t end, float
         for (int64_t token = 0; token < p.tokens; token += 2 * kSide)
             for (int64_t row = begin; row < end; row += rows, kept += 4 * kSide * kSide) {
                 Block b;
-                b.weight = static_cast<const uint16_t*>(p.weight) + row * p.in, b.in = p.in;
+                b.weight = static_cast<const uint16_t*>(p.weight.data) + row * p.in, b.in = p.in;
                 for (int i = 0; i < 2; ++i) {
                     b.rows[i] = static_cast<int>(least(kSide, least(end, row + rows) - row - i * kSide));
                     b.columns[i] = static_cast<int>(least(kSide, p.tokens - token - i * kSide));

@@ -1,0 +1,45 @@
+"""Weights in the blocks of GGUF files: quantized by gguf where it can, else of random bytes with ordinary scales."""
+
+import gguf
+import numpy as np
+import torch
+
+from haarkv.models.gguf_file import block_type
+from haarkv.tq_ops.weight import Blocks
+
+TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
+"""Those that the kernels of the CPU multiply with."""
+HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
+"""Of types that gguf cannot write, where a block's FP16 scales lie."""
+LEVELS = {"Q4_1": 4, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16}
+"""Of types with a minimum, where a block's levels begin: with all of them zero, the minima are left."""
+
+
+def made(kind, outputs, inputs, seed=0, dtype=torch.float32):
+    """Blocks [outputs, inputs]; inputs are whole blocks of the type."""
+    generator, known = np.random.default_rng(seed), gguf.GGMLQuantizationType[kind]
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[known]
+    if kind in HALVES:
+        data = generator.integers(0, 256, (outputs, inputs // numbers, nbytes), np.uint8)
+        for at in HALVES[kind]:
+            scales = generator.uniform(5e-4, 2e-3, (outputs, inputs // numbers, 1)).astype(np.float16)
+            data[..., at : at + 2] = scales.view(np.uint8)
+        data = data.reshape(outputs, -1)
+    else:
+        rows = generator.normal(0.02, 0.05, (outputs, inputs)).astype(np.float32)
+        data = gguf.quantize(rows, known)
+    return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(known), dtype)
+
+
+def blocks_of(weight):
+    """The bytes of its blocks [outputs, blocks, bytes], as they lie."""
+    return weight.data.view(len(weight), -1, weight.type.nbytes)
+
+
+def minima_of(weight):
+    """[outputs, inputs] fp32, what numbers of a type with a minimum begin at; zero of the others."""
+    if weight.type.name not in LEVELS:
+        return torch.zeros(weight.shape)
+    data = blocks_of(weight).clone()
+    data[..., LEVELS[weight.type.name] :] = 0
+    return weight.type.restore(data.view(len(weight), -1))

@@ -1,0 +1,219 @@
+"""Projections by weights in blocks: the error is that of x in 16-bit integers, and bits depend on a token and a row alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from block_weights import HALVES, TYPES, blocks_of, made, minima_of
+from op_tables import every_table
+
+from haarkv.models.gguf_file import block_type
+from haarkv.tq_ops.weight import Blocks, dense
+from haarkv.validation import bounds
+
+MOST = 530  # tokens: more than one pass takes
+every_type = pytest.mark.parametrize("kind", TYPES)
+
+
+def shapes(kind):
+    """[inputs, outputs]: groups of eight blocks that are full, and cut short by each number of blocks."""
+    whole = block_type_of(kind).numbers
+    return [(256, 1), (1024, 70), (2560, 33)] if whole == 256 else [(32, 1), (96, 33), (352, 70), (512, 17), (1728, 33)]
+
+
+def block_type_of(kind):
+    return made(kind, 1, 256).type
+
+
+def drawn(tokens, inputs, seed=1):
+    """Numbers of which some are much larger than others, as hidden states are."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, inputs, generator=generator)
+    return x * torch.where(torch.rand(1, inputs, generator=generator) < 0.02, 30.0, 1.0)
+
+
+def exact(x, weight):
+    return x.double() @ dense(weight).double().T
+
+
+def bound(x, weight):
+    """What each number may be off by: half a step of each x, and half a step of FP32 for each addition."""
+    inputs = weight.shape[1]
+    blocks = x.double().abs().view(len(x), -1, 32)
+    largest, total = blocks.amax(-1) / bounds.BLOCK_X_LARGEST, blocks.sum(-1) / bounds.BLOCK_X_TOTAL
+    half_steps = torch.maximum(largest, total).repeat_interleave(32, dim=1) * bounds.BLOCK_X_HALF_STEP
+    numbers, minima = dense(weight).double(), minima_of(weight).double()
+    sizes = (numbers - minima).abs() + 2 * minima.abs()
+    additions = inputs / 256 * 2 + bounds.BLOCK_ADDITIONS
+    return half_steps @ numbers.abs().T + additions * 2.0**-24 * (x.double().abs() @ sizes.T)
+
+
+@every_table
+@every_type
+def test_the_error_is_that_of_x_in_16_bits(table, kind):
+    ops, bf16 = table.open(), torch.bfloat16
+    for inputs, outputs in shapes(kind):
+        weight, x = made(kind, outputs, inputs), drawn(40, inputs)
+        for tokens in (1, 2, 3, 5, 8, 40):
+            for given in (x[:tokens], x[:tokens].to(bf16)):
+                error = (ops.linear(given, weight).double() - exact(given, weight)).abs()
+                assert (error <= bound(given, weight)).all(), (inputs, outputs, tokens)
+
+
+@every_table
+@every_type
+def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, kind):
+    ops, before = table.open(), torch.get_num_threads()
+    inputs, outputs = shapes(kind)[-1]
+    weight, x = made(kind, outputs, inputs), drawn(MOST, inputs)
+    alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(30)])
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            together = ops.linear(x, weight)
+            assert torch.equal(together[:30], alone)
+            for count in (2, 3, 4, 5, 7, 8, 9, 15, 17, 31, 33, 100, 512):
+                begin = MOST - count if count % 2 else 7
+                assert torch.equal(ops.linear(x[begin : begin + count], weight), together[begin : begin + count]), count
+    finally:
+        torch.set_num_threads(before)
+
+
+@every_table
+@every_type
+def test_a_row_gives_the_same_bits_beside_any_others_and_wherever_rows_lie(table, kind):
+    ops = table.open()
+    inputs, outputs = shapes(kind)[-1]
+    weight, x = made(kind, outputs, inputs), drawn(9, inputs)
+    wide = torch.cat([torch.full((outputs, weight.type.nbytes), 255, dtype=torch.uint8), weight.data], dim=1)
+    apart = replace(weight, data=wide[:, weight.type.nbytes :])
+    assert not apart.data.is_contiguous()
+    for tokens in (1, 3, 9):
+        whole = ops.linear(x[:tokens], weight)
+        assert torch.equal(ops.linear(x[:tokens], apart), whole)
+        for begin, end in ((0, 1), (outputs // 2, outputs), (outputs // 3, outputs // 3 + 1)):
+            part = replace(weight, data=weight.data[begin:end].clone())  # nothing may be read behind it
+            assert torch.equal(ops.linear(x[:tokens], part), whole[:, begin:end])
+
+
+@every_table
+@every_type
+def test_scales_of_rows_and_columns_are_those_of_the_restored_numbers(table, kind):
+    ops = table.open()
+    inputs, outputs = shapes(kind)[1]
+    plain, x = made(kind, outputs, inputs), drawn(7, inputs)
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = (2.0 ** torch.randint(-3, 4, (count,), generator=generator) for count in (outputs, inputs))
+    for tokens in (1, 7):
+        given = x[:tokens]
+        assert torch.equal(ops.linear(given, plain * rows[:, None]), ops.linear(given, plain) * rows)
+        assert torch.equal(ops.linear(given, plain * columns), ops.linear(given * columns, plain))
+
+
+def moved(weight, by):
+    """The same blocks, each that of its neighbour."""
+    return replace(weight, data=blocks_of(weight).roll(by, 1).reshape(weight.data.shape))
+
+
+def changed(weight, change):
+    """The same with other bytes of each block."""
+    data = blocks_of(weight).clone()
+    change(data)
+    return replace(weight, data=data.reshape(weight.data.shape))
+
+
+def minima_of_the_next(data):
+    """Q4_K: minima of blocks 0 to 3 lie in the lower six bits of bytes 8 to 11."""
+    own = data[..., 8:12] & 0x3F
+    data[..., 8:12] = (data[..., 8:12] & 0xC0) | own.roll(-1, -1)
+
+
+def one_more(data):
+    """Q4_K: the factors of blocks 0 to 3 in bytes 4 to 7, each with its last bit the other way."""
+    data[..., 4:8] ^= 1
+
+
+FAULTS = {
+    "the blocks of the neighbour": ("Q8_0", lambda weight: moved(weight, 1)),
+    "minima of the neighbour": ("Q4_K", lambda weight: changed(weight, minima_of_the_next)),
+    "factors off by one": ("Q4_K", lambda weight: changed(weight, one_more)),
+    "one level off by one": ("Q8_0", lambda weight: changed(weight, lambda data: data[..., 5].add_(1))),
+    "one fifth bit": ("Q5_0", lambda weight: changed(weight, lambda data: data[..., 2].bitwise_xor_(1))),
+}
+
+
+@every_table
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_that_lies_outside_the_bound(table, fault):
+    kind, plant = FAULTS[fault]
+    weight, x = made(kind, 33, 1024), torch.randn(20, 1024, generator=torch.Generator().manual_seed(2))
+    sound, faulty = ((table.open().linear(x, of).double() - exact(x, weight)).abs() for of in (weight, plant(weight)))
+    limit = bound(x, weight)
+    assert (sound <= limit).all()
+    assert ((faulty > limit).float().mean(0) > 0.5).all()
+
+
+@every_table
+def test_the_largest_levels_and_numbers_do_not_overflow(table):
+    """Q6_K: all factors -128 and all levels -32, in turns with 127 and 31; x as large as its step allows, each sign."""
+    weight = made("Q6_K", 2, 512)
+    data = blocks_of(weight).clone()
+    data[..., :192], data[..., 192:208] = 0, 128
+    data[1, :, :192], data[1, :, 192:208] = 255, 127
+    weight = replace(weight, data=data.view(2, -1))
+    x = torch.full((4, 512), 3.0)
+    x[1] *= -1
+    x[2, ::2] = 1e-3
+    x[3, 40:] = 0.0
+    error = (table.open().linear(x, weight).double() - exact(x, weight)).abs()
+    assert (error <= bound(x, weight)).all()
+
+
+@every_table
+@every_type
+def test_numbers_that_are_none_are_not_hidden(table, kind):
+    ops = table.open()
+    inputs, outputs = shapes(kind)[1]
+    weight, x = made(kind, outputs, inputs), drawn(12, inputs)
+    whole = ops.linear(x, weight)
+    x[3, 17], x[7, inputs - 1] = float("nan"), float("inf")
+    for tokens in (12, 1):
+        found = torch.cat([ops.linear(x[t : t + tokens], weight) for t in range(0, 12, tokens)])
+        assert not found[3].isfinite().any()
+        assert not found[7].isfinite().any()
+        others = [t for t in range(12) if t not in (3, 7)]
+        assert torch.equal(found[others], whole[others])
+
+
+@every_table
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "MXFP4"])
+@pytest.mark.parametrize("bad", [0x7E00, 0x7C00, 0xFC00], ids=["nan", "inf", "-inf"])
+def test_a_scale_that_is_none_reaches_its_own_row(table, kind, bad):
+    ops = table.open()
+    inputs, outputs = shapes(kind)[1]
+    weight, x = made(kind, outputs, inputs), drawn(9, inputs)
+    data, at = blocks_of(weight).clone(), HALVES.get(kind, (0,))[0]
+    data[5, -1, at : at + 2] = torch.tensor([bad & 0xFF, bad >> 8], dtype=torch.uint8)
+    broken = replace(weight, data=data.view(outputs, -1))
+    for tokens in (1, 9):
+        found, sound = (ops.linear(x[:tokens], of) for of in (broken, weight))
+        assert not found[:, 5].isfinite().any()
+        others = [row for row in range(outputs) if row != 5]
+        assert torch.equal(found[:, others], sound[:, others])
+
+
+@every_table
+def test_zeros_and_no_tokens_are_no_numbers(table):
+    ops, weight = table.open(), made("Q4_K", 5, 256)
+    assert ops.linear(torch.zeros(0, 256), weight).shape == (0, 5)
+    assert torch.equal(ops.linear(torch.zeros(9, 256), weight), torch.zeros(9, 5))
+    assert torch.equal(ops.linear(torch.full((1, 256), 1e-36), weight), torch.zeros(1, 5))
+
+
+@every_table
+def test_other_types_are_restored(table):
+    kind = 10  # Q2_K
+    data = torch.randint(0, 100, (7, block_type(kind).nbytes), dtype=torch.uint8)
+    weight, x = Blocks(data, block_type(kind), torch.float32), drawn(3, 256)
+    ops = table.open()
+    assert torch.equal(ops.linear(x, weight), ops.linear(x, dense(weight)))

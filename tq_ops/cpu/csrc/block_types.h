@@ -1,0 +1,189 @@
+// How each type of a GGUF file stores the numbers of a weight. A row is a sequence of groups of eight blocks of 32 numbers:
+//     number i of block b = D[b] * level[b][i] - M[b]
+// `levels` makes 32 of block J, as 16-bit integers in their order, less `offset`: that is left out of them, and taken off the
+// sums, 2**`shift` times. `scales` gives D, and M where there is one (`minimum`), of the first n blocks of a group; those of
+// the others are zero, whatever lies there. Types of 256 numbers are whole groups, others end with any number of blocks.
+//
+// Where a block of 16 numbers has a scale of its own (Q6_K), its integer part is in the levels, which stay below 2**12.
+
+template <class T> inline T read_as(const void* p) {
+    T x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+// The first n of eight scales: zero behind them, even where a NaN lies.
+template <class Words> inline __attribute__((always_inline)) typename Words::F first_scales(int n, typename Words::F x) {
+    return n < 8 ? Words::Floats::first(n, x, Words::Floats::zero()) : x;
+}
+
+// FP16 scales that lie BYTES apart.
+template <class Words, int BYTES>
+inline __attribute__((always_inline)) typename Words::F scales_apart(const uint8_t* p, int n) {
+    auto four = [](const uint8_t* q) {
+        uint64_t x = 0;
+        for (int i = 0; i < 4; ++i) x |= static_cast<uint64_t>(read_as<uint16_t>(q + i * BYTES)) << 16 * i;
+        return x;
+    };
+    if (n == 8) return Words::halves(four(p), four(p + 4 * BYTES));
+    uint64_t x[2] = {};
+    for (int i = 0; i < n; ++i) x[i / 4] |= static_cast<uint64_t>(read_as<uint16_t>(p + i * BYTES)) << i % 4 * 16;
+    return Words::halves(x[0], x[1]);
+}
+
+// Blocks of their own, BYTES each.
+template <class Words, int BYTES> struct SingleBlocks {
+    typedef typename Words::W W;
+    typedef typename Words::F F;
+    static constexpr int bytes = BYTES, group_bytes = 8 * BYTES, shift = -1;
+    static constexpr bool minimum = false, whole_groups = false;
+
+    static void scales(const uint8_t* group, int n, F& d, F&) { d = scales_apart<Words, BYTES>(group, n); }
+};
+
+template <class Words> struct Q8_0 : SingleBlocks<Words, 34> {
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        const uint8_t* p = group + J * 34 + 2;
+        a = Words::signed_bytes(p), b = Words::signed_bytes(p + 16);
+    }
+};
+
+// Four bits of a byte each: number i and number 16 + i.
+template <class Words> inline void nibbles(const uint8_t* p, typename Words::W& a, typename Words::W& b) {
+    const typename Words::W both = Words::unsigned_bytes(p);
+    a = Words::of(both, 0xf), b = Words::template up<-4>(both);
+}
+
+template <class Words> struct Q4_0 : SingleBlocks<Words, 18> {
+    static constexpr int shift = 3;
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        nibbles<Words>(group + J * 18 + 2, a, b);
+    }
+};
+
+// A minimum beside each scale, which is added.
+template <class Words, int BYTES> struct WithMinimum : SingleBlocks<Words, BYTES> {
+    typedef typename Words::F F;
+    static constexpr bool minimum = true;
+    static void scales(const uint8_t* group, int n, F& d, F& m) {
+        d = scales_apart<Words, BYTES>(group, n);
+        m = Words::Floats::mul(scales_apart<Words, BYTES>(group + 2, n), Words::Floats::set1(-1.0f));
+    }
+};
+
+template <class Words> struct Q4_1 : WithMinimum<Words, 20> {
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        nibbles<Words>(group + J * 20 + 4, a, b);
+    }
+};
+
+// The same with a fifth bit of each number, in four bytes before.
+template <class Words> inline void five_bits(const uint8_t* p, typename Words::W& a, typename Words::W& b) {
+    const uint32_t fifth = read_as<uint32_t>(p);
+    nibbles<Words>(p + 4, a, b);
+    a = Words::sixteen_more(a, fifth & 0xffff), b = Words::sixteen_more(b, fifth >> 16);
+}
+
+template <class Words> struct Q5_0 : SingleBlocks<Words, 22> {
+    static constexpr int shift = 4;
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        five_bits<Words>(group + J * 22 + 2, a, b);
+    }
+};
+
+template <class Words> struct Q5_1 : WithMinimum<Words, 24> {
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        five_bits<Words>(group + J * 24 + 4, a, b);
+    }
+};
+
+// Levels that are looked up by four bits.
+alignas(16) constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(16) constexpr int8_t kFp4Levels[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+template <class Words> struct Iq4Nl : SingleBlocks<Words, 18> {
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        const uint8_t* p = group + J * 18 + 2;
+        a = Words::template looked_up<false>(kIq4Levels, p), b = Words::template looked_up<true>(kIq4Levels, p);
+    }
+};
+
+// Its levels are twice the numbers of four bits, and its scales half of the powers of two that their byte names.
+template <class Words> struct Mxfp4 : SingleBlocks<Words, 17> {
+    typedef typename Words::F F;
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        const uint8_t* p = group + J * 17 + 1;
+        a = Words::template looked_up<false>(kFp4Levels, p), b = Words::template looked_up<true>(kFp4Levels, p);
+    }
+    static void scales(const uint8_t* group, int n, F& d, F&) {
+        uint64_t exponents = 0;
+        for (int i = 0; i < n; ++i) exponents |= static_cast<uint64_t>(group[i * 17]) << 8 * i;
+        d = first_scales<Words>(n, Words::powers(exponents));
+    }
+};
+
+// 256 numbers: two FP16 numbers, and of each block six bits that each is multiplied with.
+template <class Words, int BYTES> struct SuperBlocks {
+    typedef typename Words::F F;
+    static constexpr int bytes = BYTES, group_bytes = BYTES, shift = -1;
+    static constexpr bool minimum = true, whole_groups = true;
+
+    static void scales(const uint8_t* group, int, F& d, F& m) {
+        typedef typename Words::Floats Floats;
+        const uint32_t x = read_as<uint32_t>(group + 4), y = read_as<uint32_t>(group + 8), z = read_as<uint32_t>(group + 12);
+        constexpr uint32_t kSix = 0x3f3f3f3f, kFour = 0x0f0f0f0f, kTwo = 0x30303030;
+        auto eight = [](uint32_t low, uint32_t high) { return low | static_cast<uint64_t>(high) << 32; };
+        const uint64_t of_d = eight(x & kSix, (z & kFour) | (x >> 2 & kTwo));
+        const uint64_t of_m = eight(y & kSix, (z >> 4 & kFour) | (y >> 2 & kTwo));
+        const float scale = half_to_float(read_as<uint16_t>(group)), least = half_to_float(read_as<uint16_t>(group + 2));
+        d = Floats::mul(Words::byte_floats(of_d), Floats::set1(scale));
+        m = Floats::mul(Words::byte_floats(of_m), Floats::set1(least));
+    }
+};
+
+// Blocks 2 i and 2 i + 1 share 32 bytes.
+template <class Words, int J> inline void nibbles_of_two(const uint8_t* p, typename Words::W& a, typename Words::W& b) {
+    a = Words::unsigned_bytes(p + J / 2 * 32), b = Words::unsigned_bytes(p + J / 2 * 32 + 16);
+    if constexpr (J % 2)
+        a = Words::template up<-4>(a), b = Words::template up<-4>(b);
+    else
+        a = Words::of(a, 0xf), b = Words::of(b, 0xf);
+}
+
+template <class Words> struct Q4_K : SuperBlocks<Words, 144> {
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        nibbles_of_two<Words, J>(group + 16, a, b);
+    }
+};
+
+// Bit J of byte i is the fifth one of number i of block J.
+template <class Words> struct Q5_K : SuperBlocks<Words, 176> {
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        auto fifth = [&](int i) { return Words::of(Words::template up<4 - J>(Words::unsigned_bytes(group + 16 + i)), 16); };
+        nibbles_of_two<Words, J>(group + 48, a, b);
+        a = Words::both(a, fifth(0)), b = Words::both(b, fifth(16));
+    }
+};
+
+// Of each half of 128 numbers 64 bytes with four bits and 32 with two more, then a signed byte for each 16 numbers, and D.
+template <class Words> struct Q6_K {
+    typedef typename Words::W W;
+    typedef typename Words::F F;
+    static constexpr int bytes = 210, group_bytes = 210, shift = -1;
+    static constexpr bool minimum = false, whole_groups = true;
+
+    template <int J> static void levels(const uint8_t* group, W& a, W& b) {
+        constexpr int kHalf = J / 4, kQuarter = J % 4, kUp = 4 - 2 * kQuarter;
+        const uint8_t *low = group + kHalf * 64 + kQuarter % 2 * 32, *high = group + 128 + kHalf * 32;
+        auto part = [&](int i) {
+            const W four = Words::unsigned_bytes(low + i), two = Words::unsigned_bytes(high + i);
+            const W lower = kQuarter < 2 ? Words::of(four, 0xf) : Words::template up<-4>(four);
+            const W level = Words::both(lower, Words::of(Words::template up<kUp>(two), 0x30));
+            return Words::times(Words::minus(level, 32), static_cast<int8_t>(group[192 + 2 * J + i / 16]));
+        };
+        a = part(0), b = part(16);
+    }
+    static void scales(const uint8_t* group, int, F& d, F&) {
+        d = Words::Floats::set1(half_to_float(read_as<uint16_t>(group + 208)));
+    }
+};
