@@ -90,10 +90,10 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
         first, rest = torch.split(y, [mixer.rope.dims, mixer.head_dim - mixer.rope.dims], dim=-1)
         return torch.cat([ops.rope(first, *rope), rest], dim=-1)
 
-    q, k, v = projected("q"), turned(projected("k"), "k"), projected("v")
+    q = projected("q")
     if mixer.gated:
         q, gate = q.view(len(x), mixer.num_heads, 2, mixer.head_dim).unbind(2)
-    q = turned(q, "q")
+    q, k, v = turned(q, "q"), turned(projected("k"), "k"), projected("v")
     ops.store_kv(k, v, step.cache, index, step.batch)
     attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale).flatten(1)
     if mixer.gated:

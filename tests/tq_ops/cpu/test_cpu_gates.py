@@ -12,7 +12,9 @@ def gelu(x):
 
 
 @every_table
-@pytest.mark.parametrize(("op", "gate_of"), [("silu_mul", torch.nn.functional.silu), ("gelu_mul", gelu)])
+@pytest.mark.parametrize(
+    ("op", "gate_of"), [("silu_mul", torch.nn.functional.silu), ("gelu_mul", gelu), ("sigmoid_mul", torch.sigmoid)]
+)
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
 def test_a_product_is_that_of_its_formula(table, op, gate_of, size):
     gate, up = torch.randn(2, 40, 77, generator=torch.Generator().manual_seed(0))
