@@ -76,6 +76,6 @@ class StoreByProgram:
             tensors[prefix] = pad(x.float(), (0, 0, 0, 0, 0, missing))
             tensors |= side.tensors(prefix, fields)
         self._runner.call(program, ordered(program, tensors))
-        for side, x in zip(cache.kept(layer), (k, v), strict=True):
-            if side:  # only the program of a layer keeps tokens in BF16 itself
-                side.write(x, batch)
+        for in_bf16, x in zip(cache.kept(layer), (k, v), strict=True):
+            if in_bf16:  # only the program of a layer keeps tokens in BF16 itself
+                in_bf16.write(x, batch)

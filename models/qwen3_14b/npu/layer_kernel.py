@@ -9,7 +9,7 @@ from typing import Any
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, Place, attend_step, softmaxes
-from haarkv.tq_ops.npu.kernels.kept import KeptSides, attend_kept, keep, plain
+from haarkv.tq_ops.npu.kernels.kept import KeptSides, attend_kept, keep
 from haarkv.tq_ops.npu.kernels.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
 from haarkv.tq_ops.npu.kernels.side import Domain
 from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
@@ -185,14 +185,9 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 stored_k.append(i, slot[base + i], new_k, kv_heads)
                 stored_v.append(i, slot[base + i], new_v, kv_heads)
             if kept is not None:
-                plain_k = pypto.tensor([vectors, HEAD_DIM], pypto.DT_BF16, "plain_k")
-                plain_v = pypto.tensor([vectors, HEAD_DIM], pypto.DT_BF16, "plain_v")
-                for _ in pypto.loop(1, name="PLAIN", idx_name="i6"):
-                    plain_k[:] = plain(k, rows, kv_heads)
-                    plain_v[:] = plain(v, rows, kv_heads)
-                for i in pypto.loop(tile_keeps[tile], name="KEEP", idx_name="i7"):
-                    keep(plain_k, k_kept, keep_token[2 * base + i], keep_row[2 * base + i], kv_heads, window)
-                    keep(plain_v, v_kept, keep_token[2 * base + i], keep_row[2 * base + i], kv_heads, window)
+                for i in pypto.loop(tile_keeps[tile], name="KEEP", idx_name="i6"):
+                    keep(k, k_kept, keep_token[2 * base + i], keep_row[2 * base + i], kv_heads, window)
+                    keep(v, v_kept, keep_token[2 * base + i], keep_row[2 * base + i], kv_heads, window)
             for _ in pypto.loop(1, name="ROTATE", idx_name="i4"):
                 _ready(q, stored_k, q_ready, attended, layer)
             # A barrier: PyPTO remembers one writer of a cache of dynamic length, so that of all APPENDs only the last would

@@ -6,6 +6,7 @@ import pytest
 import torch
 from aicore.conflicts import conflicts
 from aicore.emission import Recorder
+from aicore.leaf import read_leaves
 from aicore.order import read_order, roots
 from aicore.schedule import Operand, Schedule, Task
 from npu_learned import learned_spec
@@ -20,6 +21,7 @@ from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sim.simulator import Mode
 
 pytestmark = needs_pypto
 # Two tiles, of 16 sequences and of 2; one context takes several steps of 256 keys. Three tiles: two of one sequence.
@@ -30,11 +32,16 @@ PREFILL = ((130, 3), (0, 100))
 
 @dataclass
 class Run:
-    """A run's tables, read twice: PyPTO's file of them, and the record of its scheduler."""
+    """A run's tables, read twice: PyPTO's file of them, and the record of its scheduler.
+
+    Attributes:
+        idle: hashes of kernel functions that only declare: the tables say that a view of other shape is written.
+    """
 
     program: object
     order: list
     schedule: object
+    idle: frozenset = frozenset()
 
     @property
     def roots(self):
@@ -47,13 +54,18 @@ class Run:
         step_of = {id(task): step for step, tasks in zip(steps, self.schedule.steps, strict=True) for task in tasks}
         names = dict(zip(self.schedule.inputs, (a.name for a in self.program.arguments), strict=True))
         for conflict in conflicts(self.schedule):
+            if {conflict.first.leaf, conflict.then.leaf} & self.idle:
+                continue
             one, other = (owner[step_of[id(task)], task.number] for task in (conflict.first, conflict.then))
             yield conflict.kind, one.scope, other.scope, other.tile - one.tile, names.get(conflict.address, "workspace")
 
 
 def ran(program, arguments):
     with Recorder() as simulator:
-        return Run(program, *simulator.schedule(program, arguments))
+        # Only where tokens stay in BF16 does anyone read K and V beside such a view of them.
+        sources = simulator.run(program, arguments, Mode.COMPILE).sources if getattr(program, "kept", None) else {}
+        idle = frozenset(leaf.hash for leaf in read_leaves(sources) if leaf.idle)
+        return Run(program, *simulator.schedule(program, arguments), idle)
 
 
 def run_layer(make, case, model="tiny", variant=lambda program: program, plan=PLAN):
@@ -119,7 +131,7 @@ def test_decode_with_tokens_in_bf16_leaves_no_access_unordered():
 
 @pytest.mark.npu_long
 def test_prefill_with_tokens_in_bf16_leaves_no_access_unordered_that_matters():
-    """Of rings none at all: what a tile writes lies in no window that the tile before reads."""
+    """Two tiles of one sequence, as only a chunk of more than 128 tokens would have them."""
     run = run_layer(short_prefill, SHORT_PREFILL, plan=kept_plan(tail=128, sink=4))
     check_prefill(run, 37, tiles=3)
 
@@ -136,7 +148,11 @@ def check_prefill(run, tokens, tiles):
     # are masked, whatever finite numbers they hold.
     unordered = set(run.unordered())
     caches = {"k_codes", "k_scale", "v_codes", "v_scale"}
-    assert unordered == {("write after read", "KEYS", "APPEND", 1, name) for name in caches}
+    expected = {("write after read", "KEYS", "APPEND", 1, name) for name in caches}
+    if run.program.kept:
+        # A ring has room for a chunk beside the tail: a place that a later tile of a sequence writes is masked as well.
+        expected |= {("write after read", "KEYS", "KEEP", 1, name) for name in ("k_kept", "v_kept")}
+    assert unordered == expected
 
 
 def short_prefill(config, *sides):

@@ -34,26 +34,20 @@ class KeptSides:
     seen: object
 
 
-def plain(x, rows, kv_heads):
-    """New vectors [rows, Hkv, 128] FP32 as they are kept, [rows * Hkv, 128] BF16."""
-    count = rows * kv_heads
-    pypto.set_vec_tile_shapes(min(count, 32), HEAD_DIM)
-    return pypto.cast(pypto.reshape(x, [count, HEAD_DIM]), pypto.DT_BF16)
-
-
 def keep(new, stored, token, row, kv_heads, window):
-    """Copy one token's vectors of every KV head.
+    """Copy one token's vectors of every KV head, rounded to BF16.
 
     Args:
-        new: of `plain`.
+        new: vectors [rows, Hkv, 128] FP32 of a tile.
         stored: K or V in BF16, an argument of the program.
         token: its row in the tile.
         row: its place in the first head of its sequence, among all places.
     """
-    pypto.set_vec_tile_shapes(16, HEAD_DIM)
     for head in range(kv_heads):
-        values = pypto.view(new, [1, HEAD_DIM], [token * kv_heads + head, 0])
-        pypto.assemble(pypto.clone(values), [row + head * window, 0], stored)
+        pypto.set_vec_tile_shapes(1, 1, HEAD_DIM)
+        values = pypto.cast(pypto.view(new, [1, 1, HEAD_DIM], [token, head, 0]), pypto.DT_BF16)
+        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        pypto.assemble(pypto.reshape(values, [1, HEAD_DIM]), [row + head * window, 0], stored)
 
 
 def _places(stored, row, shape, name):
