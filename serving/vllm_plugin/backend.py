@@ -182,7 +182,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         k, v = _taken(key[:tokens]), _taken(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
-        positions = _positions_of(layer, tokens) if self._pair[0].turns(index) else None
+        positions = _positions_of(layer, slot_mapping) if self._pair[0].turns(index) else None
         kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long(), positions)
 
     def forward(
@@ -289,11 +289,14 @@ def with_content(spec: AttentionSpec, content: int) -> AttentionSpec:
     return replace(spec, dtype=torch.uint8, state_content_bytes=content)
 
 
-def _positions_of(layer: Any, tokens: int) -> Tensor:
-    """[tokens] int64 of the forward that is running; 0 of tokens that pad it."""
+def _positions_of(layer: Any, slots: Tensor) -> Tensor:
+    """Of the tokens of the forward that is running, [T] int64 beside their slots [T]; 0 of those that pad it."""
     metadata: RotatedMetadata | None = get_attention_context(layer.layer_name)[0]
-    known = torch.zeros(0, dtype=torch.int64) if metadata is None else metadata.batch.positions
-    return torch.nn.functional.pad(known[:tokens], (0, max(0, tokens - len(known))))
+    positions = torch.zeros_like(slots, dtype=torch.int64)
+    if metadata is not None:
+        known = metadata.batch.positions[: len(slots)]
+        positions[: len(known)] = known
+    return positions
 
 
 def _taken(x: Tensor) -> Tensor:
