@@ -31,7 +31,7 @@ from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
 from haarkv.serving.vllm_plugin.balance import scales_here
 from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of
 from haarkv.serving.vllm_plugin.kernels import kernels_on
-from haarkv.serving.vllm_plugin.limits import reads_here, require_supported
+from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -62,6 +62,9 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         require_supported(vllm_config)
+        # vLLM gives some groups other blocks than were asked for, where pages of several sizes share a pool.
+        if reason := blocks_misfit(plan_of(vllm_config), kv_cache_spec.block_size):
+            raise ValueError(reason)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
         scales, layers = scales_here(vllm_config), vllm_config.compilation_config.static_forward_context
