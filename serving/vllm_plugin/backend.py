@@ -31,7 +31,7 @@ from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
 from haarkv.serving.vllm_plugin.balance import scales_here
 from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of
 from haarkv.serving.vllm_plugin.kernels import kernels_on
-from haarkv.serving.vllm_plugin.limits import reads_here, require_supported
+from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -62,6 +62,9 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         require_supported(vllm_config)
+        # vLLM gives some groups other blocks than were asked for, where pages of several sizes share a pool.
+        if reason := blocks_misfit(plan_of(vllm_config), kv_cache_spec.block_size):
+            raise ValueError(reason)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
         scales, layers = scales_here(vllm_config), vllm_config.compilation_config.static_forward_context
@@ -182,7 +185,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         k, v = _taken(key[:tokens]), _taken(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
-        positions = _positions_of(layer, tokens, kv_cache.device) if self._pair[0].turns(index) else None
+        positions = _positions_of(layer, slot_mapping) if self._pair[0].turns(index) else None
         kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long(), positions)
 
     def forward(
@@ -289,11 +292,14 @@ def with_content(spec: AttentionSpec, content: int) -> AttentionSpec:
     return replace(spec, dtype=torch.uint8, state_content_bytes=content)
 
 
-def _positions_of(layer: Any, tokens: int, device: torch.device) -> Tensor:
-    """[tokens] int64 of the forward that is running; 0 of tokens that pad it."""
+def _positions_of(layer: Any, slots: Tensor) -> Tensor:
+    """Of the tokens of the forward that is running, [T] int64 beside their slots [T]; 0 of those that pad it."""
     metadata: RotatedMetadata | None = get_attention_context(layer.layer_name)[0]
-    known = torch.zeros(0, dtype=torch.int64, device=device) if metadata is None else metadata.batch.positions
-    return torch.nn.functional.pad(known[:tokens], (0, max(0, tokens - len(known))))
+    positions = torch.zeros_like(slots, dtype=torch.int64)
+    if metadata is not None:
+        known = metadata.batch.positions[: len(slots)]
+        positions[: len(known)] = known
+    return positions
 
 
 def _taken(x: Tensor) -> Tensor:

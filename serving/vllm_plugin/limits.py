@@ -14,6 +14,7 @@ from haarkv.serving.vllm_plugin import HOST_MEMORY
 from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, words_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, readable, unsupported, wrong_head_dim
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
@@ -92,10 +93,8 @@ def _cache(vllm_config: VllmConfig) -> str | None:
         return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
     if reason := unsupported(reads_here(), plan, shape_of(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
-    if turned := [k.name for layer, (k, _) in enumerate(plan.layers) if k.turns(layer)]:
-        size = vllm_config.cache_config.block_size
-        if size and STRETCH % size:
-            return f"{turned[0]} takes blocks that divide {STRETCH:,} tokens, not of {size}; give --block-size {BLOCK_SIZE}"
+    if (size := vllm_config.cache_config.block_size) and (reason := blocks_misfit(plan, size)):
+        return reason
     heads, size = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     if heads % size and size % heads:
         return f"its {heads} KV heads can be neither split evenly over {size} ranks nor held by as many each"
@@ -105,6 +104,14 @@ def _cache(vllm_config: VllmConfig) -> str | None:
             f"{model.max_model_len:,}; give --max-model-len {plan.context}, or calibrate with longer windows"
         )
     return _weights(vllm_config)
+
+
+def blocks_misfit(plan: KVPlan, block_size: int) -> str | None:
+    """Why blocks of so many tokens cannot hold a plan's keys: a stretch of them would end within a block."""
+    turned = [k.name for layer, (k, _) in enumerate(plan.layers) if k.turns(layer)]
+    if not turned or STRETCH % block_size == 0:
+        return None
+    return f"{turned[0]} takes blocks that divide {STRETCH:,} tokens, not of {block_size}; give --block-size {BLOCK_SIZE}"
 
 
 def _weights(vllm_config: VllmConfig) -> str | None:

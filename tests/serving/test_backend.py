@@ -299,6 +299,6 @@ def test_layers_of_a_draft_are_neither_scaled_nor_stored_as_the_models_own(monke
     ones = torch.ones(2, 128), None
     monkeypatch.setattr(backend, "require_supported", lambda _: None)
     monkeypatch.setattr(backend, "scales_here", lambda _: {0: ones, 6: ones})
-    backend.RotatedMetadataBuilder(None, names, config, torch.device("cpu"))
+    backend.RotatedMetadataBuilder(spec_of(SHAPES["d128"]), names, config, torch.device("cpu"))
     assert scaled == names[:1]
     assert [formats.describe(*stored[name]) for name in names] == ["k=tq8,v=tq3", "tq4", "tq4"]

@@ -9,10 +9,10 @@ import torch
 from learned_tiny import write_plan
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_judge import Judge, prompts
-from vllm_paged import Shape, Worker, configuration, described
+from vllm_paged import Shape, Worker, configuration, described, plain_spec
 from vllm_server import serving
 
-from haarkv.serving.vllm_plugin import limits
+from haarkv.serving.vllm_plugin import backend, limits
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedMetadata, batch_of
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -62,6 +62,16 @@ def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, refused):
         monkeypatch.setattr(limits, "plan_of", lambda _, plan=plan: plan)
         monkeypatch.setattr(limits, "_weights", lambda _: None)
         assert limits._cache(config) == expected
+
+
+@pytest.mark.vllm_short
+def test_blocks_that_vllm_chose_itself_are_refused_too(monkeypatch):
+    pair = formats.parse("k=lr4,v=tq3", made_up.calibration(6, 2, 128))
+    monkeypatch.setattr(backend, "require_supported", lambda _: None)
+    monkeypatch.setattr(backend, "plan_of", lambda _: KVPlan((pair,) * 6))
+    spec = plain_spec(Shape(block_size=384))
+    with pytest.raises(ValueError, match="lr4 takes blocks that divide 1,024 tokens, not of 384"):
+        backend.RotatedMetadataBuilder(spec, [], configuration(6), CPU)
 
 
 # -- The real server -----------------------------------------------------------------------------------------------------

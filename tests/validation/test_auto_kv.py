@@ -89,7 +89,7 @@ def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypa
         given = ["--kv", "auto", "--kv-loss", "0.002", "--prompt", "def", "--max-new-tokens", "2", "--json"]
         assert main(["generate", *given]) == 0
         out, err = capsys.readouterr()
-        assert json.loads(out)["kv"]["format"] == f"{chosen.spec.kv}; tail 128; sink 4"
+        assert json.loads(out)["kv"]["format"] == f"{chosen.spec.kv}; tail 124; sink 4"
         assert err.count(f"tq: {chosen}") == said
 
 

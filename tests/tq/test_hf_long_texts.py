@@ -1,0 +1,162 @@
+"""`tq.TQCache` with learned keys in texts of several stretches of 1,024 positions, against the reference's own cache."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from bases import calibration
+from small_models import new_cache, new_paging
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tq
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.plan import KVSpec
+from tq.hf.attention import packed_attention
+from tq.hf.config import model_shape
+
+KV, TOKENS = "k=lr4,v=tq4", 1330
+LLAMA = LlamaConfig(
+    vocab_size=61, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=64, max_position_embeddings=4096, rope_theta=1e4, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@cache
+def llama():
+    """A small model whose attention looks at some tokens more than at others."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LLAMA).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.7 if "embed" in name else 1.3 * parameter.shape[1] ** -0.5)
+    return model
+
+
+@cache
+def made_up():
+    return calibration(2, 1, 64)
+
+
+def new(**options):
+    file = CalibrationFile(made_up(), model_shape(LLAMA, 2), "", {})
+    return tq.TQCache(LLAMA, kv=KV, calibration=file, **options)
+
+
+def ids(rows, count, seed=0):
+    return torch.randint(2, 61, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def fed(cache, tokens):
+    """Logits [B, n, vocab] of tokens that follow what a cache holds."""
+    return llama()(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+
+
+def assert_near(ours, theirs):
+    """Logits are alike but behind the few levels that rounding moved over a boundary."""
+    error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    assert error.median() < 2e-3
+    assert error.quantile(0.9) < 0.02
+
+
+def test_logits_are_the_references(tmp_path):
+    """A prompt in chunks, of which one begins in the first stretch and ends in the second, and steps that read it packed."""
+    llama().save_pretrained(tmp_path)
+    reference = ReferenceExecutor(load_model(str(tmp_path)))
+    stored = new_cache(reference.config, KVSpec(KV, calibration=made_up()), num_blocks=12, block_size=128)
+    paging = new_paging(stored)
+    sequence, [tokens] = paging.add(), ids(1, TOKENS + 6)
+    counts = [700, 500, TOKENS - 1200, *[1] * 6]
+    wanted = torch.cat([
+        reference.head(reference.forward(part, paging.batch([sequence], [len(part)]), stored)) for part in tokens.split(counts)
+    ])  # fmt: skip
+    cache = new()
+    with packed_attention(llama()):
+        found = torch.cat([fed(cache, part[None])[0] for part in tokens.split(counts)])
+    assert_near(found, wanted)
+    assert_near(found[STRETCH:], wanted[STRETCH:])
+
+
+def test_tokens_kept_beside_packed_ones_are_met_by_the_query_as_it_is():
+    """Steps that read the cache packed are those that restore it."""
+    restored = new(tail=40, sink=4)
+    fed(restored, ids(1, TOKENS))
+    packed = copy.deepcopy(restored)
+    for step in ids(1, 6, 1).split(1, dim=1):
+        wanted = fed(restored, step)
+        with packed_attention(llama()):
+            found = fed(packed, step)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"tail": 3, "sink": 2}], ids=["packed", "kept"])
+@pytest.mark.parametrize("left", [700, 1023, 1025, 1200])
+def test_what_follows_a_crop_is_stored_where_it_stands(left, options):
+    tokens, others = ids(1, TOKENS), ids(1, 400, 1)
+    cropped, straight = new(**options), new(**options)
+    fed(cropped, tokens)
+    cropped.crop(left - TOKENS)
+    # Of what was cropped the tail had left BF16 already: so it has here, too.
+    fed(straight, tokens[:, : left + 8])
+    straight.crop(-8)
+    assert cropped.get_seq_length() == straight.get_seq_length() == left
+    for begin in (0, 390):
+        assert_near(fed(cropped, others[:, begin : begin + 390]), fed(straight, others[:, begin : begin + 390]))
+
+
+def test_rows_in_another_order_go_on_as_they_would_have():
+    tokens, steps = ids(2, TOKENS), ids(2, 3, 1)
+    order = torch.tensor([1, 0, 1])
+    moved, straight = new(), new()
+    fed(moved, tokens)
+    moved.reorder_cache(order)
+    fed(straight, tokens[order])
+    for step in range(3):
+        new_tokens = steps[:, step : step + 1][order]
+        torch.testing.assert_close(fed(moved, new_tokens), fed(straight, new_tokens), rtol=0, atol=1e-4)
+
+
+def test_padding_on_the_left_costs_nothing():
+    """Stretches begin where the row begins, padding included: another offset, the same loss."""
+    plain, padding = ids(1, TOKENS, 2), 300
+    padded = torch.cat([torch.zeros(1, padding, dtype=torch.long), plain], dim=1)
+    mask = (torch.arange(padding + TOKENS) >= padding).long()[None]
+
+    @torch.no_grad()
+    def logits(cache, **inputs):
+        return llama()(past_key_values=cache, use_cache=True, **inputs).logits[:, -TOKENS:]
+
+    exact = logits(tq.TQCache(LLAMA, kv="fp32"), input_ids=plain)
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    errors = [
+        float((found - exact).norm() / exact.norm())
+        for found in (
+            logits(new(), input_ids=plain),
+            logits(new(), input_ids=padded, attention_mask=mask, position_ids=places),
+        )
+    ]
+    assert errors[1] < 1.2 * errors[0] + 0.01
+
+
+def test_coordinates_learned_of_long_windows_serve_late_positions_as_early_ones():
+    windows = [ids(1, TOKENS, seed)[0].tolist() for seed in range(4, 7)]
+    file = tq.calibrate(llama(), windows)
+    assert file.calibration.context is None
+    expected = 1e4 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    for basis in file.calibration.k:
+        torch.testing.assert_close(basis.inv_freq, expected, rtol=1e-5, atol=0)
+    unseen = ids(1, 2600, 9)
+    exact = fed(tq.TQCache(LLAMA, kv="fp32"), unseen)
+
+    def losses(kv):
+        error = (fed(tq.TQCache(LLAMA, kv=kv, calibration=file), unseen) - exact).square().mean(-1)[0]
+        return [float(part.mean()) for part in (error[200:STRETCH], error[STRETCH : 2 * STRETCH], error[2 * STRETCH :])]
+
+    early, *later = losses("k=lr4,v=tq8")
+    assert all(late < 1.5 * early for late in later)
