@@ -226,7 +226,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         if self._pair[0].turns(index) is None:
             return torch.zeros(1, dtype=torch.int64, device=device).expand(tokens)
         if self._buffers is None:
-            raise RuntimeError(f"keys of layer {index} are stored by their positions, and no batch of its tokens was described")
+            raise RuntimeError(f"keys of layer {index} are stored by position, and no batch was described for it")
         return self._buffers.first("positions", tokens)
 
     def _index_of(self, layer: Any) -> int:

@@ -141,7 +141,8 @@ def append(
     layouts = _layouts(cache, layer, k.device)
     quantize.quantize_kernel[(max(tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2)](
         k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],
-        positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault, layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
+        positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault,
+        layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
         STAND_IN=stand_in, **both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim), **choices.COMPILED,
     )  # fmt: skip
 
@@ -295,9 +296,7 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=True)
 
 
-def _attended(
-    q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool
-) -> Tensor:
+def _attended(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool) -> Tensor:
     rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
     return attend(q, rotated, cache, layer, batch, softmax_scale, cuda_cpp=cuda_cpp)
 
