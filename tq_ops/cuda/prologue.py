@@ -75,7 +75,8 @@ def rotate_queries(
 @triton.jit
 def store_projected(
     tile, side: tl.constexpr, qkv, bias, weight, eps, cos, sin, tokens, into, keeping, sequences, positions, slots, fault,
-    layer, FIRST: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    layer,
+    FIRST: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of K or V from the projections to its slots; `side` is 0 of K, which is normed and roped, and 1 of V.
 
