@@ -174,9 +174,12 @@ def attend_tiles(
     GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
     CAUSAL: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """All tiles from `begin` to `stop`; with WIDE and without SPAN, those before `masked` need no mask."""
+    """All tiles from `begin` to `stop`; with WIDE, and neither SPAN nor GAINS, those before `masked` need no mask.
+
+    Of learned keys all tiles of all stretches take one loop with a mask: two loops within a third would take registers.
+    """
     peak, total, widest, low, high, ahead = state
-    if WIDE and SPAN is None:
+    if WIDE and SPAN is None and not GAINS:
         for tile in tl.range(begin, masked, TOKENS):
             peak, total, widest, low, high, ahead = attend_wide_tile(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
@@ -263,7 +266,7 @@ def attend_piece(
             start, stop = tl.maximum(begin, stretch * STRETCH), tl.minimum(end, (stretch + 1) * STRETCH)
             peak, total, widest, low, high, ahead = attend_tiles(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), start,
-                tl.minimum(tl.maximum(masked, start), stop), stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
+                start, stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
                 True, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN, WIDE,
             )  # fmt: skip
         peak += lacked

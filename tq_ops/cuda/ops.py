@@ -247,7 +247,14 @@ def _attend_in_parts(
     v_words = choices.words_of_v(of_k, of_v, gpu)
     crowded = of_k.learned is not None or v_words is not None
     tile = choices.attention_tile(
-        triton.cdiv(tokens, sequences), group, head_dim, operand, gpu, choices.widest_level(of_k, of_v), crowded
+        triton.cdiv(tokens, sequences),
+        group,
+        head_dim,
+        operand,
+        gpu,
+        choices.widest_level(of_k, of_v),
+        crowded,
+        of_k.learned is not None,
     )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
