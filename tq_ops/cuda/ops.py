@@ -189,19 +189,20 @@ def part_of(batch: Batch, begin: int, end: int) -> Batch:
 
     Of a batch of one token a sequence these are sequences. Of others all stay, some without a token.
     """
-    end = min(end, len(batch.positions))
-    starts = batch.query_start_loc
-    inside = {"positions": batch.positions[begin:end], "slot_mapping": batch.slot_mapping[begin:end]}
+    end, starts = min(end, len(batch.positions)), batch.query_start_loc
+    inside = replace(batch, positions=batch.positions[begin:end], slot_mapping=batch.slot_mapping[begin:end])
     if len(batch.positions) == len(batch.seq_lens):
-        of_sequences = {name: getattr(batch, name)[begin:end] for name in ("block_table", "seq_lens", "rows")}
-        return replace(batch, **inside, **of_sequences, query_start_loc=starts[begin : end + 1] - begin)
+        return replace(
+            inside, block_table=batch.block_table[begin:end], seq_lens=batch.seq_lens[begin:end], rows=batch.rows[begin:end],
+            query_start_loc=starts[begin : end + 1] - begin,
+        )  # fmt: skip
     lengths, starts = batch.seq_lens - (starts[1:] - starts[1:].clamp(max=end)), starts.clamp(begin, end) - begin
     table, rows = batch.block_table, batch.rows
     if end - begin == len(lengths):
         # As many tokens as sequences would pass for one of each: one more sequence, without tokens, tells them apart.
         lengths, rows = (torch.cat([one, torch.zeros_like(one[:1])]) for one in (lengths, rows))
         table, starts = (torch.cat([one, one[-1:]]) for one in (table, starts))
-    return replace(batch, **inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
+    return replace(inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
 
 
 def attend(
