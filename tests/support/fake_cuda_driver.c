@@ -24,7 +24,7 @@ static int cuFuncSetAttribute(void* function, int attribute, int value) {
 static int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, void* stream, void** parameters, void** extra) {
     printf("launch %p %u %u %u %u %u %u %u %p %d ", function, gx, gy, gz, bx, by, bz, shared, stream, extra == 0);
-    for (int i = 0; i < 192; i++) printf("%02x", ((const unsigned char*)parameters[0])[i]);
+    for (int i = 0; i < 200; i++) printf("%02x", ((const unsigned char*)parameters[0])[i]);
     printf("\n");
     fflush(stdout);
     return 0;

@@ -169,11 +169,12 @@ def read(fields: dict[str, Tensor], of: Layout, words: Tensor | None, permutes: 
 def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tensor) -> Write:
     """One side of a layer for `quantize.append`; x says where it runs."""
     codes, scales, learned = fields["codes"], fields["scale"], of.learned
-    tables = (
+    mean, weights, widths, gains, cos, sin = (
         (learned.mean, learned.weights, learned.widths, learned.gains, learned.cos, learned.sin) if learned else (None,) * 6
     )
     return Write(
-        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, *tables, kept,
+        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, mean, weights,
+        widths, gains, cos, sin, kept,
         BITS=constant(of.bits), COLUMNS=constant(len(of.columns.units)), UNITS=constant(of.columns.units),
         PARTS=constant(of.columns.parts), LEARNED=constant(learned is not None),
         HALF=constant(learned.half if learned else of.rotation.shape[-1] // 2),

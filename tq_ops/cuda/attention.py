@@ -174,9 +174,12 @@ def attend_tiles(
     GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
     CAUSAL: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """All tiles from `begin` to `stop`; with WIDE and without SPAN, those before `masked` need no mask."""
+    """All tiles from `begin` to `stop`; with WIDE, and neither SPAN nor GAINS, those before `masked` need no mask.
+
+    Of learned keys all tiles of all stretches take one loop with a mask: two loops within a third would take registers.
+    """
     peak, total, widest, low, high, ahead = state
-    if WIDE and SPAN is None:
+    if WIDE and SPAN is None and not GAINS:
         for tile in tl.range(begin, masked, TOKENS):
             peak, total, widest, low, high, ahead = attend_wide_tile(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
@@ -198,8 +201,8 @@ def attend_tiles(
 
 @triton.jit
 def attend_piece(
-    q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end, place,
-    kv_head,
+    q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end,
+    place, kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -250,16 +253,20 @@ def attend_piece(
         # Both begin and the begin of a stretch are multiples of TOKENS: no tile is cut.
         for stretch in tl.range(begin // STRETCH, tl.cdiv(end, STRETCH)):
             of_stretch = stretch * vectors
-            at = q + (rows + of_stretch) * D + dims
-            q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
-            gain = tl.load(gains + of_stretch + vector, live, 1.0)
-            lack = tl.load(lacks + of_stretch + vector, live, 0.0) * scale
+            # Of a stretch that a query does not see, nothing is set.
+            sees = live & (position >= stretch * STRETCH)
+            if SPAN is not None:
+                sees = sees & (position - SPAN + 1 < (stretch + 1) * STRETCH)
+            at, there = q + (rows + of_stretch) * D + dims, sees[:, None] if WIDE else sees[None, :]
+            q_low, q_high = tl.load(at, there, 0.0), tl.load(at + D // 2, there, 0.0)
+            gain = tl.load(gains + of_stretch + vector, sees, 1.0)
+            lack = tl.load(lacks + of_stretch + vector, sees, 0.0) * scale
             peak += lacked - lack
             lacked = lack
             start, stop = tl.maximum(begin, stretch * STRETCH), tl.minimum(end, (stretch + 1) * STRETCH)
             peak, total, widest, low, high, ahead = attend_tiles(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), start,
-                tl.minimum(tl.maximum(masked, start), stop), stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
+                start, stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
                 True, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN, WIDE,
             )  # fmt: skip
         peak += lacked

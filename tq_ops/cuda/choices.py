@@ -50,7 +50,7 @@ class AttentionTile:
 
 
 def attention_tile(
-    most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, crowded: bool
+    most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, crowded: bool, learned: bool
 ) -> AttentionTile:
     """Sizes for a launch, with which no loop of a BF16 model spills. FP32, for comparing, may spill.
 
@@ -61,6 +61,7 @@ def attention_tile(
         capability: from `available.capability`.
         bits: from `widest_level`.
         crowded: whether queries have gains, or V words of its own (`words_of_v`): both take registers.
+        learned: whether keys are, whose queries change with each stretch.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
@@ -73,7 +74,7 @@ def attention_tile(
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
         # So that three programs of 128 threads share a processor: while one looks up, others multiply.
-        return AttentionTile(32 if width < 128 and capability < _HOPPER else 64, 32, True)
+        return AttentionTile(32 if (width < 128 or learned) and capability < _HOPPER else 64, 32, True)
     if not one_each:
         return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.

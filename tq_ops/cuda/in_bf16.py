@@ -26,7 +26,7 @@ def sequence_of(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
 
 @triton.jit
 def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
-    """Keep vectors [ROWS, D], given as halves of `places`, in BF16: token j at `SINK + j % RING`, and at j as well if it is a sink.
+    """Keep vectors [ROWS, D], given as halves of `places`, in BF16: token j at `SINK + j % RING`, a sink at j as well.
 
     Args:
         live: [ROWS], which of them were stored packed.

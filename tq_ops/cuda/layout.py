@@ -79,8 +79,8 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
 class Learned:
     """What learned coordinates have beside a rotation, coordinates in the kernels' order.
 
-    Kernels hold a key or a query as two halves. RoPE turns number i of the one together with number i of the other, so where it
-    leaves a part of each vector as it is, halves are not those of memory: `input_order` says what stands where, and
+    Kernels hold a key or a query as two halves, and RoPE turns number i of the one together with number i of the other. Where
+    it leaves a part of each vector alone, halves are not those of memory: `input_order` says what stands where, and
     `rotate.places` finds it.
 
     Attributes:

@@ -161,7 +161,8 @@ def append(
     layouts = _layouts(cache, layer, k.device)
     quantize.quantize_kernel[(max(tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2)](
         k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],
-        positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault, layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
+        positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault,
+        layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
         STAND_IN=stand_in, **both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim), **choices.COMPILED,
     )  # fmt: skip
 
@@ -208,19 +209,20 @@ def part_of(batch: Batch, begin: int, end: int) -> Batch:
 
     Of a batch of one token a sequence these are sequences. Of others all stay, some without a token.
     """
-    end = min(end, len(batch.positions))
-    starts = batch.query_start_loc
-    inside = {"positions": batch.positions[begin:end], "slot_mapping": batch.slot_mapping[begin:end]}
+    end, starts = min(end, len(batch.positions)), batch.query_start_loc
+    inside = replace(batch, positions=batch.positions[begin:end], slot_mapping=batch.slot_mapping[begin:end])
     if len(batch.positions) == len(batch.seq_lens):
-        of_sequences = {name: getattr(batch, name)[begin:end] for name in ("block_table", "seq_lens", "rows")}
-        return replace(batch, **inside, **of_sequences, query_start_loc=starts[begin : end + 1] - begin)
+        return replace(
+            inside, block_table=batch.block_table[begin:end], seq_lens=batch.seq_lens[begin:end], rows=batch.rows[begin:end],
+            query_start_loc=starts[begin : end + 1] - begin,
+        )  # fmt: skip
     lengths, starts = batch.seq_lens - (starts[1:] - starts[1:].clamp(max=end)), starts.clamp(begin, end) - begin
     table, rows = batch.block_table, batch.rows
     if end - begin == len(lengths):
         # As many tokens as sequences would pass for one of each: one more sequence, without tokens, tells them apart.
         lengths, rows = (torch.cat([one, torch.zeros_like(one[:1])]) for one in (lengths, rows))
         table, starts = (torch.cat([one, one[-1:]]) for one in (table, starts))
-    return replace(batch, **inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
+    return replace(inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
 
 
 def attend(
@@ -266,7 +268,14 @@ def _attend_in_parts(
     v_words = choices.words_of_v(of_k, of_v, gpu)
     crowded = of_k.learned is not None or v_words is not None
     tile = choices.attention_tile(
-        triton.cdiv(tokens, sequences), group, head_dim, operand, gpu, choices.widest_level(of_k, of_v), crowded
+        triton.cdiv(tokens, sequences),
+        group,
+        head_dim,
+        operand,
+        gpu,
+        choices.widest_level(of_k, of_v),
+        crowded,
+        of_k.learned is not None,
     )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
@@ -315,9 +324,7 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=True)
 
 
-def _attended(
-    q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool
-) -> Tensor:
+def _attended(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool) -> Tensor:
     rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
     return attend(q, rotated, cache, layer, batch, softmax_scale, cuda_cpp=cuda_cpp)
 

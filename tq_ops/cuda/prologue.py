@@ -74,7 +74,8 @@ def rotate_queries(
 
 @triton.jit
 def store_projected(
-    tile, side: tl.constexpr, qkv, bias, weight, eps, cos, sin, tokens, into, keeping, sequences, positions, slots, fault, layer,
+    tile, side: tl.constexpr, qkv, bias, weight, eps, cos, sin, tokens, into, keeping, sequences, positions, slots, fault,
+    layer,
     FIRST: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of K or V from the projections to its slots; `side` is 0 of K, which is normed and roped, and 1 of V.
@@ -105,8 +106,8 @@ def prologue_kernel(
 ):  # fmt: skip
     """From qkv [tokens, (HEADS + 2 * KV_HEADS) * D] fp32 to rotated queries [tokens, HEADS, D] and to codes and scales.
 
-    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH * shares], each of `vectors_of`. The programs of K and V come first,
-    since each of them makes a vector's whole row of codes; those of Q make WIDTH columns.
+    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH * shares], each of `vectors_of`. The programs of K and V come
+    first, since each of them makes a vector's whole row of codes; those of Q make WIDTH columns.
 
     Args:
         bias, q_norm, k_norm: None without.

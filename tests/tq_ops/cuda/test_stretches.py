@@ -135,7 +135,7 @@ def test_the_tables_are_those_of_the_reference():
 
 
 def test_a_sequence_longer_than_the_tables_is_refused_by_name():
-    _, _, batch, *_ = at_a_border(replace(SMALL, new=(1, 1)))
+    _, _, batch, *_ = at_a_border(SMALL)
     assert stretches_of(batch, 16) == 2
     wide = replace(batch, block_table=batch.block_table[:, :1].expand(2, layout.MOST_POSITIONS // 16 + 1))
     with pytest.raises(InputError, match="longer than learned keys are stored for on a GPU"):
