@@ -290,9 +290,7 @@ void project_some_of_blocks(const Projection& p, const Strip<Lanes>& strip, int6
     project_panel_of_blocks<Simd, Lanes, MINIMUM, TOKENS>(p, strip, token, row, end);
 }
 
-constexpr int kTokensOfRow = 4;  // that a row meets as it is unpacked once
-
-template <class Words, class Type, int TOKENS = kTokensOfRow>
+template <class Words, class Type, int TOKENS = Words::tokens>
 void project_few(const Projection& p, int64_t first, int tokens, int64_t begin, int64_t end) {
     if constexpr (TOKENS > 1)
         if (tokens < TOKENS) return project_few<Words, Type, TOKENS - 1>(p, first, tokens, begin, end);
@@ -302,7 +300,7 @@ void project_few(const Projection& p, int64_t first, int tokens, int64_t begin, 
 template <class Simd, class Words, class Lanes, class Type>
 void project_of_type(const Projection& p, int64_t begin, int64_t end, float* scratch) {
     if (p.tokens <= kFewTokens) {
-        const TokenPanels few(p.tokens, kTokensOfRow);
+        const TokenPanels few(p.tokens, Words::tokens);
         for (int64_t i = 0; i < few.count; ++i) project_few<Words, Type>(p, few.first_token(i), few.tokens(i), begin, end);
         return;
     }

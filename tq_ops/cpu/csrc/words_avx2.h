@@ -1,5 +1,6 @@
 // Sixteen 16-bit integers, the numbers of half a block of a weight, and products of them that are exact. With AVX2.
 struct Words256 {
+    static constexpr int tokens = 4;  // that a row meets as it is unpacked once
     typedef __m256i W;
     typedef __m256i I;  // eight 32-bit sums
     typedef Avx2 Floats;

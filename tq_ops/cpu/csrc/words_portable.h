@@ -2,6 +2,7 @@
 // types of weights, each unrolled, would take minutes to compile.
 #define HAARKV_APART __attribute__((noinline)) static
 struct WordsPortable {
+    static constexpr int tokens = 1;
     struct W {
         int16_t x[16];
     };
