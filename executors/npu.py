@@ -14,6 +14,7 @@ from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats.stretches import STRETCH, require_length
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -42,6 +43,7 @@ class NpuExecutor:
     ops = None
     batches_alike = False
     decode_step: int | None = programs.DECODE_STEP
+    most_by_stretches: int | None = STRETCH
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
@@ -116,6 +118,8 @@ class NpuExecutor:
         if cache.block_size != programs.BLOCK:
             raise InputError(f"executor npu needs a cache of {programs.BLOCK}-token blocks, not {cache.block_size}")
         cache.require_room(batch)
+        if cache.plan.by_stretches and len(batch.positions):
+            require_length(self.name, STRETCH, int(batch.positions.max()) + 1)
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
         build = programs.decode_program if one_each else programs.prefill_program
         tiling = inputs.tile(

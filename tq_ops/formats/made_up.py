@@ -5,6 +5,7 @@ They stand for no model. Attention and storing take as long as with learned ones
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -40,9 +41,16 @@ def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
 
 
 @cache
-def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0) -> Calibration:
-    """Of a model of so many layers and KV heads; the same object each time. Do not write to it."""
-    return Calibration(tuple(basis(heads, dim, seed + 2 * layer) for layer in range(layers)), digest=f"made up {seed}")
+def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0, *, turning: bool = True) -> Calibration:
+    """Of a model of so many layers and KV heads; the same object each time. Do not write to it.
+
+    Args:
+        turning: whether it is known how keys turn, so that they are stored by stretches.
+    """
+    bases = (basis(heads, dim, seed + 2 * layer) for layer in range(layers))
+    if not turning:
+        bases = (replace(each, inv_freq=each.inv_freq[:0]) for each in bases)
+    return Calibration(tuple(bases), digest=f"made up {seed}")
 
 
 def vectors(of: Basis, tokens: int, generator: torch.Generator) -> Tensor:

@@ -82,6 +82,11 @@ class KVPlan:
         return kv_format.lossy and self.tail(kv_format) + self.sink > 0
 
     @property
+    def by_stretches(self) -> bool:
+        """Whether a layer stores its keys by stretches."""
+        return any(k.turns(layer) is not None for layer, (k, _) in enumerate(self.layers))
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether any layer keeps tokens in BF16 beside a format."""
         return any(self.keeps(kv_format) for kv_format in self.formats)
@@ -133,7 +138,7 @@ class KVPlan:
         if self.context is not None and tokens > self.context:
             raise InputError(
                 f"the calibration holds for sequences of up to {self.context:,} tokens, and this one may have {tokens:,}; "
-                f"calibrate again with --context {tokens}"
+                f"learn it from windows of {tokens:,}"
             )
 
     def require_layout(self, shapes: Shapes, block_size: int = BLOCK_SIZE) -> None:

@@ -25,6 +25,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import lengths_of
+from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
@@ -86,6 +87,8 @@ class Exercise:
         if size := self._decode_step:
             keys = [n + step + 1 for n in self._lengths for step in places]
             found[f"decode over a second step of keys (over {size:,} tokens)"] = max(keys, default=0) > size
+        if self._plan.by_stretches:
+            found[f"keys of a second stretch (over {STRETCH:,} tokens)"] = longest > STRETCH
         if any(kv_format.lossy for kv_format in self._plan.formats):
             found |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
         return found | self._of_windows()
@@ -124,7 +127,12 @@ class Exercise:
 
 
 def chosen_prompts(
-    tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int, decode_step: int | None = None
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    plan: KVPlan,
+    steps: int,
+    decode_step: int | None = None,
+    most_by_stretches: int | None = None,
 ) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
@@ -135,18 +143,27 @@ def chosen_prompts(
     Args:
         plan: of the cache; its context and the model's shorten the prompts.
         steps: decode steps that need room after them.
-        decode_step: of the executor on trial; the longest prompt is longer.
+        decode_step, most_by_stretches: of the executor on trial; the longest prompt is longer than the one, and with learned
+            keys none is longer than the other.
     Raises:
         InputError: the context is too short for two tokens and the steps.
     """
-    context = min(config.max_position_embeddings, plan.context or config.max_position_embeddings)
+    limits = (config.max_position_embeddings, plan.context, most_by_stretches if plan.by_stretches else None)
+    context = min(limit for limit in limits if limit is not None)
     room = context - Schedule.more(steps)
     if room < 2:
         raise InputError(f"the context of {context} tokens is too short for a prompt and {steps} steps; lower --steps")
     tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.keeps(kv_format)} - {0}
     # Decode takes each tail from not full to beyond it.
     within = [max(tail - 1, 1) for tail in sorted(tails)]
-    longest = max([PREFILL_CHUNK + 3, (decode_step or 0) + 1, *(tail + BLOCK_SIZE + 1 for tail in tails)])
+    longest = max(
+        [
+            PREFILL_CHUNK + 3,
+            (decode_step or 0) + 1,
+            (STRETCH + 3) * plan.by_stretches,
+            *(tail + BLOCK_SIZE + 1 for tail in tails),
+        ]
+    )
     lengths = [min(length, room) for length in (BLOCK_SIZE, BLOCK_SIZE + 1, *within, longest)]
     text = "".join(islice(held_out_texts().values(), 4))
     ids = cycle(tokenizer.encode(text[: _CHARACTERS * sum(lengths)]))

@@ -45,7 +45,7 @@ def test_the_context_is_kept_and_longer_sequences_are_refused():
     spec = loads(dumps(replace(FILE, calibration=of)), "it").spec
     assert (spec.plan(2).context, replace(spec, kv="k=lr3,v=tq4").plan(2).context) == (None, 4096)
     replace(spec, kv="k=lr2,v=tq4").plan(2).require_context(4096)
-    words = r"holds for sequences of up to 4,096 tokens, and this one may have 4,097; calibrate again with --context 4097"
+    words = r"holds for sequences of up to 4,096 tokens, and this one may have 4,097; learn it from windows of 4,097"
     with pytest.raises(InputError, match=words):
         replace(spec, kv="k=lr3,v=tq3").plan(2).require_context(4097)
     loads(CONTENT, "it").spec.plan(2).require_context(10**9)
