@@ -182,8 +182,8 @@ def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
     monkeypatch.setattr(llama_process, "require", lambda: None)
     model = small_model()
     asked = request()
-    asked = replace(asked, peers=(decode_peers.LLAMA,))
+    asked = replace(asked, model="random:small", peers=(decode_peers.LLAMA,))
     other = replace(model, config=resized(model.config, model_type="llama"))
-    with pytest.raises(InputError, match="no peer of small: a GGUF is written of qwen3"):
+    with pytest.raises(InputError, match="no peer of random:small: a GGUF is written of qwen3"):
         whole.check(asked, other, sides_of(asked, model))
     assert gguf_file.unsupported(model.config) is None

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from npu_checked import CONFIG as TWO_LAYERS
 from npu_learned import learned_spec
-from small_models import SMALL, resized, small_model
+from npu_programs import needs_pypto
+from small_models import resized, small_model
 
 from haarkv.engine.session import Session
 from haarkv.executors.npu import NpuExecutor
@@ -11,10 +13,11 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
-CONFIG = resized(SMALL, num_layers=1)
+CONFIG = resized(TWO_LAYERS, num_layers=1)
 WORDS = r"executor npu stores learned keys of up to 1,024 tokens, and this sequence may have 1,0\d\d; take fewer"
 
 
+@needs_pypto
 def test_a_text_beyond_the_first_stretch_is_refused_before_it_begins():
     plan = learned_spec(CONFIG, turning=True).plan(1)
     executor = NpuExecutor(small_model(CONFIG, dtype=torch.bfloat16), "sim")

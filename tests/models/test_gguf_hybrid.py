@@ -14,6 +14,7 @@ from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -97,7 +98,8 @@ def test_blocks_multiply_as_what_is_restored_from_them(saved, tmp_path, name):
     path = convert(saved(name), tmp_path / "m.gguf", "Q8_0", vocabulary=VOCABULARY)
     kept, restored = load_model(path, keep_blocks=True), load_model(path)
     assert kept.weights.nbytes < restored.weights.nbytes / 2
-    assert torch.equal(logits(kept), logits(restored))
+    theirs = logits(restored)
+    assert (logits(kept) - theirs).norm() <= bounds.BLOCK_LOGITS["float32"] * theirs.norm()
 
 
 def test_layers_that_predict_several_tokens_are_not_read(saved, tmp_path):

@@ -37,7 +37,6 @@ OWN = {
     ("bench prefill", "--dtype"): "another default",
     ("bench decode", "--model"): "another default",
     ("bench prefill", "--model"): "another default",
-    ("calibrate", "--context"): "what the coordinates hold for",
     ("info", "--context"): "also the bytes of that many",
     ("diff", "--prompt"): "without one there are four",
     ("plan", "--text"): "to choose by, not to score",

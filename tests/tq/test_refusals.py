@@ -137,7 +137,6 @@ REFUSED = {
     ],
     CALIBRATE: [
         ("--resume new.safetensors", "same file"),
-        ("--context 10000000", "--context must lie in 1 … "),
         ("--resume text.txt", "no half-done calibration"),
         ("--window 10000000", "--window must lie in 1 … 1,024"),
     ],
