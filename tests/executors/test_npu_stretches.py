@@ -4,7 +4,7 @@ import pytest
 import torch
 from npu_checked import CONFIG as TWO_LAYERS
 from npu_learned import learned_spec
-from npu_programs import needs_pypto
+from npu_programs import with_pypto
 from small_models import resized, small_model
 
 from haarkv.engine.session import Session
@@ -17,7 +17,7 @@ CONFIG = resized(TWO_LAYERS, num_layers=1)
 WORDS = r"executor npu stores learned keys of up to 1,024 tokens, and this sequence may have 1,0\d\d; take fewer"
 
 
-@needs_pypto
+@with_pypto
 def test_a_text_beyond_the_first_stretch_is_refused_before_it_begins():
     plan = learned_spec(CONFIG, turning=True).plan(1)
     executor = NpuExecutor(small_model(CONFIG, dtype=torch.bfloat16), "sim")
