@@ -25,7 +25,7 @@ def test_a_text_beyond_the_first_stretch_is_refused_before_it_begins():
     session.new_cache(1, 1024)
     with pytest.raises(InputError, match=WORDS):
         session.new_cache(1, 1025)
-    cache, paging = PagedKVCache(plan, CONFIG.kv_shapes, num_blocks=9), PagedSequences(9)
+    cache, paging = PagedKVCache(plan, CONFIG.kv_shapes, num_blocks=9), PagedSequences(9, 128)
     batch = paging.batch([paging.add()], [1040])
     with pytest.raises(InputError, match=WORDS):
         executor.forward(torch.zeros(1040, dtype=torch.int64), batch, cache)
