@@ -43,24 +43,15 @@ __attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa()
 // compares them with its own: of another size, they are of other sources.
 __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room) {
     constexpr int64_t kSizes[] = {
-        sizeof(Kept),
-        sizeof(Side),
-        sizeof(Cache),
-        sizeof(Matrix),
-        sizeof(Stretches),
-        sizeof(HaarkvAttention),
-        sizeof(Quantizer),
-        sizeof(HaarkvStoreSide),
-        sizeof(HaarkvStore),
-        sizeof(Weight),
-        sizeof(HaarkvLinear),
-        sizeof(RmsNorm),
-        sizeof(Rope),
-        sizeof(GatedMul),
-        sizeof(GatedDelta),
-        sizeof(HaarkvDenseLayer),
-        sizeof(HaarkvTurns),
-        sizeof(HaarkvPlaces),
+        sizeof(Kept),         sizeof(Side),
+        sizeof(Cache),        sizeof(Matrix),
+        sizeof(Stretches),    sizeof(HaarkvAttention),
+        sizeof(Quantizer),    sizeof(HaarkvStoreSide),
+        sizeof(HaarkvStore),  sizeof(Weight),
+        sizeof(HaarkvLinear), sizeof(RmsNorm),
+        sizeof(Rope),         sizeof(GatedMul),
+        sizeof(GatedDelta),   sizeof(HaarkvDenseLayer),
+        sizeof(HaarkvTurns),  sizeof(HaarkvPlaces),
         sizeof(HaarkvLayers),
     };
     constexpr int kCount = sizeof kSizes / sizeof *kSizes;

@@ -26,9 +26,10 @@
 // sequence's output adds what it left.
 //
 // Learned keys: a lane loads a quarter of each column, and makes centroids by arithmetic, two in a register. Logits are
-// multiplied by the gain of their query. Keys are stored by stretches of STRETCH positions, and an earlier launch, of rotate.py,
-// left the queries as each stretch meets them: a warp loads others as it comes to the next. What the logits of a stretch lack,
-// the query's product with K's mean, is one number for all of it, and is added to the maximum, which within it goes without.
+// multiplied by the gain of their query. Keys are stored by stretches of STRETCH positions, and an earlier launch, of
+// rotate.py, left the queries as each stretch meets them: a warp loads others as it comes to the next. What the logits of a
+// stretch lack, the query's product with K's mean, is one number for all of it, and is added to the maximum, which within it
+// goes without.
 
 #include "merge.cuh"
 #include "work.cuh"

@@ -195,7 +195,8 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
             float logits[COLUMN_TILES][2][4];
             word p[COLUMN_TILES][2][2], scales = codes.scales;
             multiply_k(logits, codes, q);
-            // The next K is on its way while this V is worked on, and the next V during the next K; block numbers a step ahead.
+            // The next K is on its way while this V is worked on, and the next V during the next K; block numbers a step
+            // ahead.
             int left = end - token, unseen = first - token;
             more = left > TILE;
             token += TILE;
