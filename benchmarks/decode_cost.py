@@ -139,7 +139,7 @@ def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
 
 
 def _products(model: DecoderModel, layer: int, batch: int) -> tuple[int, int]:
-    """Bytes of a layer's matrices, as they are held, that so many tokens read, and numbers that each is multiplied with.
+    """Bytes of a layer's matrices that some tokens read, as they are held, and the numbers that each token is multiplied with.
 
     Of experts, those of that many tokens, no two of them the same if they can.
     """

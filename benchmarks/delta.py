@@ -40,7 +40,7 @@ class Layers:
         self.weights = torch.randn(channels, 1, 4) / 2, torch.rand(value_heads), torch.zeros(value_heads)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, a and b of so many tokens."""
+        """x, a and b of a number of tokens."""
         heads = self.mixer.num_value_heads
         return torch.randn(tokens, sum(self.mixer.widths)), torch.randn(tokens, heads), torch.randn(tokens, heads)
 

@@ -60,6 +60,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_IN_HYBRID_LAYER = _IN_LAYER | gguf_hybrid.IN_LAYER
 _IN_GEMMA_LAYER = _IN_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -274,7 +275,7 @@ class GGUFSource:
             if part in _EXPERTS and len(tensor.shape) == 3:
                 found |= _of_experts(index, part, tensor)
                 continue
-            known = f"{gguf_hybrid.IN_LAYER[part]}.weight" if part in gguf_hybrid.IN_LAYER else gguf_hybrid.other_name(rest)
+            known = f"{_IN_HYBRID_LAYER[part]}.weight" if part in _IN_HYBRID_LAYER else gguf_hybrid.other_name(rest)
             own = f"model.layers.{index}.{known}" if known else name
             order = gguf_hybrid.order_of(own, tensor.shape, settings)
             found[own] = _Place(tensor, shifted=part.endswith("norm") and part != "ssm_norm", order=order)

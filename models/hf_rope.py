@@ -30,7 +30,7 @@ class FoundRope:
     part: float = 1.0
 
     def on(self, head_dim: int) -> Rope:
-        """The embedding of heads of so many coordinates."""
+        """The embedding of heads with `head_dim` coordinates."""
         return Rope(self.theta, int(head_dim * self.part), self.scaling)
 
 

@@ -17,7 +17,7 @@ from haarkv.tq_ops.errors import InputError
 _NEXT = "qwen3_next"
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _EVERY = 4
-"""One layer of so many attends."""
+"""One layer in this many attends."""
 _PART = 0.25
 """Of each head that RoPE turns."""
 

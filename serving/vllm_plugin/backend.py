@@ -293,7 +293,7 @@ def with_content(spec: AttentionSpec, content: int) -> AttentionSpec:
 
 
 def _positions_of(layer: Any, slots: Tensor) -> Tensor:
-    """Of the tokens of the forward that is running, [T] int64 beside their slots [T]; 0 of those that pad it."""
+    """Positions [T] int64 of the running forward's tokens, whose slots [T] are given; 0 for padding."""
     metadata: RotatedMetadata | None = get_attention_context(layer.layer_name)[0]
     positions = torch.zeros_like(slots, dtype=torch.int64)
     if metadata is not None:

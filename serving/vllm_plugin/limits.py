@@ -107,7 +107,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
 
 
 def blocks_misfit(plan: KVPlan, block_size: int) -> str | None:
-    """Why blocks of so many tokens cannot hold a plan's keys: a stretch of them would end within a block."""
+    """Why blocks of this size cannot hold a plan's keys: a stretch would end within a block."""
     turned = [k.name for layer, (k, _) in enumerate(plan.layers) if k.turns(layer)]
     if not turned or STRETCH % block_size == 0:
         return None

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
+from said_again import Often
 from small_models import small_model
 
-from haarkv.engine.drafts import Proposal
 from haarkv.engine.generation import generate
 from haarkv.engine.plans import shape_of
 from haarkv.executors.base import verify
@@ -102,26 +102,6 @@ def test_drafts_that_are_taken_back_were_never_there():
         advance.keep([kept])
     end = run.paging.length(run.sequence)
     assert torch.equal(run.read(TEXT[end : end + 6]), whole(TEXT[: end + 6])[end:])
-
-
-class Often:
-    """Drafts what will be said, and now and then something else."""
-
-    def __init__(self, said):
-        self.said, self.asked = said, 0
-
-    def begin(self, beginning):
-        return self
-
-    def propose(self, texts, most):
-        proposals = {}
-        for row, text in texts.items():
-            self.asked += 1
-            drafted = self.said[len(text) : len(text) + most[row]]
-            if drafted and self.asked % 3:
-                drafted[self.asked % len(drafted)] = 7
-            proposals[row] = Proposal(drafted)
-        return proposals
 
 
 def test_a_text_with_drafts_is_the_text_without_and_leaves_the_same_state():

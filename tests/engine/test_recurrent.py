@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from recurrent_toy import Toy, hybrid, toy_mixer
+from said_again import Often
 
-from haarkv.engine.drafts import Proposal
 from haarkv.engine.generation import generate
 from haarkv.engine.plans import shape_of
 from haarkv.executors.base import verify
@@ -81,31 +81,6 @@ def another_sequence_in_the_row():
     close(run.read(TEXT[20:30]), whole(TEXT[20:30]))
 
 
-class Often:
-    """Drafts what will be said, and now and then something else."""
-
-    def __init__(self, said):
-        self.said, self.asked = said, 0
-
-    def propose(self, texts, most):
-        proposals = {}
-        for row, text in texts.items():
-            self.asked += 1
-            drafted = self.said[len(text) : len(text) + most[row]]
-            if drafted and self.asked % 3:
-                drafted[self.asked % len(drafted)] = 7
-            proposals[row] = Proposal(drafted)
-        return proposals
-
-
-class Draft:
-    def __init__(self, said):
-        self.said = said
-
-    def begin(self, beginning):
-        return Often(self.said)
-
-
 def drafts():
     texts, states = [], []
     for draft in (None, "often"):
@@ -115,7 +90,7 @@ def drafts():
         kept = []
         (done,), timing = generate(
             run.executor, run.cache, run.paging, [TEXT[:12]], max_new_tokens=40, max_context=200,
-            draft=Draft(said) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=kept: kept.append(stored),
+            draft=Often(said) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=kept: kept.append(stored),
         )  # fmt: skip
         texts.append(done)
         states.append({name: tensor for name, tensor in kept[0].tensors.items() if ".sum" in name})

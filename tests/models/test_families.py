@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -96,13 +97,11 @@ def written(folder, name):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folder and transformers model by name, written once."""
-    made = {}
 
+    @cache
     def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = folder, written(folder, name)
-        return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        return folder, written(folder, name)
 
     return get
 

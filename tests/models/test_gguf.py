@@ -2,16 +2,17 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import gguf
 import pytest
 import torch
 import transformers
-from checkpoints import byte_tokenizer, write_checkpoint
+from checkpoints import write_checkpoint
 from gguf_files import byte_vocabulary, convert, header, pieces, text
 from refusals import assert_refused
 from safetensors.torch import load_file
-from transformers_judge import draw_weights
+from transformers_judge import draw_weights, saved_random
 
 from haarkv.models.catalog import load_model, path_of, read_config, source_of
 from haarkv.models.checkpoint import load_weights, stored_tensors
@@ -46,21 +47,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folders that transformers wrote, by name, each written once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            family, entries = MODELS[name]
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{family}Config")(**SHAPE | entries)
-            theirs = getattr(transformers, f"{family}ForCausalLM")(config)
-            draw_weights(theirs)
-            made[name] = tmp_path_factory.mktemp(name)
-            theirs.save_pretrained(made[name])
-            byte_tokenizer().save(str(made[name] / "tokenizer.json"))
-        return made[name]
-
-    return get
+    return cache(lambda name: saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1]))
 
 
 def frequencies(config):

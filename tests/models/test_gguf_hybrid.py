@@ -1,12 +1,12 @@
 """GGUF files of Qwen3.5: the model of the folder that they were written from, and llama.cpp's logits of the same file."""
 
+from functools import cache
+
 import gguf
 import pytest
 import torch
-import transformers
-from checkpoints import byte_tokenizer
 from gguf_files import byte_vocabulary, convert
-from transformers_judge import draw_weights
+from transformers_judge import saved_random
 
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
@@ -30,21 +30,7 @@ TOKENS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1)
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folders that transformers wrote, by name, each written once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            family, entries = MODELS[name]
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{family}Config")(**SHAPE | entries)
-            theirs = transformers.AutoModelForCausalLM.from_config(config)
-            draw_weights(theirs)
-            made[name] = tmp_path_factory.mktemp(name)
-            theirs.save_pretrained(made[name])
-            byte_tokenizer().save(str(made[name] / "tokenizer.json"))
-        return made[name]
-
-    return get
+    return cache(lambda name: saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1]))
 
 
 def logits(model):

@@ -1,6 +1,7 @@
 """Qwen3.5 and Qwen3-Next as they are published: beside vision and MTP layers, experts in one tensor, and what is refused."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -45,13 +46,12 @@ def written(folder, name):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    made = {}
+    """Folder and transformers model by name, written once."""
 
+    @cache
     def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = folder, written(folder, name)
-        return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        return folder, written(folder, name)
 
     return get
 

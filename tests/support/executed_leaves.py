@@ -13,7 +13,7 @@ def wrong_bytes(ours, theirs):
 
 
 LAST_PLACES = 4
-"""By so many units in the last place an FP32 norm may differ, a sum of 128 squares in another order. Measured: 3."""
+"""Units in the last place by which an FP32 norm may differ, a sum of 128 squares in another order. Measured: 3."""
 
 
 BF16_AT_TIES = 8

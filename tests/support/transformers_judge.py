@@ -6,6 +6,8 @@ way; such a tie is settled as ours, counted, and nothing else is.
 """
 
 import torch
+import transformers
+from checkpoints import byte_tokenizer
 from transformers import DynamicCache
 
 from haarkv.engine.generation import prefill_in_chunks
@@ -72,3 +74,13 @@ def worst_error(theirs, ours, kv, prompt, steps=STEPS, chunk=64):
         if paging.length(sequence) < prompt.shape[1] + steps:
             mine = verify(executor, tokens[0], paging.batch([sequence], [1]), cache)
     return worst, reference
+
+
+def saved_random(folder, family, entries):
+    """A folder that transformers wrote: a model of a family, such as Qwen3, with drawn weights and one token a byte."""
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**entries))
+    draw_weights(theirs)
+    theirs.save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder

@@ -72,24 +72,8 @@ def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     return _gated_mul(gate, up, dtype, gelu=True)
 
 
-def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.sigmoid_mul`, which runs it: no layer of this executor asks for it."""
-    return reference.sigmoid_mul(gate, up, dtype)
-
-
-def gated_delta(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    cache: PagedKVCache,
-    layer: int,
-    batch: Batch,
-) -> Tensor:
-    """As `tq_ops.reference.gated_delta`, which runs it: no layer of this executor asks for it."""
-    return reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache, layer, batch)
+# No layer of this executor asks for these.
+sigmoid_mul, gated_delta = reference.sigmoid_mul, reference.gated_delta
 
 
 def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, *, gelu: bool) -> Tensor:

@@ -42,7 +42,7 @@ def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
 
 @cache
 def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0, *, turning: bool = True) -> Calibration:
-    """Of a model of so many layers and KV heads; the same object each time. Do not write to it.
+    """Of a model with these numbers of layers and KV heads; the same object each time. Do not write to it.
 
     Args:
         turning: whether it is known how keys turn, so that they are stored by stretches.

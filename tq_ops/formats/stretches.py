@@ -35,7 +35,7 @@ class Turns:
         return _table(self, 1 << max(0, stretches - 1).bit_length(), device)
 
     def back(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Keys as their stretches store them, or queries as keys of some positions' stretches meet them.
+        """Keys as their stretches store them, or queries as they meet the keys of the stretches that these positions lie in.
 
         Args:
             x: [..., T, D] of a floating dtype.

@@ -56,7 +56,7 @@ class Delta:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def inputs(self, tokens: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, a and b of so many tokens of each sequence. The first head forgets all, the last one nothing for long."""
+        """x, a and b of a number of tokens for each sequence. The first head forgets all, the last one nothing for long."""
         generator, count = torch.Generator().manual_seed(seed), sum(tokens)
         x = torch.randn(count, self.channels, generator=generator)
         a, b = (2 * torch.randn(count, self.value_heads, generator=generator) for _ in "ab")

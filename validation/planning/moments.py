@@ -123,8 +123,8 @@ class Recorded:
         return sum(k.shape[1] for k in self._k)
 
     def of_stretches(self, turns: Turns | None) -> tuple[Tensor, Tensor]:
-        """Keys [H, T, D] float64 as their stretches store them; and queries [H, n, D] as keys of their own stretch meet them,
-        those that share a KV head one after the other. Both as they stand without `turns`."""
+        """Keys [H, T, D] float64 as their stretches store them, and queries [H, n, D] turned back by their own stretch.
+        Queries that share a KV head follow each other. Without `turns`, both are as they stand."""
         keys, queries = torch.cat(self._k, 1), torch.cat(self._q, 1)
         if turns and keys.shape[1] > STRETCH:
             places = torch.arange(keys.shape[1])

@@ -21,7 +21,7 @@ from haarkv.validation.bounds import NPU_LAYER_ADDED
 pytestmark = needs_pypto
 CONFIG = resized(SMALL, hidden_size=128, intermediate_size=128, num_layers=2)
 CLEAR = 10
-"""A fault must exceed the bound so many times."""
+"""A fault must exceed the bound by this factor."""
 # In decode a second step of keys and a short sequence; in prefill a second sequence, whose blocks are others.
 CASES = {"decode": ([1, 1, 1], [299, 17, 130]), "prefill": ([20, 9], [250, 3])}
 

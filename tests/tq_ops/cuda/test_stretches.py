@@ -27,7 +27,7 @@ CASES = [
     # Two borders behind one new token, in blocks that do not divide a stretch, and beside a tail and sinks.
     Case(KV, 64, 2, 1, 128, (2600,), (1,)),
     Case("k=lr3,v=tq3", 64, 2, 2, 24, (2060, 3), (1, 1), tail=9, sink=4),
-    # A batch whose new tokens lie on both sides of a border; narrow columns, and so many that they are rows.
+    # A batch whose new tokens lie on both sides of a border; narrow columns, and enough of them to be rows.
     Case(KV, 64, 2, 1, 16, (1022, 30), (5, 1)),
     Case("k=lr5,v=tq2", 64, 8, 1, 128, (1020,), (9,)),
     # Windows that begin before a border and behind it, whose first tile is not a stretch's first.

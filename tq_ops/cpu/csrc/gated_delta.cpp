@@ -9,7 +9,7 @@ using namespace haarkv;
 
 namespace {
 
-// The version of a row that has seen so many tokens, or -1.
+// The version of a row that has seen this number of tokens, or -1.
 int64_t version_of(const GatedDelta& o, int64_t sequence) {
     const int64_t begin = o.positions[o.query_start[sequence]];
     const int64_t* seen = o.seen + o.rows[sequence] * o.versions;
