@@ -13,7 +13,7 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.stretches import STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
@@ -85,12 +85,8 @@ def is_bf16(x: Tensor) -> bool:
     return found
 
 
-MOST_POSITIONS = 2**22
-"""Of a sequence whose keys are stored by stretches; the reference's ops run longer ones."""
-
-
 def too_long(cache: PagedKVCache, batch: Batch) -> bool:
-    """Whether a sequence may have more positions than stretches are known for."""
+    """Whether a sequence may have more positions than stretches are known for; the reference's ops run it then."""
     return batch.block_table.shape[1] * cache.block_size > MOST_POSITIONS
 
 

@@ -16,7 +16,7 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.columns import Column, widths_of
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
-from haarkv.tq_ops.formats.stretches import STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.reads import Reads
 
@@ -64,8 +64,6 @@ def columns_of(columns: tuple[Column, ...]) -> Columns:
 
 READS = Reads("the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True)
 """What the kernels read and write."""
-MOST_POSITIONS = 2**22
-"""Of a sequence whose keys are stored by stretches."""
 NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
 

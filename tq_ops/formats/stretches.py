@@ -18,6 +18,8 @@ from haarkv.tq_ops.errors import InputError
 
 STRETCH = 1024
 """Positions of a stretch."""
+MOST_POSITIONS = 2**22
+"""Of a sequence: compiled kernels hold the angles of this many positions."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from op_tables import LAYER, Case, poisoned_cache, windows_of
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import choices, layout, ops
-from haarkv.tq_ops.cuda.layout import MOST_POSITIONS, input_order, layout_of, stretches_of
+from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.cuda.layout import input_order, layout_of, stretches_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KV = "k=lr4,v=tq4"
@@ -137,6 +137,6 @@ def test_the_tables_are_those_of_the_reference():
 def test_a_sequence_longer_than_the_tables_is_refused_by_name():
     _, _, batch, *_ = at_a_border(SMALL)
     assert stretches_of(batch, 16) == 2
-    wide = replace(batch, block_table=batch.block_table[:, :1].expand(2, layout.MOST_POSITIONS // 16 + 1))
+    wide = replace(batch, block_table=batch.block_table[:, :1].expand(2, MOST_POSITIONS // 16 + 1))
     with pytest.raises(InputError, match="longer than learned keys are stored for on a GPU"):
         stretches_of(wide, 16)
