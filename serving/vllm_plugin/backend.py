@@ -62,14 +62,16 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         require_supported(vllm_config)
+        layers = vllm_config.compilation_config.static_forward_context
+        pairs = {name: pair_of(vllm_config, name) for name in layer_names if name in layers}
         # vLLM gives some groups other blocks than were asked for, where pages of several sizes share a pool.
-        if reason := blocks_misfit(plan_of(vllm_config), kv_cache_spec.block_size):
+        keys = ((extract_layer_index(name), k) for name, (k, _) in pairs.items())
+        if reason := blocks_misfit(keys, kv_cache_spec.block_size):
             raise ValueError(reason)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        scheduler = vllm_config.scheduler_config
-        scales, layers = scales_here(vllm_config), vllm_config.compilation_config.static_forward_context
-        for name in (name for name in layer_names if name in layers):
-            layers[name].impl.store_in(pair_of(vllm_config, name))
+        scheduler, scales = vllm_config.scheduler_config, scales_here(vllm_config)
+        for name, pair in pairs.items():
+            layers[name].impl.store_in(pair)
             # A draft's weights are others, and its channels stay as they are.
             k, v = (None, None) if is_of_draft(vllm_config, name) else scales.get(extract_layer_index(name), (None, None))
             if k is not None or v is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.serving.vllm_plugin import HOST_MEMORY
 from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, words_of
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, readable, unsupported, wrong_head_dim
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
@@ -93,7 +94,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
         return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
     if reason := unsupported(reads_here(), plan, shape_of(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
-    if (size := vllm_config.cache_config.block_size) and (reason := blocks_misfit(plan, size)):
+    if (size := vllm_config.cache_config.block_size) and (reason := blocks_misfit(enumerate(k for k, _ in plan.layers), size)):
         return reason
     heads, size = model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
     if heads % size and size % heads:
@@ -106,9 +107,9 @@ def _cache(vllm_config: VllmConfig) -> str | None:
     return _weights(vllm_config)
 
 
-def blocks_misfit(plan: KVPlan, block_size: int) -> str | None:
-    """Why blocks of this size cannot hold a plan's keys: a stretch would end within a block."""
-    turned = [k.name for layer, (k, _) in enumerate(plan.layers) if k.turns(layer)]
+def blocks_misfit(keys: Iterable[tuple[int, KVFormat]], block_size: int) -> str | None:
+    """Why blocks of this size cannot hold keys, of which layers and formats are given: a stretch would end within a block."""
+    turned = [k.name for layer, k in keys if k.turns(layer)]
     if not turned or STRETCH % block_size == 0:
         return None
     return f"{turned[0]} takes blocks that divide {STRETCH:,} tokens, not of {block_size}; give --block-size {BLOCK_SIZE}"

@@ -68,10 +68,11 @@ def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, refused):
 def test_blocks_that_vllm_chose_itself_are_refused_too(monkeypatch):
     pair = formats.parse("k=lr4,v=tq3", made_up.calibration(6, 2, 128))
     monkeypatch.setattr(backend, "require_supported", lambda _: None)
-    monkeypatch.setattr(backend, "plan_of", lambda _: KVPlan((pair,) * 6))
-    spec = plain_spec(Shape(block_size=384))
+    monkeypatch.setattr(backend, "pair_of", lambda *_: pair)
+    spec, name, config = plain_spec(Shape(block_size=384)), "model.layers.3.self_attn.attn", configuration(6)
+    config.compilation_config = SimpleNamespace(static_forward_context={name: None})
     with pytest.raises(ValueError, match="lr4 takes blocks that divide 1,024 tokens, not of 384"):
-        backend.RotatedMetadataBuilder(spec, [], configuration(6), CPU)
+        backend.RotatedMetadataBuilder(spec, [name], config, CPU)
 
 
 # -- The real server -----------------------------------------------------------------------------------------------------
