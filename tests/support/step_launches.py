@@ -66,8 +66,13 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         only_here.setattr(decode, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_: launched.append("decode")))
         # It looks whether centroids are antisymmetric, once, as a model is loaded.
         only_here.setattr(layout, "words_of", lambda centroids: torch.empty(5, dtype=torch.int32, device=centroids.device))
-        with _Operators(launched):
-            yield launched
+        try:
+            with _Operators(launched):
+                yield launched
+        finally:
+            # Layouts that were made meanwhile hold no words.
+            layout.layout_of.cache_clear()
+            layout._layout.cache_clear()
 
 
 def executor_on_meta(model: DecoderModel, patch: pytest.MonkeyPatch) -> CudaExecutor:
