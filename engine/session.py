@@ -275,4 +275,4 @@ class Session:
             KVSpec("bf16").plan(config.num_layers), max_context, config.kv_shapes, sequences, config.state_bytes
         )
         per_token = self.plan.bytes_per_token(config.kv_shapes)
-        return KVUsage(self.plan.describe(), ranks * per_token, ranks * cache.nbytes, ranks * bf16)
+        return KVUsage(self.plan.summary(), ranks * per_token, ranks * cache.nbytes, ranks * bf16)

@@ -15,7 +15,9 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS
-from haarkv.validation.planning.remembered import cache_for
+from haarkv.validation.planning.remembered import LEARNED, cache_for, default_cache
+
+AUTO_KV = "auto"
 
 
 def load(
@@ -44,38 +46,45 @@ def load(
         model: `tiny`, `random:SIZE`, a folder in Hugging Face format or a `.gguf` file (`~` is the home folder), or the Hub
             id of a model that was downloaded before.
         kv: a KV format, `k=NAME,v=NAME`, a `KVSpec`, or `auto`: the smallest cache that loses at most `kv_loss`. Choosing it
-            takes minutes, once for a model: it is remembered in `~/.cache/haarkv`. tq4 unless given.
+            takes minutes, once for a model: it is remembered in `~/.cache/haarkv`. Unless given: tq4 for tiny and random
+            models, k=lr4,v=tq4 with a calibration, else auto where the model's keys can be learned.
         tail: recent tokens that stay in BF16; the fewest that the format needs unless given.
         sink: first tokens that stay in BF16.
         skip_layers: layers that are left in bf16; negative ones count from the end.
         calibration: what formats `lr2` to `lr5` take their coordinates from: a file of `tq calibrate`, or what it holds.
         plan: a file of `tq plan`, which sets the whole cache.
-        kv_loss: mean KL in nats a token that `auto` may lose; 0.01 unless given.
+        kv_loss: mean KL in nats a token that `auto` may lose; 0.003 unless given.
         on_choice: told in one line what `auto` has chosen now, and why.
         executor, device, dtype, layers, others: as `haarkv.engine.loading.load` takes them.
     Raises:
         InputError: two of these that exclude each other, one that does not exist, or a model and a cache that do not fit
             together.
     """
-    said = {"tail": tail, "sink": sink, "skip_layers": skip_layers, "calibration": calibration}
-    given = [name for name, value in said.items() if value]
-    if kv_loss is not None and kv != "auto":
+    beside: dict[str, Any] = {"tail": tail, "sink": sink, "skip_layers": skip_layers}
+    beside = {name: value for name, value in beside.items() if value}
+    given = next(iter([*beside, *["calibration"] * bool(calibration)]), None)
+    default = default_cache(str(model), layers) if kv is None and plan is None and not calibration else KVSpec(LEARNED)
+    auto = kv == AUTO_KV or default is None
+    if kv_loss is not None and not auto:
         raise InputError("kv_loss says what kv='auto' may lose; give kv='auto' as well")
     if plan is not None:
-        if other := next(iter((["kv"] if kv is not None else []) + given), None):
+        if other := "kv" if kv is not None else given:
             raise InputError(f"plan sets the whole cache; leave out {other}")
         spec = plan_file.load(plan)
-    elif isinstance(kv, KVSpec) or kv == "auto":
+    elif auto or isinstance(kv, KVSpec):
         if given:
-            raise InputError(f"{'auto' if kv == 'auto' else 'a KVSpec'} sets the whole cache; leave out {given[0]}")
-        if isinstance(kv, KVSpec):
-            spec = kv
-        else:
-            loss = LOSS if kv_loss is None else kv_loss
-            spec = cache_for(str(model), loss=loss, layers=layers, dtype=dtype, device="cpu", on_choice=on_choice)
+            raise InputError(f"{'auto' if auto else 'a KVSpec'} sets the whole cache; leave out {given}")
+        loss = LOSS if kv_loss is None else kv_loss
+        spec = (
+            kv
+            if isinstance(kv, KVSpec)
+            else cache_for(str(model), loss=loss, layers=layers, dtype=dtype, device="cpu", on_choice=on_choice)
+        )
     else:
         if isinstance(calibration, Path | str):
             calibration = calibration_file.load(calibration)
-        learned = calibration.spec if calibration else KVSpec()
-        spec = replace(learned, kv=kv or learned.kv, tail=tail, sink=sink, skip_layers=skip_layers)
+        spec = default or KVSpec()
+        if calibration:
+            spec = replace(calibration.spec, kv=LEARNED)
+        spec = replace(spec, kv=kv or spec.kv, **beside)
     return loading.load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, **others)

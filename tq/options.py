@@ -177,11 +177,11 @@ def set_threads(threads: int | None) -> None:
 # -- The KV cache ----------------------------------------------------------------------------------------------------------
 
 kv_option = click.option(
-    "--kv", default="tq4", show_default=True,
+    "--kv", show_default="auto; of tiny and random models tq4",
     help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
 )  # fmt: skip
 loss_option = click.option(
-    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.01]."
+    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.003]."
 )
 plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 calibration_option = click.option(
@@ -226,38 +226,57 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.tq_ops.kv.plan_file import load
 
-    if given.get("kv") == "auto" and given.get("kv_plan") is None:
+    file = given.get("kv_plan")
+    by_default = given.get("kv") is None and file is None
+    default = _default_cache(given) if by_default else KVSpec()
+    if file is None and (default is None or given.get("kv") == "auto"):
         return _chosen(given)
     if given.get("kv_loss") is not None:
         raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
-    if (file := given.get("kv_plan")) is None:
-        learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
-        kv, tail, sink, skipped = given.get("kv", "tq4"), given["kv_tail"], given["kv_sink"], given["kv_skip_layers"]
-        return replace(learned, kv=kv, tail=tail, sink=sink, skip_layers=skipped)
+    if file is None:
+        assert default is not None
+        learned = default if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
+        beside = {name: given[f"kv_{name}"] for name in ("tail", "sink", "skip_layers") if given[f"kv_{name}"]}
+        return replace(learned, kv=default.kv if by_default else given["kv"], **beside)
     for name, option in written().items():
         if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
             raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")
     return load(file)
 
 
+def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
+    """Without `--kv`: what stores any model, with a calibration what it is for, and None where a cache is chosen."""
+    from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.validation.planning.remembered import LEARNED, default_cache
+
+    if given.get("calibration") is not None:
+        return KVSpec(LEARNED)
+    return default_cache(given["model"], given.get("layers")) if "model" in given else KVSpec()
+
+
 def _chosen(given: Mapping[str, Any]) -> KVSpec:
     """The cache of `--kv auto`, chosen now or before; what was chosen now is said in one line."""
     for name, option in written().items():
         if name in ("calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
-            raise click.UsageError(f"--kv auto sets the whole cache; leave out {option}")
+            auto, other = ("--kv auto", "") if given.get("kv") else ("--kv auto, the default,", ", or name a format with --kv")
+            raise click.UsageError(f"{auto} sets the whole cache; leave out {option}{other}")
     if "model" not in given:
         raise click.UsageError("--kv auto is for commands that run one model; name a format")
     from haarkv.validation.planning.auto import LOSS, steps
-    from haarkv.validation.planning.remembered import cache_for
+    from haarkv.validation.planning.remembered import cache_for, chosen_before, file_for
 
     set_threads(given.get("threads"))
     layers = given.get("layers")
+    loss = LOSS if given.get("kv_loss") is None else given["kv_loss"]
+    if (known := chosen_before(file_for(given["model"], loss, layers))) is not None:
+        return known
+    say("choosing a KV cache for this model, once: it is remembered; --kv tq4 takes one that needs no choice")
     # What another executor runs is chosen here on what can show its keys and queries.
     said = list[str]()
     with scoring(steps(given["model"], layers)) as on_step:
         spec = cache_for(
-            given["model"], loss=LOSS if given.get("kv_loss") is None else given["kv_loss"], layers=layers,
-            dtype=given.get("dtype"), device="cpu", on_step=on_step, on_choice=said.append,
+            given["model"], loss=loss, layers=layers, dtype=given.get("dtype"), device="cpu", on_step=on_step,
+            on_choice=said.append,
         )  # fmt: skip
     for line in said:
         say(line)

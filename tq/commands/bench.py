@@ -247,7 +247,7 @@ def drafts(**given: Any) -> None:
     if (spec := options.draft_spec(given)) is None:
         raise click.UsageError("name what guesses the tokens: --draft ngram, self, or a smaller model")
     names = ("model", "executor", "kv", "contexts", "dtype", "layers", "device", "repeats")
-    request = DraftRequest(draft=spec, **{name: given[name] for name in names})
+    request = DraftRequest(draft=spec, **{name: given[name] for name in names} | {"kv": given["kv"] or "tq4"})
     with _turning(given) as on_turn, loading(request.model) as progress:
         rows = measure(request, progress, on_turn)
     _finish(report(request, rows), given)

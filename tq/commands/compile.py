@@ -45,7 +45,7 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     if folder is not None:
         check_folder(folder)
     config = read_config(model)
-    plan = plan_for(options.kv_spec(kv), config)
+    plan = plan_for(options.kv_spec({"model": model, **kv}), config)
     compiled: list[Compiled] = []
     kinds = names or _PROGRAMS
     with counting(len(wanted(config, kinds, plan)), "compiling {task.description}") as begin:

@@ -54,7 +54,8 @@ def validated(
         from haarkv.validation.layers.runner import count_rows, validate
 
         config = read_config(model, layers)
-        spec, split = options.kv_spec(others), Split(config, ranks.rank, ranks.size)
+        chosen_for = {"model": model, "layers": layers, "dtype": dtype}
+        spec, split = options.kv_spec(chosen_for | others), Split(config, ranks.rank, ranks.size)
         part, plan, plan_here = split.part, plan_for(spec, config), plan_for(spec, config, split)
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
         selected = select(executor, part, [plan_here], device=device, dtype=dtype)

@@ -37,7 +37,7 @@ class PagedKVCache:
         num_rows: sequences at a time, where tokens stay in BF16, in rings or in states; as many as blocks unless given.
         row_blocks: blocks of one sequence at most; `num_blocks` unless given.
         chunk: new tokens of a sequence at a time, where a tail stays in BF16.
-        ring_chunk: likewise, where a layer has a sliding window.
+        ring_chunk: likewise, where a layer has a sliding window; with a tail no more than `chunk`.
         block_size: tokens a block.
         device: where the tensors live.
         pages: layer -> memory of another owner as `kv.pages` lays it out, [num_blocks, page_bytes] uint8, of those layers
@@ -71,7 +71,8 @@ class PagedKVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_rows = num_blocks if num_rows is None else num_rows
         self.chunk, self.device = chunk, torch.device(device)
-        self._row_blocks, self._ring_chunk, self._states = row_blocks or num_blocks, ring_chunk, states
+        self._row_blocks, self._states = row_blocks or num_blocks, states
+        self._ring_chunk = plan.ring_chunk(ring_chunk, chunk)
         self.states: dict[int, LayerState] = {}
         self._kv: dict[int, LayerKV] = {}
         for layer in range(len(plan.layers)) if pages is None else pages:
@@ -80,7 +81,7 @@ class PagedKVCache:
         self.states |= self._kv
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
         limits = [chunk] * any(kept.ring for *_, kept in self.fields() if kept)
-        limits += [ring_chunk] * any(of_layer.ring is not None for of_layer in self._kv.values())
+        limits += [self._ring_chunk] * any(of_layer.ring is not None for of_layer in self._kv.values())
         self.most_new_tokens = min(limits, default=None)
         self.most_undone = min((shape.versions - 1 for shape in (states or {}).values()), default=None)
 

@@ -17,8 +17,10 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
 from haarkv.tq_ops.kv.recurrent import StateShape
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, KVShape, Shapes, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, RING_CHUNK, KVShape, Shapes, each
 
+_NAMED = 3
+"""Kinds of layers that a summary tells apart by their numbers."""
 KEPT_BYTES = 2
 """Of one number of a token that stays in BF16."""
 
@@ -100,6 +102,15 @@ class KVPlan:
         tail = self.tail(kv_format)
         return tail + chunk if tail and kv_format.lossy else 0
 
+    def ring_chunk(self, most: int = RING_CHUNK, chunk: int = KEPT_CHUNK) -> int:
+        """New tokens of a sequence at once, where a layer has a sliding window: no more than beside a tail, if there is one.
+
+        Args:
+            most: without a tail.
+            chunk: with one.
+        """
+        return min(most, chunk) if any(map(self.ring_tokens, self.formats)) else most
+
     def _by_layer(self, shapes: Shapes) -> Iterator[tuple[KVShape, tuple[KVFormat, KVFormat]]]:
         """Shape and formats of each layer that has K and V."""
         for shape, pair in zip(each(shapes, len(self.layers)), self.layers, strict=True):
@@ -117,7 +128,8 @@ class KVPlan:
         Args:
             row_blocks: blocks that the sequence takes where all of its tokens are kept.
         """
-        rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size)) for shape, pair in self._by_layer(shapes))
+        chunk = self.ring_chunk()
+        rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size, chunk)) for shape, pair in self._by_layer(shapes))
         return sum(ring * block_size * _token_bytes(shape, pair) for shape, pair, ring in rings if ring is not None)
 
     def kept_bytes(self, shapes: Shapes, chunk: int = KEPT_CHUNK) -> int:
@@ -169,6 +181,18 @@ class KVPlan:
             parts.append(f"tail {self.recent}")
         if self.sink:
             parts.append(f"sink {self.sink}")
+        return "; ".join(parts)
+
+    def summary(self) -> str:
+        """For people, in one line: as `describe` where few layers differ, else how many take each format of K and of V."""
+        if len({formats.describe(*pair) for pair in self.layers}) <= _NAMED:
+            return self.describe()
+        sides = (Counter(f.name for f in side) for side in zip(*self.layers, strict=True))
+        parts = [
+            f"{side}: " + ", ".join(f"{counted[name]} {name}" for name in sorted(counted))
+            for side, counted in zip("kv", sides, strict=True)
+        ]
+        parts += [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
         return "; ".join(parts)
 
 

@@ -1,8 +1,12 @@
-"""The smallest cache whose loss on a model stays under a bound: `--kv auto`.
+"""The smallest cache whose loss on a model stays under a bound: `--kv auto`, layer by layer, K apart from V.
 
-    text         what the model writes itself, from its start token
-    coordinates  of its keys, learned from two thirds of that text
-    choice       by halving the list of caches, each measured on the rest of the text beside the model's own bf16 cache
+    text         of every Python (`common_text`)
+    coordinates  of the model's keys, learned from two thirds of that text
+    costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats are
+                 taken to lose as many times more or less as their levels leave of a Gaussian.
+    choice       the fewest bytes whose costs add up to no more than the bound
+    judgement    the whole cache on the rest of the text, beside the model's own bf16 cache. Costs do not quite add up, so
+                 what is allowed is raised or lowered by what was measured, a few times over.
 
 Every cache keeps the first 4 and the newest 124 tokens in BF16. Values keep a fixed rotation: they have nothing to learn, and
 lose less than keys do.
@@ -12,34 +16,48 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from haarkv.codebooks.cubic import ERRORS
+from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.plans import plan_for
+from haarkv.engine.session import Session
 from haarkv.models.catalog import read_config
 from haarkv.models.config import ModelConfig
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.formats import Calibration, Side
+from haarkv.tq_ops.formats.columns import widths_of
+from haarkv.tq_ops.formats.learned import COLUMNS, bits_of
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, evaluate, make_workload
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate, make_workload
 from haarkv.validation.planning.calibrate import Subject, load_subject
-from haarkv.validation.planning.own_text import write
+from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, cache_of
+from haarkv.validation.planning.common_text import common_text
+from haarkv.validation.planning.planner import choose as choose_within
+from haarkv.validation.planning.planner import measure
 
-LOSS = 0.01
+LOSS = 0.003
 """Mean KL in nats a token that a cache may lose unless asked otherwise."""
 TAIL, SINKS = 124, 4
-CHOICES = (
-    "k=lr2,v=tq2", "k=lr3,v=tq2", "k=lr3,v=tq3", "k=lr4,v=tq3", "k=lr4,v=tq4", "k=lr5,v=tq4", "k=lr5,v=tq5", "k=tq8,v=tq6",
-    "k=tq8,v=tq8", "bf16",
-)  # fmt: skip
-"""From the smallest on. A bit more for keys saves more than a bit more for values."""
-LEARNED_FROM, JUDGED_BY, WINDOW = 4096, 2048, 1024
+PROBES: Mapping[Side, str] = {"k": "lr3", "v": "tq3"}
+FORMATS: Mapping[Side, tuple[str, ...]] = {
+    "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
+}  # fmt: skip
+LEARNED_FROM, JUDGED_BY, PROBED_BY, CONTEXT = 4096, 2048, 512, 4096
+"""Tokens; sizes are those of a sequence of `CONTEXT` tokens."""
+WINDOW = 1024
+_JUDGED_AT_MOST = 4
+_NEAR = 0.8
+"""A loss of so much of the bound is not spent any further."""
+_BUDGETS = 0.02
+"""Bits a value from one budget to the next."""
 
 
 @dataclass(frozen=True)
@@ -50,31 +68,34 @@ class Chosen:
         spec: the cache, with what was learned.
         config: of the model.
         file: the same as a calibration file keeps it.
-        rows: of every cache that was measured, by size.
+        costs: what each format was taken to cost at each place, in nats a token.
+        rows: of every cache that was judged, one after the other.
         row: of the chosen one.
         loss: the bound.
-        seconds: of writing the text, of learning, and of measuring.
+        seconds: of learning, of probing and of judging.
     """
 
     spec: KVSpec
     config: ModelConfig
     file: CalibrationFile
+    costs: Costs
     rows: tuple[FidelityRow, ...]
     row: FidelityRow
     loss: float
     seconds: tuple[float, float, float]
 
     def __str__(self) -> str:
-        row = self.row
-        wrote, learned, measured = self.seconds
+        plan = plan_for(self.spec, self.config)
+        context = min(CONTEXT, self.config.max_position_embeddings)
+        learned, probed, judged = self.seconds
         return (
-            f"--kv auto takes {self.spec.kv} with {TAIL} recent and {SINKS} first tokens in BF16: mean KL {row.kl_mean:.2g} "
-            f"on {JUDGED_BY:,} tokens that the model wrote itself, under {self.loss:g} ({wrote:.0f} s to write, "
-            f"{learned:.0f} to learn, {measured:.0f} to measure)"
+            f"--kv auto takes {bits_per_value(plan, self.config, context):.2f} bits a value at {context:,} tokens "
+            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g} on {JUDGED_BY:,} tokens of Python's reference, under "
+            f"{self.loss:g} ({learned:.0f} s to learn, {probed:.0f} to probe, {judged:.0f} to judge)"
         )
 
 
-def choose(subject: Subject, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None) -> Chosen:
+def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None) -> Chosen:
     """Choose a cache for a model.
 
     Args:
@@ -86,39 +107,101 @@ def choose(subject: Subject, loss: float = LOSS, on_step: Callable[[str, int], N
     """
     if not loss > 0:
         raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
-    times = [time.monotonic()]
+    config, times = subject.config, [time.monotonic()]
+    context = config.max_position_embeddings
     base = subject.session(KVSpec("bf16"))
-    ids = write(base, LEARNED_FROM + JUDGED_BY + 1, on_step=on_step)  # the last one is only predicted
+    ids = common_text(subject.tokenizer, LEARNED_FROM + JUDGED_BY + 1)  # the last one is only predicted
+    windows = list(torch.split(torch.tensor(ids[:LEARNED_FROM]), min(WINDOW, context)))
+    file = subject.file_of(subject.learn(windows, (), on_step=on_step), {})
     times.append(time.monotonic())
-    context = subject.config.max_position_embeddings
-    windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
-    learning = subject.learn(windows, (), on_step=on_step)
-    file = subject.file_of(learning, {})
-    times.append(time.monotonic())
-    judged = make_workload(
-        ids[LEARNED_FROM:].tolist(), context, window=min(JUDGED_BY, context),
-        tokens=JUDGED_BY, prompts=0,
-    )  # fmt: skip
-    specs, rows = [spec_of(kv, file.calibration, subject.config) for kv in CHOICES], dict[int, FidelityRow]()
 
-    def holds(place: int) -> bool:
-        spec = specs[place]
-        (rows[place],) = evaluate(
-            Setup(subject.model, base, {spec.kv: subject.session(spec)}, subject.fingerprint), judged, on_step=on_step
-        )
-        return rows[place].kl_mean <= loss
+    def workload(tokens: int) -> Workload:
+        return make_workload(ids[LEARNED_FROM:], context, window=min(tokens, context), tokens=tokens, prompts=0)
 
-    # A larger cache loses less, and the last one nothing.
-    taken = bisect_left(range(len(specs) - 1), True, key=holds)
-    if taken not in rows:
-        holds(taken)
-    spec = specs[taken]
-    times.append(time.monotonic())
-    wrote, learned, measured = (b - a for a, b in pairwise(times))
-    whole = replace(spec, made_for=file.shape, weights=file.fingerprint)
-    return Chosen(
-        whole, subject.config, file, (*(rows[place] for place in sorted(rows)),), rows[taken], loss, (wrote, learned, measured)
+    empty = plan_for(KVSpec("bf16", min(TAIL, context), SINKS), config)
+    probe = Setup(subject.model, replace(base, plan=empty), {}, subject.fingerprint)
+    probed = measure(
+        probe, workload(PROBED_BY), {side: (name,) for side, name in PROBES.items()}, learned=file.calibration, on_step=on_step
     )
+    costs = costs_of(probed, file.calibration)
+    times.append(time.monotonic())
+    rows = list(_judged(subject, base, costs, file.calibration, workload(JUDGED_BY), loss, on_step))
+    times.append(time.monotonic())
+    spec, row = min(((spec, row) for spec, row in rows if row.kl_mean <= loss), key=lambda found: found[1].bits_per_value)
+    learned, probing, judging = (b - a for a, b in pairwise(times))
+    return Chosen(
+        replace(spec, made_for=file.shape, weights=file.fingerprint), config, file, costs, tuple(row for _, row in rows), row,
+        loss, (learned, probing, judging),
+    )  # fmt: skip
+
+
+def costs_of(probed: Costs, calibration: Calibration) -> Costs:
+    """What each of `FORMATS` is taken to cost at each place, by what its probe cost there."""
+    return {
+        place: {
+            name: by_name[PROBES[place[1]]] * _left(name, place, calibration) / _left(PROBES[place[1]], place, calibration)
+            for name in FORMATS[place[1]]
+        }
+        for place, by_name in probed.items()
+    }
+
+
+def _left(name: str, place: Place, calibration: Calibration) -> float:
+    """What a format's levels leave of the variance of Gaussian coordinates; of keys, as far as queries see it."""
+    if name == "bf16":
+        return 0.0
+    if (bits := bits_of(name)) is None:
+        return ERRORS[int(name.removeprefix("tq"))]
+    return float(expected_cost(calibration.k[place[0]].weights, widths_of(COLUMNS[bits])).mean())
+
+
+def _judged(
+    subject: Subject, base: Session, costs: Costs, calibration: Calibration, text: Workload, loss: float, on_step: OnStep
+) -> Iterator[tuple[KVSpec, FidelityRow]]:
+    """Caches nearer and nearer to the bound, the last of them under it, each as it was measured."""
+    allowed, held, seen = loss, False, list[KVPlan]()
+    for _ in range(_JUDGED_AT_MOST):
+        plan = smallest(costs, subject.config, allowed, calibration)
+        if plan in seen:
+            break
+        seen.append(plan)
+        caches = {"auto": cache_of(base, plan)}
+        (row,) = evaluate(Setup(subject.model, base, caches, subject.fingerprint), text, on_step=on_step)
+        yield spec_of(plan, calibration), row
+        held = held or row.kl_mean <= loss
+        if _NEAR * loss <= row.kl_mean <= loss:
+            return
+        allowed *= 0.95 * loss / row.kl_mean
+    if not held:  # a cache that loses nothing
+        spec = KVSpec("bf16")
+        caches = {"auto": cache_of(base, plan_for(spec, subject.config))}
+        (row,) = evaluate(Setup(subject.model, base, caches, subject.fingerprint), text, on_step=on_step)
+        yield spec, row
+
+
+def smallest(costs: Costs, config: ModelConfig, allowed: float, calibration: Calibration) -> KVPlan:
+    """The plan of fewest bytes whose costs add up to no more than `allowed`; the last one is bf16's, and costs nothing."""
+    context = min(CONTEXT, config.max_position_embeddings)
+    low, high = 0, math.ceil(16 / _BUDGETS)
+    found: KVPlan = plan_for(KVSpec("bf16"), config)
+    while low < high:
+        middle = (low + high) // 2
+        choice = choose_within(
+            costs, config, budget=middle * _BUDGETS, tail=min(TAIL, config.max_position_embeddings), sink=SINKS,
+            context=context, learned=calibration,
+        )  # fmt: skip
+        if choice is not None and choice.predicted_kl <= allowed:
+            found, high = choice.plan, middle
+        else:
+            low = middle + 1
+    return found
+
+
+def spec_of(plan: KVPlan, calibration: Calibration) -> KVSpec:
+    """What asks for a plan, with the coordinates that its keys need."""
+    named = dict(enumerate(formats.describe(*pair) for pair in plan.layers))
+    learned = any(bits_of(k.name) is not None for k, _ in plan.layers)
+    return KVSpec(tail=plan.recent, sink=plan.sink, layers=named, calibration=calibration if learned else None)
 
 
 def steps(model: str, layers: int | None = None) -> int:
@@ -127,17 +210,8 @@ def steps(model: str, layers: int | None = None) -> int:
     Raises:
         InputError: no such model.
     """
-    written = LEARNED_FROM + JUDGED_BY
-    measured = math.ceil(math.log2(len(CHOICES))) + 1
-    return written + read_config(model, layers).num_layers * LEARNED_FROM + measured * JUDGED_BY
-
-
-def spec_of(kv: str, calibration: Calibration, config: ModelConfig) -> KVSpec:
-    """A cache of `CHOICES` as a spec: tail and sinks as the model's context has room for them."""
-    tail = min(TAIL, config.max_position_embeddings)
-    spec = KVSpec(kv, tail, SINKS, calibration=calibration if "lr" in kv else None)
-    plan_for(spec, config)
-    return spec
+    num_layers = read_config(model, layers).num_layers
+    return num_layers * (LEARNED_FROM + 2 * PROBED_BY) + (_JUDGED_AT_MOST + 1) * JUDGED_BY
 
 
 def choose_for(model: str, *, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None, **how: Any) -> Chosen:

@@ -195,6 +195,18 @@ class Subject:
         return Session(self.name, self.config, create(name, model, plan, device), self.tokenizer, plan)
 
 
+def unlearnable(config: ModelConfig) -> str | None:
+    """None, or in one line why a model's keys cannot be learned."""
+    if states := config.state_shapes:
+        return (
+            f"learned keys are of every layer, and layer {min(states)} of this model has no keys; take a format without them, "
+            "such as --kv k=tq6,v=tq4"
+        )
+    if (dim := config.heads.head_dim) % LEAST_DIM:
+        return f"learned keys take a head_dim that {LEAST_DIM} divides, and this model's is {dim}"
+    return None
+
+
 def load_subject(
     model: str,
     *,
@@ -213,13 +225,8 @@ def load_subject(
     """
     config = read_config(model, layers)
     bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
-    if states := config.state_shapes:
-        raise InputError(
-            f"learned keys are of every layer, and layer {min(states)} of this model has no keys; take a format without them, "
-            "such as --kv k=tq6,v=tq4"
-        )
-    if config.heads.head_dim % LEAST_DIM:
-        raise InputError(f"learned keys take a head_dim that {LEAST_DIM} divides, and this model's is {config.heads.head_dim}")
+    if reason := unlearnable(config):
+        raise InputError(reason)
     name, plan = select(executor, config, [tq4], device=device, dtype=dtype).name, bf16
     try:
         check(name, config, bf16, device)

@@ -14,7 +14,7 @@ from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, bits_of
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
 from haarkv.validation.fidelity.partial import Partial
 
@@ -27,6 +27,8 @@ LEARNED = (*(f"{PREFIX}{bits}" for bits in COLUMNS), "tq2", "tq3", "tq4", "tq5",
 
 Place = tuple[int, Side]
 """K or V of a layer."""
+Candidates = Sequence[str] | Mapping[Side, Sequence[str]]
+"""Names of formats, for both sides or for each."""
 Costs = Mapping[Place, Mapping[str, float]]
 """Mean KL(bf16 || bf16 but this format at this place), in nats a token."""
 
@@ -36,9 +38,10 @@ def places(config: ModelConfig) -> list[Place]:
     return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
 
 
-def at(side: Side, names: Sequence[str]) -> list[str]:
+def at(side: Side, names: Candidates) -> list[str]:
     """Those of some formats that a side takes: learned ones are K's alone."""
-    return [name for name in names if side == "k" or bits_of(name) is None]
+    of_side = names[side] if isinstance(names, Mapping) else names
+    return [name for name in of_side if side == "k" or bits_of(name) is None]
 
 
 def everywhere(name: str) -> str:
@@ -68,12 +71,19 @@ def bits_per_value(kv: KVPlan, config: ModelConfig, context: int) -> float:
     return 16 * cache_bytes(kv, context, shapes) / cache_bytes(exact, context, shapes)
 
 
-def size_of(kv: KVPlan, place: Place, head_dim: int, context: int) -> int:
-    """Bytes of one place and KV head for one sequence, its tail and sinks included."""
-    kv_format = kv.layers[place[0]][place[1] == "v"]
-    packed = BLOCK_SIZE * blocks_for(context) * kv_format.bytes_per_vector(head_dim)
-    window = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
-    return round(packed) + KEPT_BYTES * head_dim * window
+def size_of(kv: KVPlan, place: Place, shapes: Shapes, context: int, ring_chunk: int = RING_CHUNK) -> int:
+    """Bytes of one place for one sequence, in its window's ring if it has one, its tail and sinks included.
+
+    Args:
+        ring_chunk: of the whole cache, as `KVPlan.ring_chunk` has it.
+    """
+    layer, side = place
+    kv_format, shape, blocks = kv.layers[layer][side == "v"], each(shapes, len(kv.layers))[layer], blocks_for(context)
+    assert shape is not None, "a place is of a layer that has K and V"
+    ring = shape.ring_blocks(blocks, chunk=ring_chunk)
+    packed = BLOCK_SIZE * (blocks if ring is None else ring) * shape.num_kv_heads * kv_format.bytes_per_vector(shape.head_dim)
+    kept = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
+    return round(packed) + KEPT_BYTES * shape.numbers * kept
 
 
 def with_format(plan: KVPlan, place: Place, name: str, learned: Calibration | None = None) -> KVPlan:

@@ -25,8 +25,8 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
     OnStep,
@@ -40,6 +40,7 @@ from haarkv.validation.fidelity.evaluation import (
 )
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.planning.candidates import (
+    Candidates,
     Costs,
     Place,
     at,
@@ -64,7 +65,7 @@ class Allocation:
 
 
 def changed_caches(
-    base: Session, candidates: Sequence[str], learned: Calibration | None = None
+    base: Session, candidates: Candidates, learned: Calibration | None = None
 ) -> dict[str, tuple[Place, str, Session]]:
     """The baseline with one candidate at one place, by a name for the user; `bf16` changes nothing and is left out."""
     found = {}
@@ -78,7 +79,7 @@ def changed_caches(
 def measure(
     setup: Setup,
     calibration: Workload,
-    candidates: Sequence[str],
+    candidates: Candidates,
     *,
     learned: Calibration | None = None,
     partial: Partial | None = None,
@@ -176,14 +177,15 @@ def choose(
         None if not even the smallest candidates fit.
     """
     empty = KVSpec("bf16", tail=tail or None, sink=sink).plan(config.num_layers)
+    chunk = KVSpec("tq4", tail=tail or None, sink=sink).plan(config.num_layers).ring_chunk()
     options = [[(name, with_format(empty, place, name, learned)) for name in of_place] for place, of_place in costs.items()]
     sizes = [
-        [size_of(plan, place, config.heads.head_dim, context) for _, plan in of_place]
+        [size_of(plan, place, config.kv_shapes, context, chunk) for _, plan in of_place]
         for place, of_place in zip(costs, options, strict=True)
     ]
-    values = len(costs) * config.heads.head_dim * BLOCK_SIZE * blocks_for(context)
+    exact = cache_bytes(KVSpec("bf16").plan(config.num_layers), context, config.kv_shapes)
     # A budget such as 4.1 has no exact float; what it falls short of must not cost a plan of just 4.1 bits.
-    room = math.floor(budget * values / 8 * (1 + 1e-12))
+    room = math.floor(budget * exact / 16 * (1 + 1e-12))
     found = best_within(sizes, [list(of_place.values()) for of_place in costs.values()], room)
     if found is None:
         return None

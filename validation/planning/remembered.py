@@ -14,14 +14,46 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.plans import plan_for
-from haarkv.models.catalog import path_of, read_config
+from haarkv.models.catalog import SHIPPED, path_of, read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.output_files import write_whole
-from haarkv.validation.planning.auto import CHOICES, JUDGED_BY, LEARNED_FROM, LOSS, SINKS, TAIL, Chosen, choose_for
+from haarkv.validation.planning.auto import (
+    FORMATS,
+    JUDGED_BY,
+    LEARNED_FROM,
+    LOSS,
+    PROBED_BY,
+    SINKS,
+    TAIL,
+    Chosen,
+    choose_for,
+)
+from haarkv.validation.planning.calibrate import unlearnable
 
-_VERSION = 2
+_VERSION = 3
+
+
+LEARNED = "k=lr4,v=tq4"
+"""Of a calibration, unless a format is named."""
+UNLEARNED = KVSpec("k=tq6,v=tq4", TAIL, SINKS)
+"""Of a model whose keys cannot be learned."""
+
+
+def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
+    """The cache of a model where none is named; None where one is chosen for it, as `--kv auto` does.
+
+    Models that are there to try the product, tiny and random ones, take `tq4`: nothing that they say depends on it.
+
+    Raises:
+        InputError: no such model.
+    """
+    config = read_config(model, layers)
+    if model in SHIPPED or path_of(model) is None:
+        return KVSpec()
+    tail = min(TAIL, config.max_position_embeddings)
+    return None if unlearnable(config) is None else replace(UNLEARNED, tail=tail)
 
 
 def home() -> Path:
@@ -38,7 +70,19 @@ def file_for(model: str, loss: float, layers: int | None = None) -> Path:
     path = path_of(model)
     files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    about = [_VERSION, model if path is None else "", layers, seen, loss, CHOICES, TAIL, SINKS, LEARNED_FROM, JUDGED_BY]
+    about = [
+        _VERSION,
+        model if path is None else "",
+        layers,
+        seen,
+        loss,
+        FORMATS,
+        TAIL,
+        SINKS,
+        LEARNED_FROM,
+        PROBED_BY,
+        JUDGED_BY,
+    ]
     return home() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.safetensors"
 
 
