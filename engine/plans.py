@@ -13,6 +13,18 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
 
+TAIL, SINKS = 124, 4
+"""Newest and first tokens that a cache keeps in BF16 where nobody says otherwise."""
+
+
+def default_spec(learned: bool, context: int = TAIL) -> KVSpec:
+    """The cache of a real model where no format is named: with learned coordinates of its keys, and without.
+
+    Args:
+        context: the model's, if it may be shorter than the tail.
+    """
+    return KVSpec("k=lr4,v=tq4" if learned else "k=tq6,v=tq4", min(TAIL, context), min(SINKS, context))
+
 
 def shape_of(config: ModelConfig) -> ModelShape:
     """The shapes that a plan file names its model by."""

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine import loading
+from haarkv.engine.plans import default_spec
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS
-from haarkv.validation.planning.remembered import LEARNED, cache_for, default_cache
+from haarkv.validation.planning.remembered import cache_for, default_cache
 
 AUTO_KV = "auto"
 
@@ -47,13 +49,14 @@ def load(
             id of a model that was downloaded before.
         kv: a KV format, `k=NAME,v=NAME`, a `KVSpec`, or `auto`: the smallest cache that loses at most `kv_loss`. Choosing it
             takes minutes, once for a model: it is remembered in `~/.cache/haarkv`. Unless given: tq4 for tiny and random
-            models, k=lr4,v=tq4 with a calibration, else auto where the model's keys can be learned.
+            models; with a calibration k=lr4,v=tq4 with 124 recent and 4 first tokens in BF16; else auto, where the model's
+            keys can be learned.
         tail: recent tokens that stay in BF16; the fewest that the format needs unless given.
         sink: first tokens that stay in BF16.
         skip_layers: layers that are left in bf16; negative ones count from the end.
         calibration: what formats `lr2` to `lr5` take their coordinates from: a file of `tq calibrate`, or what it holds.
         plan: a file of `tq plan`, which sets the whole cache.
-        kv_loss: mean KL in nats a token that `auto` may lose; 0.003 unless given.
+        kv_loss: mean KL in nats a token that `auto` may lose; 0.002 unless given.
         on_choice: told in one line what `auto` has chosen now, and why.
         executor, device, dtype, layers, others: as `haarkv.engine.loading.load` takes them.
     Raises:
@@ -63,7 +66,7 @@ def load(
     beside: dict[str, Any] = {"tail": tail, "sink": sink, "skip_layers": skip_layers}
     beside = {name: value for name, value in beside.items() if value}
     given = next(iter([*beside, *["calibration"] * bool(calibration)]), None)
-    default = default_cache(str(model), layers) if kv is None and plan is None and not calibration else KVSpec(LEARNED)
+    default = default_cache(str(model), layers) if kv is None and plan is None and not calibration else KVSpec()
     auto = kv == AUTO_KV or default is None
     if kv_loss is not None and not auto:
         raise InputError("kv_loss says what kv='auto' may lose; give kv='auto' as well")
@@ -84,7 +87,8 @@ def load(
         if isinstance(calibration, Path | str):
             calibration = calibration_file.load(calibration)
         spec = default or KVSpec()
-        if calibration:
-            spec = replace(calibration.spec, kv=LEARNED)
-        spec = replace(spec, kv=kv or spec.kv, **beside)
+        if calibration and kv is None:
+            spec = default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
+        learned = calibration.spec if calibration else KVSpec()
+        spec = replace(learned, kv=kv or spec.kv, **{"tail": spec.tail, "sink": spec.sink} | beside)
     return loading.load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, **others)

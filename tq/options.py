@@ -181,7 +181,7 @@ kv_option = click.option(
     help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
 )  # fmt: skip
 loss_option = click.option(
-    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.003]."
+    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.002]."
 )
 plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 calibration_option = click.option(
@@ -228,16 +228,16 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
 
     file = given.get("kv_plan")
     by_default = given.get("kv") is None and file is None
-    default = _default_cache(given) if by_default else KVSpec()
-    if file is None and (default is None or given.get("kv") == "auto"):
+    default = _default_cache(given) if by_default else KVSpec(given.get("kv") or "tq4")
+    if file is None and (default is None or default.kv == "auto"):
         return _chosen(given)
     if given.get("kv_loss") is not None:
         raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
     if file is None:
         assert default is not None
-        learned = default if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
-        beside = {name: given[f"kv_{name}"] for name in ("tail", "sink", "skip_layers") if given[f"kv_{name}"]}
-        return replace(learned, kv=default.kv if by_default else given["kv"], **beside)
+        learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
+        beside = {name: given[f"kv_{name}"] or getattr(default, name) for name in ("tail", "sink", "skip_layers")}
+        return replace(learned, kv=default.kv, **beside)
     for name, option in written().items():
         if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
             raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")
@@ -246,11 +246,13 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
 
 def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
     """Without `--kv`: what stores any model, with a calibration what it is for, and None where a cache is chosen."""
+    from haarkv.engine.plans import default_spec
+    from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.planning.remembered import LEARNED, default_cache
+    from haarkv.validation.planning.remembered import default_cache
 
-    if given.get("calibration") is not None:
-        return KVSpec(LEARNED)
+    if given.get("calibration") is not None and "model" in given:
+        return default_spec(learned=True, context=read_config(given["model"], given.get("layers")).max_position_embeddings)
     return default_cache(given["model"], given.get("layers")) if "model" in given else KVSpec()
 
 

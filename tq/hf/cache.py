@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from haarkv.engine.plans import default_spec
 from haarkv.models.balance import Scales, Uneven
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -69,7 +70,9 @@ class TQCache(Cache):  # type: ignore[misc]
 
     Args:
         config: the model's config, `model.config`.
-        kv: formats of K and V: `NAME` or `k=NAME,v=NAME`, of `tq.formats.names()`.
+        kv: formats of K and V: `NAME` or `k=NAME,v=NAME`, of `tq.formats.names()`. By default, without tail, sink and plan,
+            `k=tq6,v=tq4` with the newest 124 and the first 4 tokens kept; with a calibration `k=lr4,v=tq4` and the same;
+            else `tq4`.
         tail: that many recent tokens stay in the model's own dtype, and are quantized when newer ones push them out. By
             default the fewest that a format needs: none, or G - 1 where G tokens are quantized together.
         sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
@@ -92,20 +95,23 @@ class TQCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: Any, kv: str = "tq4", *, tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (),
+        self, config: Any, kv: str | None = None, *, tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (),
         plan: Mapping[int, str] | str | Path | None = None, calibration: CalibrationFile | str | Path | None = None,
         model: Any = None, balance: bool = True, allow_collapse: bool = False,
     ) -> None:  # fmt: skip
         decoder = decoder_config(config)
         theirs = _their_layers(decoder)
         if isinstance(plan, (str, Path)):
-            if (kv, tail, sink, tuple(skip_layers), calibration) != ("tq4", None, 0, (), None):
+            if (kv, tail, sink, tuple(skip_layers), calibration) != (None, None, 0, (), None):
                 raise InputError("a plan file sets the whole cache; leave out kv, tail, sink, skip_layers and calibration")
             spec = load(plan)
         else:
             file = load_calibration(calibration) if isinstance(calibration, (str, Path)) else calibration
             learned = (file.shape, file.calibration) if file else (None, None)
-            spec = KVSpec(kv, tail, sink, skip_layers, plan or {}, *learned)
+            if kv is None and (tail, sink, plan) == (None, 0, None):
+                default = default_spec(file is not None)
+                kv, tail, sink = default.kv, default.tail, default.sink
+            spec = KVSpec(kv or "tq4", tail, sink, skip_layers, plan or {}, *learned)
         chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
         scales: Mapping[int, Scales] = {}
         self.uneven: tuple[Uneven, ...] = ()

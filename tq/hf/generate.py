@@ -14,17 +14,19 @@ from tq.hf.cache import TQCache
 
 
 @overload
-def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, kv: str = ..., **kwargs: Any) -> str: ...
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, kv: str | None = ..., **kwargs: Any
+) -> str: ...
 
 
 @overload
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[str], kv: str = ..., **kwargs: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[str], kv: str | None = ..., **kwargs: Any
 ) -> list[str]: ...
 
 
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[str], kv: str = "tq4", *,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[str], kv: str | None = None, *,
     tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (), plan: Mapping[int, str] | None = None,
     balance: bool = True, allow_collapse: bool = False, **generate_kwargs: Any,
 ) -> str | list[str]:  # fmt: skip

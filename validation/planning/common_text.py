@@ -1,6 +1,6 @@
 """Text to choose a cache by where nobody gives any: the language reference that every CPython brings, English and code.
 
-What a model writes itself, from its start token at temperature 1, would need no such text. It was tried, and misleads: such text
+What a model writes itself, from its start token at temperature 1, would need no such text. It was tried, and misleads: it
 wanders, its next tokens are uncertain whatever the late layers say, and a cache that is coarse there looks ten times better
 than on real text.
 """

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from haarkv.engine.plans import plan_for
+from haarkv.engine.plans import SINKS, TAIL, default_spec, plan_for
 from haarkv.models.catalog import SHIPPED, path_of, read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
@@ -25,20 +25,12 @@ from haarkv.validation.planning.auto import (
     LEARNED_FROM,
     LOSS,
     PROBED_BY,
-    SINKS,
-    TAIL,
     Chosen,
     choose_for,
 )
 from haarkv.validation.planning.calibrate import unlearnable
 
 _VERSION = 3
-
-
-LEARNED = "k=lr4,v=tq4"
-"""Of a calibration, unless a format is named."""
-UNLEARNED = KVSpec("k=tq6,v=tq4", TAIL, SINKS)
-"""Of a model whose keys cannot be learned."""
 
 
 def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
@@ -52,8 +44,7 @@ def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
     config = read_config(model, layers)
     if model in SHIPPED or path_of(model) is None:
         return KVSpec()
-    tail = min(TAIL, config.max_position_embeddings)
-    return None if unlearnable(config) is None else replace(UNLEARNED, tail=tail)
+    return default_spec(learned=False, context=config.max_position_embeddings) if unlearnable(config) else None
 
 
 def home() -> Path:
