@@ -1,0 +1,110 @@
+"""The cache of a model where nobody names one: in the command, in Python and in transformers."""
+
+import shutil
+
+import pytest
+import torch
+from small_models import CONFIGS, gemma_config
+
+import tq
+from haarkv.engine.plans import SINKS, TAIL, plan_for
+from haarkv.models.catalog import TINY, read_config
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import calibration_file
+from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.validation.planning import auto, calibrate, remembered
+from haarkv.validation.planning.candidates import places, size_of
+from tq.cli import main
+from tq.loading import load
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model that is no toy by its name, and a home of its own."""
+    monkeypatch.setattr(remembered, "home", lambda: tmp_path / "kv-auto")
+    return shutil.copytree(TINY, tmp_path / "model")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Models for which a cache was chosen; each gets `tq5`."""
+    found = []
+
+    def cache_for(model, **how):
+        found.append((model, how["loss"]))
+        return KVSpec("tq5")
+
+    monkeypatch.setattr(remembered, "cache_for", cache_for)
+    monkeypatch.setattr("tq.loading.cache_for", cache_for)
+    return found
+
+
+def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
+    assert remembered.default_cache("tiny") == remembered.default_cache("random:14b") == KVSpec()
+    assert remembered.default_cache(str(folder)) is None
+    hybrid = read_config("random:qwen3.5-0.8b")
+    monkeypatch.setattr(remembered, "read_config", lambda *_: hybrid)
+    assert remembered.default_cache(str(folder)) == KVSpec("k=tq6,v=tq4", TAIL, SINKS)
+
+
+def test_the_command_and_python_choose_for_a_model_of_yours(folder, asked, capsys):
+    assert main(["generate", "--model", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--json"]) == 0
+    assert '"format": "tq5"' in capsys.readouterr().out
+    assert load(folder).plan.describe() == "tq5"
+    assert asked == [(str(folder), auto.LOSS)] * 2
+    assert load("tiny").plan.describe() == "tq4"
+    assert load(folder, kv="tq3", tail=8).plan.describe() == "tq3; tail 8"
+    assert len(asked) == 2
+
+
+def test_a_tail_alone_does_not_say_which_cache(folder, asked, capsys):
+    given = ["generate", "--model", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--kv-tail", "9"]
+    assert main(given) == 2
+    assert "--kv auto, the default, sets the whole cache; leave out --kv-tail, or name a format" in capsys.readouterr().err
+    with pytest.raises(InputError, match="auto sets the whole cache; leave out tail"):
+        load(folder, tail=9)
+    assert not asked
+
+
+def test_a_calibration_alone_is_used(tmp_path, asked):
+    subject = calibrate.load_subject("tiny")
+    file = subject.file_of(subject.learn([torch.arange(200)], ()), {})
+    assert load("tiny", calibration=file).plan.describe() == f"k=lr4,v=tq4; tail {TAIL}; sink {SINKS}"
+    assert load("tiny", calibration=file, tail=7, kv="k=lr3,v=tq3").plan.describe() == "k=lr3,v=tq3; tail 7"
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(calibration_file.dumps(file))
+    assert load("tiny", calibration=path).plan.describe() == f"k=lr4,v=tq4; tail {TAIL}; sink {SINKS}"
+    assert not asked
+
+
+def test_transformers_caches_keep_a_tail():
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(TINY)
+    (cache, named) = tq.TQCache(config), tq.TQCache(config, "tq4")
+    found = [
+        (layer.k_format.name, layer.v_format.name, layer.tail, layer.sink) for layer in (cache.layers[0], named.layers[0])
+    ]
+    assert found == [("tq6", "tq4", (TAIL, TAIL), SINKS), ("tq4", "tq4", (0, 0), 0)]
+
+
+# -- Bytes of windows ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tail", [0, 30])
+@pytest.mark.parametrize("name", [*sorted(CONFIGS), "gemma"])
+def test_places_add_up_to_the_cache(name, tail):
+    """Windows, heads and rings counted: what each place takes adds up to what a cache allocates."""
+    config = CONFIGS.get(name) or gemma_config(num_layers=3, head_dim=64, window=512)
+    plan = plan_for(KVSpec("k=tq5,v=tq3", tail=tail or None, sink=2), config)
+    for context in (50, 300, 3000):
+        each = [size_of(plan, place, config.kv_shapes, context, plan.ring_chunk()) for place in places(config)]
+        assert sum(each) == cache_bytes(plan, context, config.kv_shapes)
+
+
+def test_a_window_beside_a_tail_keeps_room_for_the_tails_chunk_alone():
+    shape = KVShape(1, 256, 512)
+    alone, beside = (KVSpec("tq4", tail).plan(1) for tail in (None, 124))
+    assert (alone.ring_chunk(), beside.ring_chunk()) == (512, 64)
+    blocks = [plan.ring_bytes(shape, 32) / (128 * 2 * 130) for plan in (alone, beside)]
+    assert blocks == [9, 6]
