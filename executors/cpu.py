@@ -17,7 +17,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.calls import has_kernel
 from haarkv.tq_ops.cpu.layers import FEW, Dense, DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
-from haarkv.tq_ops.cpu.library import KernelsMissingError
+from haarkv.tq_ops.cpu.library import BLOCKS, KernelsMissingError
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -68,7 +68,7 @@ class CpuExecutor(ReferenceExecutor):
             ops = self._kernels = CpuOps(isa)
             model = _in_one_call(model, ops)
             self.description = f"C++ kernels ({ops.isa}) on the CPU"
-            self.batches_alike = True
+            self.batches_alike, self.blocks = True, BLOCKS
         except KernelsMissingError as missing:
             if isa:
                 raise

@@ -79,6 +79,8 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
         *([("may be wrong", ", ".join(first.stages))] if first and first.stages else []),
         ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
     ]
+    if report.blocks:
+        rows.append(("weights", f"multiplied as the blocks of the file: {', '.join(report.blocks)}; restored for the reference"))
     if report.logits:
         rows.append(("next tokens", f"the same in {same} of {len(report.logits)} forwards"))
     rows += more

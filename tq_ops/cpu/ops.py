@@ -22,7 +22,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Blocks, Weight, dense
+from haarkv.tq_ops.weight import Blocks, Weight, numbers_of
 
 
 class CpuOps:
@@ -171,11 +171,10 @@ class CpuOps:
 
             With blocks, each 32 numbers of x, times the columns' scales, are rounded to integers times one step: the larger of
             their largest size / 32,767 and the sum of their sizes / 524,000. Their products with the blocks' levels are exact.
-            Those are not rounded to the blocks' dtype, as restored numbers are. Of 32 numbers whose largest size is below
-            3e-31 nothing is left.
+            Of 32 numbers whose largest size is below 3e-31 nothing is left.
         """
         if not has_kernel(weight):
-            weight = dense(weight)
+            x, weight = x.float(), numbers_of(weight)
         x = x.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)
