@@ -43,7 +43,8 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         weight: [out, in] of x's dtype, as Hugging Face stores it, or blocks, which are restored.
     Returns:
         [T, out] fp32.
-    Rounding points: operands as they are, products and sums in FP32. What is restored from blocks is FP32, whatever their dtype.
+    Rounding points: operands as they are, products and sums in FP32. What is restored from blocks is FP32, whatever their
+        dtype.
     """
     x = x.float()
     if weight.dtype == torch.float32:

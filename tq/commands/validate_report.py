@@ -80,7 +80,8 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
         ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
     ]
     if report.blocks:
-        rows.append(("weights", f"multiplied as the blocks of the file: {', '.join(report.blocks)}; restored for the reference"))
+        kinds = ", ".join(report.blocks)
+        rows.append(("weights", f"multiplied as the blocks of the file: {kinds}; restored for {report.reference}"))
     if report.logits:
         rows.append(("next tokens", f"the same in {same} of {len(report.logits)} forwards"))
     rows += more

@@ -26,7 +26,6 @@ from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
 
-
 Noise = float | Tensor | Mapping[str, Tensor]
 """As of `KVFormat.choice`, [T, Hkv or 1, 1] where it is a tensor; or that by side."""
 
@@ -224,9 +223,7 @@ class Reference:
         steps: products of which the candidate rounds x.
     """
 
-    def __init__(
-        self, executor: Executor, model: DecoderModel, cache: PagedKVCache, steps: BlockSteps = NO_STEPS
-    ) -> None:
+    def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache, steps: BlockSteps = NO_STEPS) -> None:
         self.model, self.cache = model, cache
         table = table_of(executor)
         self.steps = NO_STEPS if table is None else steps

@@ -128,7 +128,8 @@ class Free:
         stage = "head" if self._ops is None else "forward"
         verdicts += self._stored(stage, forward)
         last = self.hidden[forward.predicted]
-        expected, steps = model.head(last, self._reference.ops), self._reference.steps.most_of_logits(model, last, self._reference.ops)
+        ops = self._reference.ops
+        expected, steps = model.head(last, ops), self._reference.steps.most_of_logits(model, last, ops)
         verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self._limits, steps))
         index = None
         if any(verdict.fails for verdict in verdicts) and (found := self._unstable(outcome, forward)):

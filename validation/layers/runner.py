@@ -110,8 +110,8 @@ class _Validation:
         self.schedule = Schedule(prompts, steps, plan)
         self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)
         cache = self.schedule.new_cache(model)
-        steps = BlockSteps(candidate.blocks, model.weights)
-        self.reference, self.ledger = Reference(reference, model, cache, steps), Ledger(cache)
+        rounded = BlockSteps(candidate.blocks, model.weights)
+        self.reference, self.ledger = Reference(reference, model, cache, rounded), Ledger(cache)
         ops = candidate.ops if self.reference.records else None
         self.forced = Forced(self.reference, Trial(candidate, cache), ops, self.limits, self.ledger, repeats, explains)
         self.free = Free(self.reference, candidate, ops, self.limits, self.forced.repeats)
@@ -152,7 +152,8 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
             stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
-            tests=self.ledger.measured(), blocks=self.reference.steps.used, exercised=tuple(what for what, done in exercised.items() if done),
+            tests=self.ledger.measured(), blocks=self.reference.steps.used,
+            exercised=tuple(what for what, done in exercised.items() if done),
             not_exercised=tuple(what for what, done in exercised.items() if not done),
         )  # fmt: skip
 
