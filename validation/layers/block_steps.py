@@ -3,8 +3,8 @@
 Each 32 numbers of x become 16-bit integers times one step there: the larger of their largest size / 32,767 and of the sum of
 their sizes / 524,000 (`CpuOps.linear`). A number is off by half a step at most, and nothing else is: the products with the
 blocks' levels are exact, and sums in FP32 have the bounds that they have anyway. The reference restores the blocks and
-multiplies, and rounds no x. So it runs again with each number of x half a step up or down, as drawn. Twice the most that any of
-three draws moves a vector is what an executor's may be off by for it, and no more.
+multiplies, and rounds no x. So it runs again with each number of x half a step up or down, as drawn. Twice the most that any
+of three draws moves a vector is what an executor's may be off by for it, and no more.
 
 Half a step is the most that a number can be off by; on average it is 1 / sqrt(3) of that. Twice a draw is thus 3.5 times what
 rounding does on average. A fault that is smaller shows in sums over many tokens: rounding has no direction (`ledger`).

@@ -204,7 +204,7 @@ def expected(chances: Tensor) -> float:
 
 
 def _shares(runs: int) -> Tensor:
-    """[runs]: what a run's chances count. Those of both kinds of noise are added, and of each the mean of its runs is taken."""
+    """[runs]: what a run's chances count. Those of both kinds of noise are added; of each, the mean of its runs is taken."""
     amplified = torch.tensor(bounds.AMPLIFIED, dtype=torch.float64)
     of_fp32, more = 1 / (amplified * len(amplified)), runs - len(amplified)
     return torch.cat([of_fp32, torch.full((more,), 1 / max(more, 1), dtype=torch.float64)])
