@@ -78,9 +78,8 @@ def noisy(ops: OpTable, noise: float, generator: torch.Generator) -> OpTable:
 
     def linear(x: Tensor, weight: Weight) -> Tensor:
         y = ops.linear(x, weight)
-        if isinstance(
-            weight, Blocks
-        ):  # a sum of products with normal numbers has their spread, and needs no weights of its own
+        if isinstance(weight, Blocks):
+            # A sum of products with normal numbers has the same spread, and needs no squares of what is restored.
             return y + noise * _ULP * math.sqrt(x.shape[-1] / 6) * ops.linear(x.float() * normal(x), weight)
         spread = (x.float().square() @ weight.float().square().T).sqrt()
         return y + noise * _ULP * math.sqrt(x.shape[-1] / 6) * spread * normal(y)

@@ -205,8 +205,9 @@ class Layer:
     index: int
 
     def weight(self, name: str) -> Tensor | None:
-        """A weight; None where the family has none of that name."""
-        return next((t for f, t in self.model.weights.layers[self.index].items() if f.split(".")[-1] == name), None)
+        """A weight as it is stored; None where the family has none of that name."""
+        named = self.model.weights.layers[self.index].named()
+        return next((cast(Tensor, tensor) for field, _, tensor in named if field.split(".")[-1] == name), None)
 
     @property
     def rotation(self) -> Tensor:
