@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
+from tq.commands.eval import read_text
 from tq.output import loading, print_table, telling
 from tq.ranks import tensor_parallel
 
@@ -276,6 +277,27 @@ def long_context(**given: Any) -> None:
     with _turning(given) as on_turn:
         rows = list(measure(requests, on_turn))
     _finish(report(requests, rows), given)
+
+
+@command.command("weights")
+@options.model_option()
+@click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text whose first tokens are fed.")
+@options.count("--tokens", "Tokens of it.", 1024)
+@options.count("--threads", "CPU threads, of each side.", 2)
+@click.option("--no-peers", is_flag=True, help="Leave llama.cpp out.")
+@_save
+@options.json_option
+def weights(model: str, text_file: str, tokens: int, no_peers: bool, **given: Any) -> None:
+    """Measure what multiplying with a GGUF file's blocks changes: KL from the same weights restored, ours and llama.cpp's."""
+    from haarkv.benchmarks.llama_process import require
+    from haarkv.benchmarks.weights import measure, report
+
+    text = read_text(text_file, "--text")
+    if not no_peers:
+        require()
+    with _turning(given) as on_turn, loading(model) as progress:
+        rows = measure(model, text, tokens, not no_peers, given["threads"], progress, on_turn)
+    _finish(report(Path(model).name, Path(text_file).name, tokens, rows), given)
 
 
 @command.command("serve")

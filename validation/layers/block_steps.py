@@ -53,16 +53,16 @@ class BlockSteps:
     """Products of which an executor rounds x.
 
     Args:
-        types: of the blocks that it multiplies with, by name.
-        weights: of the model.
-    Attributes:
-        used: those of the types that the model has.
+        used: types of the blocks that it multiplies with, by name.
     """
 
-    def __init__(self, types: Collection[str] = (), weights: Weights | None = None) -> None:
-        named = weights.named() if weights else ()
-        kinds = {weight.type.name for _, weight in named if isinstance(weight, Blocks)}
-        self.used = tuple(sorted(kinds & set(types)))
+    def __init__(self, used: Collection[str] = ()) -> None:
+        self.used = tuple(sorted(used))
+
+    @classmethod
+    def of(cls, types: Collection[str], weights: Weights) -> BlockSteps:
+        """Of those types that a model has."""
+        return cls({weight.type.name for _, weight in weights.named() if isinstance(weight, Blocks)} & set(types))
 
     def __bool__(self) -> bool:
         return bool(self.used)

@@ -110,7 +110,7 @@ class _Validation:
         self.schedule = Schedule(prompts, steps, plan)
         self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)
         cache = self.schedule.new_cache(model)
-        rounded = BlockSteps(candidate.blocks, model.weights)
+        rounded = BlockSteps.of(candidate.blocks, model.weights)
         self.reference, self.ledger = Reference(reference, model, cache, rounded), Ledger(cache)
         ops = candidate.ops if self.reference.records else None
         self.forced = Forced(self.reference, Trial(candidate, cache), ops, self.limits, self.ledger, repeats, explains)
