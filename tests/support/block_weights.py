@@ -1,5 +1,8 @@
 """Weights in the blocks of GGUF files: quantized by gguf where it can, else of random bytes with ordinary scales."""
 
+from dataclasses import replace
+from itertools import cycle
+
 import gguf
 import numpy as np
 import torch
@@ -29,6 +32,28 @@ def made(kind, outputs, inputs, seed=0, dtype=torch.float32):
         rows = generator.normal(0.02, 0.05, (outputs, inputs)).astype(np.float32)
         data = gguf.quantize(rows, known)
     return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(known), dtype)
+
+
+def in_blocks(model, kinds=TYPES):
+    """A model whose projections and head lie in blocks of these types, one after the other; embeddings stay as they are.
+
+    What gguf cannot write is random.
+    """
+    layers, kinds = [], cycle(kinds)
+
+    def stored(weight):
+        kind = next(kinds)
+        if weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+            kind = "Q8_0"
+        if kind in HALVES:
+            return made(kind, *weight.shape, dtype=weight.dtype)
+        data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
+        return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(gguf.GGMLQuantizationType[kind]), weight.dtype)
+
+    for layer in model.weights.layers:
+        layers.append(layer.changed(lambda field, weight: stored(weight) if field.endswith("_proj") else weight))
+    weights = replace(model.weights, layers=tuple(layers), lm_head=stored(model.weights.lm_head))
+    return replace(model, weights=weights)
 
 
 def blocks_of(weight):
