@@ -13,10 +13,13 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
-from haarkv.tq_ops.weight import Blocks, numbers_of
+from haarkv.tq_ops.weight import Blocks, dense, numbers_of, selected
 from haarkv.validation import bounds, validate
 from haarkv.validation.layers.block_faults import block_faults
 from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, half_steps, remembering
+from haarkv.validation.layers.replay.case import judged
+from haarkv.validation.layers.replay.file import dumps, loads
+from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.self_test import WholeLayers, self_test_of_blocks
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE
@@ -162,3 +165,44 @@ def test_the_contract_finds_an_x_of_fewer_bits():
     cases = [case for case in suite.block_cases(REFERENCE) if case.dtype == torch.float32]
     assert not any(finding.passed for _, finding in suite.run(coarse, cases))
     assert list(suite.block_cases(CUDA)) == []
+
+
+def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too():
+    """Its blocks are in the file; what cannot be cut at their borders is not cut."""
+    model = MODELS[torch.float32]
+
+    def broken(given, plan):
+        """Whatever model it is given, the MLP's last product is off where its weight lies in blocks."""
+        right = given.weights.layers[-1].matrix("down_proj")
+
+        def linear(x, weight):
+            y = CpuExecutor(given).ops.linear(x, weight)
+            return y * 1.01 if weight is right and isinstance(weight, Blocks) else y
+
+        return CpuExecutor(given).over(lambda ops: with_ops(ops, {"linear": linear}))
+
+    pair = (lambda given, plan: ReferenceExecutor(given)), broken
+    two = replace(model, config=model.config.with_layers(2), weights=replace(model.weights, layers=model.weights.layers[:2]))
+    plan = KVSpec("tq4").plan(2)
+    report = validate(pair[0](two, plan), broken(two, plan), two, PROMPTS, 0, plan)
+    assert (report.first_divergence.layer, report.first_divergence.stage) == (1, "down_proj")
+    file = loads(dumps(replay_of([OneRun(report, two, PROMPTS, 0, plan, None, pair)], {"torch": "1"}, 5)), "file")
+    kept = file.case.weights.matrix("down_proj")
+    assert isinstance(kept, Blocks)
+    assert kept.type.name == model.weights.layers[1].matrix("down_proj").type.name
+    again = judged(file.case, *pair)
+    assert (again.first_divergence.stage, again.blocks != ()) == ("down_proj", True)
+    assert judged(file.case, pair[0], lambda given, plan: CpuExecutor(given)).passed
+
+
+def test_rows_and_columns_of_blocks_are_those_of_what_is_restored():
+    rows, columns = torch.tensor([5, 1, 1]), torch.arange(64, 192)
+    for kind in ("Q4_1", "Q4_K"):
+        weight = made(kind, 8, 512) * (2.0 ** torch.arange(8))[:, None] * 2.0 ** (torch.arange(512) % 3)
+        assert torch.equal(dense(selected(weight, 0, rows)), dense(weight)[rows])
+        for some in (columns, torch.arange(256, 512), torch.arange(3, 35), torch.arange(64).flip(0)):
+            cut = selected(weight, 1, some)
+            assert torch.equal(dense(cut), dense(weight)[:, some])
+            assert isinstance(cut, Blocks) == (
+                int(some[0]) % weight.type.numbers == 0 and len(some) % weight.type.numbers == 0
+            )
