@@ -21,7 +21,7 @@ from torch import Tensor
 
 from haarkv.benchmarks import gguf_file
 from haarkv.benchmarks.cases import new_cache, new_pages
-from haarkv.benchmarks.llama_process import LlamaProcess, parse_kinds
+from haarkv.benchmarks.llama_process import LlamaProcess, parse_kinds, require
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.executors.base import Executor, verify
@@ -76,6 +76,8 @@ def measure(
     """
     if (file := gguf_file.source_file(model)) is None:
         raise InputError(f"{model} is no GGUF file, and only these hold quantised blocks; give --model FILE.gguf")
+    if peer:
+        require()
     kept = block_types("cpu")
     blocks = load_model(model, "float32", progress=progress, keep_blocks=kept)
     restored = load_model(model, "float32", progress=progress)

@@ -186,7 +186,7 @@ NEEDED = {
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
     "matrix": ("tiny", "--text", "text.txt", "--out", "rows"),
-    "bench drafts": ("--draft", "ngram"), "bench long-context": ("--model", "tiny"),
+    "bench drafts": ("--draft", "ngram"), "bench weights": ("--text", "text.txt"), "bench long-context": ("--model", "tiny"),
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {"cache info", "cache convert", "replay", "serve", "bench serve", "bringup"}

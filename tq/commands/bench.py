@@ -289,12 +289,9 @@ def long_context(**given: Any) -> None:
 @options.json_option
 def weights(model: str, text_file: str, tokens: int, no_peers: bool, **given: Any) -> None:
     """Measure what multiplying with a GGUF file's blocks changes: KL from the same weights restored, ours and llama.cpp's."""
-    from haarkv.benchmarks.llama_process import require
     from haarkv.benchmarks.weights import measure, report
 
     text = read_text(text_file, "--text")
-    if not no_peers:
-        require()
     with _turning(given) as on_turn, loading(model) as progress:
         rows = measure(model, text, tokens, not no_peers, given["threads"], progress, on_turn)
     _finish(report(Path(model).name, Path(text_file).name, tokens, rows), given)

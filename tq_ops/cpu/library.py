@@ -243,7 +243,8 @@ class Rows(_Structure):
     """One call of `haarkv_rows`."""
 
     _fields_ = (
-        ("weight", Weight), ("rows", c_void_p), ("y", c_void_p), ("count", c_int64), ("inputs", c_int64), ("threads", c_int32),
+        ("weight", Weight), ("rows", c_void_p), ("y", c_void_p), ("count", c_int64), ("outputs", c_int64),
+        ("inputs", c_int64), ("threads", c_int32),
     )  # fmt: skip
 
 
@@ -282,6 +283,7 @@ def load() -> ctypes.CDLL:
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
     library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
+    library.haarkv_rows.restype = c_int32
     return library
 
 

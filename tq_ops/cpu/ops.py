@@ -195,9 +195,11 @@ class CpuOps:
         Args:
             weight: [N, in]; blocks whose columns have scales, or of a type that `library.BLOCKS` does not name, are restored
                 in Python.
-            index: [R] int64, each below N.
+            index: [R] int64.
         Returns:
             [R, in] of the weight's dtype.
+        Raises:
+            IndexError: a row that there is not.
         """
         if not isinstance(weight, Blocks) or not has_kernel(weight) or weight.column_scales is not None:
             return rows_of(weight, index)
@@ -205,8 +207,9 @@ class CpuOps:
         y = torch.empty(len(index), weight.shape[1])
         call = library.Rows.__new__(library.Rows)
         call.weight, call.rows, call.y = self._stored(weight), index.data_ptr(), y.data_ptr()
-        call.count, call.inputs, call.threads = len(index), weight.shape[1], self.threads
-        self._library.haarkv_rows(ctypes.byref(call))
+        call.count, call.outputs, call.inputs, call.threads = len(index), *weight.shape, self.threads
+        if self._library.haarkv_rows(ctypes.byref(call)):
+            return rows_of(weight, index)  # counted from the end, or it says which there is not
         restored = y.to(weight.dtype)
         return restored if weight.row_scales is None else restored * weight.row_scales[index].unsqueeze(-1)
 

@@ -79,8 +79,11 @@ Restore restoring(int32_t stored) {
 
 extern "C" {
 
-__attribute__((visibility("default"))) void haarkv_rows(const HaarkvRows* r) {
+// 1 if there is no such row; nothing was written then.
+__attribute__((visibility("default"))) int32_t haarkv_rows(const HaarkvRows* r) {
     constexpr int64_t kTogether = 8;
+    for (int64_t i = 0; i < r->count; ++i)
+        if (r->rows[i] < 0 || r->rows[i] >= r->out) return 1;
     const auto restore = restoring(r->weight.stored);
     auto some = [&](int64_t item, int) {
         for (int64_t i = item * kTogether; i < std::min(r->count, (item + 1) * kTogether); ++i)
@@ -88,6 +91,7 @@ __attribute__((visibility("default"))) void haarkv_rows(const HaarkvRows* r) {
                     r->y + i * r->in);
     };
     parallel_for(r->threads, divide_up(r->count, kTogether), some);
+    return 0;
 }
 
 }  // extern "C"

@@ -67,7 +67,7 @@ struct HaarkvRows {
     Weight weight;        // [out, in]; its scales are not looked at
     const int64_t* rows;  // [count]
     float* y;             // [count, in]
-    int64_t count, in;
+    int64_t count, out, in;
     int32_t threads;
 };
 

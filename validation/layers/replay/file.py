@@ -1,8 +1,8 @@
 """A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
 
 tensors   hidden [T, hidden]; weights.FIELD of the layer, of blocks their bytes, with .rows and .columns their scales;
-          before.PART.FIELD, its cache: PART is k, v or, where tokens stay in BF16, window.k, sink.k, …; learned.k.NAME for formats of learned coordinates; expected.hidden, .k, .v and
-          .PART.FIELD, which the reference made of it
+          before.PART.FIELD, its cache: PART is k, v or, where tokens stay in BF16, window.k, sink.k, …; learned.k.NAME for
+          formats of learned coordinates; expected.hidden, .k, .v and .PART.FIELD, which the reference made of it
 metadata  haarkv_replay: "5"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; blocks:
           the type of each weight that lies in some, by field; finding, reference, candidate: what failed and how; versions;
           sha256, of all of the rest
