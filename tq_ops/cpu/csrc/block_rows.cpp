@@ -1,8 +1,8 @@
 // The C interface to rows of a weight in blocks, restored: the embeddings of a step's tokens. They are the bits that gguf
 // makes. A row takes a microsecond or so, so that one translation unit serves every instruction set.
 //
-// A product of a scale and a level fits FP32 without rounding (11 + 8 bits; of Q6_K, whose scale of 16 numbers is in the
-// level, 11 + 14, rounded once in either order). So it does not matter whether a minimum is taken off it by a fused operation.
+// A product of a scale and a level fits FP32 without rounding, 11 and 8 bits. So it does not matter whether a minimum is taken
+// off it by a fused operation.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #include <algorithm>
@@ -46,6 +46,22 @@ template <class Type> void restore_row(const uint8_t* group, int64_t blocks, flo
     }
 }
 
+// The same of Q6_K, whose levels have a signed scale in them for products: a zero would lose its sign.
+void restore_row_of_q6_k(const uint8_t* group, int64_t blocks, float* y) {
+    constexpr int kBytes = Q6_K<WordsPortable>::group_bytes;
+    for (int64_t block = 0; block < blocks; ++block, y += kBlock) {
+        const int place = block % kBlocksTogether, half = place / 4, quarter = place % 4;
+        const uint8_t* whole = group + block / kBlocksTogether * kBytes;
+        const uint8_t *low = whole + half * 64 + quarter % 2 * 32, *high = whole + 128 + half * 32;
+        const float d = half_to_float(read_as<uint16_t>(whole + 208));
+        for (int i = 0; i < kBlock; ++i) {
+            const int four = quarter < 2 ? low[i] & 0xf : low[i] >> 4, two = high[i] >> 2 * quarter & 3;
+            const float scale = d * static_cast<float>(static_cast<int8_t>(whole[192 + 2 * place + i / 16]));
+            y[i] = scale * static_cast<float>((four | two << 4) - 32);
+        }
+    }
+}
+
 typedef void (*Restore)(const uint8_t*, int64_t, float*);
 
 Restore restoring(int32_t stored) {
@@ -66,7 +82,7 @@ Restore restoring(int32_t stored) {
         case kQ5_K:
             return restore_row<Q5_K<Words>>;
         case kQ6_K:
-            return restore_row<Q6_K<Words>>;
+            return restore_row_of_q6_k;
         case kIq4Nl:
             return restore_row<Iq4Nl<Words>>;
         default:
