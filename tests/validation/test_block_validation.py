@@ -83,7 +83,7 @@ def test_an_x_of_fewer_bits_is_found(drive):
         report = run(model, DRIVES[drive](InBlocks(model, rounding(bits))))
         first = report.first_divergence
         assert (first.layer, first.reason) == (0, "fault")
-        assert first.stage == ("q_proj" if drive == "ops" else "store_kv.k"), bits
+        assert first.stage in (("q_proj",) if drive == "ops" else ("store_kv.k", "store_kv.v", "attention_mlp")), bits
 
 
 def test_an_executor_that_restores_blocks_is_given_nothing():
