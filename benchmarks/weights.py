@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def _of_llama(file: Path, ids: Sequence[int], threads: int, stack: ExitStack) ->
         process.call("shut", kind)
 
     kinds = [next(iter(parse_kinds(name))) for name in ("f32:plain", "f16:flash")]
-    return {f"llama.cpp, blocks, kv {kind.type}": lambda kind=kind: run(kind) for kind in kinds}
+    return {f"llama.cpp, blocks, kv {kind.type}": partial(run, kind) for kind in kinds}
 
 
 def _row(name: str, right: Sequence[Tensor], logits: Logits) -> WeightsRow:

@@ -112,7 +112,9 @@ def test_each_type_has_faults_of_its_own():
         faults = list(block_faults(model, 1, "cpu"))
         words = {fault.name for fault in faults}
         assert (f"{kind}, a minimum is the neighbour's" in words) == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
-        assert {f"{kind}, a scale is the neighbour's", f"{kind}, a block is the neighbour's"} <= words
+        assert f"{kind}, a scale is the neighbour's" in words
+        single = faults[0].right.type.numbers == CONFIG.hidden_size  # a row of one block has no neighbour
+        assert (f"{kind}, a block is the neighbour's" in words) != single
         for fault in faults:
             off = numbers_of(fault.wrong) != numbers_of(fault.right)
             assert 0 < off.float().mean() <= 0.5, fault.name
