@@ -407,7 +407,7 @@ def test_the_self_test_on_the_model_that_ships(validate):
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocks")
-    sizes = {"hidden_size": 96, "intermediate_size": 128, "vocab_size": 300}
+    sizes = {"head_dim": 64, "hidden_size": 96, "intermediate_size": 128, "vocab_size": 300}
     return convert(
         write_checkpoint(folder / "checkpoint", config=CONFIG | sizes), folder / "m.gguf", "Q8_0", vocabulary=byte_vocabulary()
     )
