@@ -66,6 +66,8 @@ OWN = {
     ("bench long-context", "--threads"): "one, whose CPU time is measured",
     ("bench long-context", "--contexts"): "another default",
     ("bench long-context", "--steps"): "that count",
+    ("bench weights", "--tokens"): "the first ones, which follow each other",
+    ("bench weights", "--threads"): "of llama.cpp as well",
     ("bench serve", "--model"): "another default",
     ("bench serve", "--prompt-tokens"): "a list",
     ("bench serve", "--kv"): "a list",

@@ -281,12 +281,10 @@ def long_context(**given: Any) -> None:
 
 @command.command("weights")
 @options.model_option()
-@click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text whose first tokens are fed.")
-@options.count("--tokens", "Tokens of it.", 1024)
+@click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
+@options.count("--tokens", "The first N tokens of it.", 1024)
 @options.count("--threads", "CPU threads, of each side.", 2)
-@click.option("--no-peers", is_flag=True, help="Leave llama.cpp out.")
-@_save
-@options.json_option
+@options.together(_no_peers, _save, options.json_option)
 def weights(model: str, text_file: str, tokens: int, no_peers: bool, **given: Any) -> None:
     """Measure what multiplying with a GGUF file's blocks changes: KL from the same weights restored, ours and llama.cpp's."""
     from haarkv.benchmarks.weights import measure, report
