@@ -204,9 +204,10 @@ class Contexts:
             taken.append(time.perf_counter() - began)
         return taken
 
-    def logits(self, kind: LlamaKV, ids: Sequence[int]) -> Any:
-        """Logits after each token of a new prompt, [tokens, vocab] FP32, as a numpy array."""
-        self._forget(kind)
+    def logits(self, kind: LlamaKV, ids: Sequence[int], new: bool = True) -> Any:
+        """Logits after each token of a new prompt, or of more of the last one: [tokens, vocab] FP32, as a numpy array."""
+        if new:
+            self._forget(kind)
         rows = []
         for token in ids:
             self._decode(kind, [token])

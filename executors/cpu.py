@@ -17,7 +17,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.calls import has_kernel
 from haarkv.tq_ops.cpu.layers import FEW, Dense, DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
-from haarkv.tq_ops.cpu.library import KernelsMissingError
+from haarkv.tq_ops.cpu.library import BLOCKS, KernelsMissingError
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -28,14 +28,20 @@ from haarkv.tq_ops.weight import Blocks
 
 
 @dataclass(frozen=True)
-class _InOneCall(DecoderModel):
-    """A model whose dense layers are one call, stretch by stretch, where tokens are few and nobody looks on at the ops.
+class _OnKernels(DecoderModel):
+    """A model whose embeddings the kernels look up, and whose dense layers are one call, stretch by stretch, where tokens are
+    few and nobody looks on at the ops.
 
     Attributes:
+        kernels: that do so.
         whole: its layers.
     """
 
+    kernels: CpuOps | None = None
     whole: DenseLayers | None = None
+
+    def embedding_rows(self, index: Tensor) -> Tensor:
+        return self.kernels.rows(self.weights.embedding, index) if self.kernels else super().embedding_rows(index)
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         if self.whole is None or not isinstance(ops, CpuOps) or len(hidden) > FEW:
@@ -66,9 +72,9 @@ class CpuExecutor(ReferenceExecutor):
         self._kernels: CpuOps | None = None
         try:
             ops = self._kernels = CpuOps(isa)
-            model = _in_one_call(model, ops)
+            model = _on_kernels(model, ops)
             self.description = f"C++ kernels ({ops.isa}) on the CPU"
-            self.batches_alike = True
+            self.batches_alike, self.blocks = True, BLOCKS
         except KernelsMissingError as missing:
             if isa:
                 raise
@@ -91,19 +97,18 @@ class CpuExecutor(ReferenceExecutor):
     @property
     def whole(self) -> DenseLayers | None:
         """The layers that run in one call, stretch by stretch; None where each op is a call."""
-        return self._model.whole if isinstance(self._model, _InOneCall) else None
+        return self._model.whole if isinstance(self._model, _OnKernels) else None
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         return unsupported(READS, plan, config.kv_shapes, others=True)
 
 
-def _in_one_call(model: DecoderModel, ops: CpuOps) -> DecoderModel:
-    """The same model, those of its layers in one call that `DenseLayers` knows, if it is whole."""
+def _on_kernels(model: DecoderModel, ops: CpuOps) -> DecoderModel:
+    """The same model on the kernels, those of its layers in one call that `DenseLayers` knows, if it is whole."""
     layers = [_dense(model, layer, weights) for layer, weights in zip(model.config.layers, model.weights.layers, strict=True)]
-    if model.ranks.size > 1 or not any(layers):
-        return model
-    return _InOneCall(model.config, model.weights, model.ropes, model.ranks, DenseLayers(ops, layers))
+    whole = DenseLayers(ops, layers) if model.ranks.size == 1 and any(layers) else None
+    return _OnKernels(model.config, model.weights, model.ropes, model.ranks, ops, whole)
 
 
 _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")

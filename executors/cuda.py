@@ -66,6 +66,7 @@ class CudaExecutor:
 
     name = "cuda"
     batches_alike = False
+    blocks: tuple[str, ...] = ()
     decode_step = most_by_stretches = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 

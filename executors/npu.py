@@ -42,6 +42,7 @@ class NpuExecutor:
     name = "npu"
     ops = None
     batches_alike = False
+    blocks: tuple[str, ...] = ()
     decode_step: int | None = programs.DECODE_STEP
     most_by_stretches: int | None = STRETCH
 

@@ -97,6 +97,7 @@ class OnnxExecutor:
     ops = None
     simulated = False
     batches_alike = False
+    blocks: tuple[str, ...] = ()
     decode_step = most_by_stretches = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 

@@ -36,6 +36,7 @@ class ReferenceExecutor:
     simulated = False
     batches_alike = False
     decode_step = most_by_stretches = None
+    blocks: tuple[str, ...] = ()
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"

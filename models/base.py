@@ -76,16 +76,20 @@ class DecoderModel:
         """Hidden states [T, hidden] of token ids [T]."""
         embedding, ranks = self.weights.embedding, self.ranks
         if ranks.size == 1:
-            rows = rows_of(embedding, token_ids)
+            rows = self.embedding_rows(token_ids)
         else:
             # One rank has a token's row, the others add zeros to it: the sum is exact.
             row = token_ids - even_share(self.config.vocab_size, ranks.rank, ranks.size).start
             here = (row >= 0) & (row < len(embedding))
-            part = rows_of(embedding, row.clamp(0, len(embedding) - 1)).float()
+            part = self.embedding_rows(row.clamp(0, len(embedding) - 1)).float()
             rows = ranks.sum(part.masked_fill(~here.unsqueeze(-1), 0.0)).to(embedding.dtype)
         if self.config.embedding_scale == 1.0:
             return rows
         return rows * torch.tensor(self.config.embedding_scale, dtype=rows.dtype)
+
+    def embedding_rows(self, index: Tensor) -> Tensor:
+        """Rows [R, hidden] of the embedding that is here, by their numbers [R]."""
+        return rows_of(self.weights.embedding, index)
 
     def rope_at(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         """cos and sin of positions [T], of each rotary embedding."""

@@ -97,6 +97,11 @@ def block_type(kind: int) -> BlockType:
     return BlockType(known.name, numbers, nbytes, restore)
 
 
+def block_type_named(name: str) -> BlockType:
+    """`block_type` by gguf's name, such as Q4_K."""
+    return block_type(gguf.GGMLQuantizationType[name])
+
+
 @cache
 def _can_restore(kind: int) -> bool:
     try:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Weight, dense, rows_of
+from haarkv.tq_ops.weight import Weight, numbers_of
 
 _WIDEN_BYTES = 2 * 2**20
 
@@ -40,17 +40,18 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
     Args:
         x: [T, in] bf16 or fp32.
-        weight: [out, in] of x's dtype, as Hugging Face stores it, or blocks, which are restored to that dtype.
+        weight: [out, in] of x's dtype, as Hugging Face stores it, or blocks, which are restored.
     Returns:
         [T, out] fp32.
-    Rounding points: operands as they are, products and sums in FP32.
+    Rounding points: operands as they are, products and sums in FP32. What is restored from blocks is FP32, whatever their
+        dtype.
     """
     x = x.float()
     if weight.dtype == torch.float32:
-        return functional.linear(x, dense(weight))
+        return functional.linear(x, numbers_of(weight))
     # Widened a few rows at a time, which stay in the processor's cache, the weight is read from memory once and as it is.
     step = max(1, _WIDEN_BYTES // (4 * weight.shape[1]))
-    parts = (rows_of(weight, slice(begin, begin + step)) for begin in range(0, len(weight), step))
+    parts = (numbers_of(weight, slice(begin, begin + step)) for begin in range(0, len(weight), step))
     return torch.cat([functional.linear(x, part.float()) for part in parts], dim=-1)
 
 

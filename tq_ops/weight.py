@@ -75,13 +75,15 @@ class Blocks:
             return replace(self, row_scales=flat if self.row_scales is None else self.row_scales * flat)
         return replace(self, column_scales=flat if self.column_scales is None else self.column_scales * flat)
 
-    def rows(self, index: slice | Tensor) -> Tensor:
+    def rows(self, index: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Some rows [R, in], restored on the host and copied to the device of the blocks.
 
         Args:
             index: slice, or [R] int64.
+            dtype: of the result; that of the blocks unless given. In FP32 nothing is rounded.
         """
-        restored = restore_rows(self.data[index].cpu(), self.type.restore, self.shape[1], self.dtype).to(self.device)
+        dtype = dtype or self.dtype
+        restored = restore_rows(self.data[index].cpu(), self.type.restore, self.shape[1], dtype).to(self.device)
         if self.row_scales is not None:
             restored = restored * self.row_scales[index].unsqueeze(-1)
         return restored if self.column_scales is None else restored * self.column_scales
@@ -96,9 +98,31 @@ def dense(weight: Weight) -> Tensor:
     return weight.rows(slice(None)) if isinstance(weight, Blocks) else weight
 
 
+def numbers_of(weight: Weight, index: slice = slice(None)) -> Tensor:
+    """Rows of a weight as `linear` multiplies with them: those of blocks in FP32, not rounded to the blocks' dtype."""
+    return weight.rows(index, torch.float32) if isinstance(weight, Blocks) else weight[index]
+
+
 def rows_of(weight: Weight, index: slice | Tensor) -> Tensor:
     """Rows of a weight, as `Blocks.rows`."""
     return weight.rows(index) if isinstance(weight, Blocks) else weight[index]
+
+
+def selected(weight: Weight, axis: int, index: Tensor) -> Weight:
+    """Some rows (axis 0) or columns of a weight, by their numbers [n] int64. Where parts of blocks are taken, these are
+    restored."""
+    if not isinstance(weight, Blocks):
+        return weight.index_select(axis, index).contiguous()
+    if axis == 0:
+        scales = weight.row_scales if weight.row_scales is None else weight.row_scales[index]
+        return replace(weight, data=weight.data[index], row_scales=scales)
+    size = weight.type.numbers
+    first = index[::size]
+    if len(index) % size or (first % size).any() or not torch.equal(index, (first[:, None] + torch.arange(size)).flatten()):
+        return dense(weight).index_select(axis, index).contiguous()
+    data = weight.data.reshape(len(weight), -1, weight.type.nbytes)[:, first // size].flatten(1)
+    scales = weight.column_scales if weight.column_scales is None else weight.column_scales[index]
+    return replace(weight, data=data, column_scales=scales)
 
 
 def memory_of(weight: Weight) -> Tensor:

@@ -116,6 +116,7 @@ OP_TABLE_BF16_DIFFERENT = 0.02
 # -- Weights in blocks, beside the product with the numbers restored from them ---------------------------------------------
 # Each 32 numbers of x are rounded to 16-bit integers times a step: the larger of their largest size and of the sum of their
 # sizes, each divided by one of these. A number is off by half a step, and by a few roundings of FP32 on the way to it.
+BLOCK_X_NUMBERS = 32
 BLOCK_X_LARGEST = 32_767.0
 BLOCK_X_TOTAL = 524_000.0
 BLOCK_X_HALF_STEP = 0.5 + 2.0**-7

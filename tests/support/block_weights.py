@@ -1,11 +1,14 @@
 """Weights in the blocks of GGUF files: quantized by gguf where it can, else of random bytes with ordinary scales."""
 
+from dataclasses import replace
+from itertools import cycle
+
 import gguf
 import numpy as np
 import torch
 
 from haarkv.models.gguf_file import block_type
-from haarkv.tq_ops.weight import Blocks
+from haarkv.tq_ops.weight import Blocks, dense
 
 TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 """Those that the kernels of the CPU multiply with."""
@@ -29,6 +32,30 @@ def made(kind, outputs, inputs, seed=0, dtype=torch.float32):
         rows = generator.normal(0.02, 0.05, (outputs, inputs)).astype(np.float32)
         data = gguf.quantize(rows, known)
     return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(known), dtype)
+
+
+def in_blocks(model, kinds=TYPES):
+    """A model whose projections and head lie in blocks of these types, one after the other; embeddings stay as they are.
+
+    What gguf cannot write is random, as large as the weight was to within a power of two.
+    """
+    layers, kinds = [], cycle(kinds)
+
+    def stored(weight):
+        kind = next(kinds)
+        if weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+            kind = "Q8_0"
+        if kind in HALVES:
+            drawn = made(kind, *weight.shape, dtype=weight.dtype)
+            larger = torch.log2(weight.float().norm() / dense(drawn).float().norm()).round()
+            return drawn * torch.full((len(weight), 1), 2.0 ** float(larger))
+        data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
+        return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(gguf.GGMLQuantizationType[kind]), weight.dtype)
+
+    for layer in model.weights.layers:
+        layers.append(layer.changed(lambda field, weight: stored(weight) if field.endswith("_proj") else weight))
+    weights = replace(model.weights, layers=tuple(layers), lm_head=stored(model.weights.lm_head))
+    return replace(model, weights=weights)
 
 
 def blocks_of(weight):

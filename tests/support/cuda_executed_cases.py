@@ -38,7 +38,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 from haarkv.validation.ops import suite
-from haarkv.validation.ops.cases import Attention, OpCase, Plain, Store
+from haarkv.validation.ops.cases import Attention, Plain, Store
+from haarkv.validation.ops.suite import OpCase
 from haarkv.validation.ops.tables import CUDA
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32

@@ -66,6 +66,8 @@ OWN = {
     ("bench long-context", "--threads"): "one, whose CPU time is measured",
     ("bench long-context", "--contexts"): "another default",
     ("bench long-context", "--steps"): "that count",
+    ("bench weights", "--tokens"): "the first ones, which follow each other",
+    ("bench weights", "--threads"): "of llama.cpp as well",
     ("bench serve", "--model"): "another default",
     ("bench serve", "--prompt-tokens"): "a list",
     ("bench serve", "--kv"): "a list",
@@ -186,7 +188,7 @@ NEEDED = {
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
     "matrix": ("tiny", "--text", "text.txt", "--out", "rows"),
-    "bench drafts": ("--draft", "ngram"), "bench long-context": ("--model", "tiny"),
+    "bench drafts": ("--draft", "ngram"), "bench weights": ("--text", "text.txt"), "bench long-context": ("--model", "tiny"),
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {"cache info", "cache convert", "replay", "serve", "bench serve", "bringup"}

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 import torch
-from checkpoints import EMBEDDING, poison, write_checkpoint
+from checkpoints import CONFIG, EMBEDDING, poison, write_checkpoint
+from gguf_files import byte_vocabulary, convert
 from machines import has_only
 from refusals import assert_refused
 
@@ -400,3 +401,39 @@ def test_the_self_test_on_the_model_that_ships(validate):
     assert found["ops", "swapped nibbles"] == "layer 1 store_kv.k"
     assert found["layers", "zero output"] == "layer 1 attention_mlp"
     assert found["layers", "rotations seeded in sequence"] == "layer 1 store_kv.k"
+
+
+# -- A file of quantised blocks ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blocks")
+    sizes = {"head_dim": 64, "hidden_size": 96, "intermediate_size": 128, "vocab_size": 300}
+    return convert(
+        write_checkpoint(folder / "checkpoint", config=CONFIG | sizes), folder / "m.gguf", "Q8_0", vocabulary=byte_vocabulary()
+    )
+
+
+def test_blocks_are_multiplied_as_generate_does_and_named(validate, gguf_file):
+    args = ("--model", gguf_file, "--executor", "cpu", "--prompt", "spam and eggs", "--steps", 1)
+    code, out, err = validate(*args)
+    assert (code, err) == (0, "")
+    assert "multiplied as the blocks of the file: Q8_0; restored for reference" in " ".join(out.split())
+    code, out, _ = validate(*args, "--json")
+    report = json.loads(out)
+    assert (code, report["blocks"]) == (0, ["Q8_0"])
+    products = [verdict for verdict in report["stages"] if verdict["stage"] == "up_proj"]
+    assert products[0]["error"] > 1e-6  # of x in 16 bits; sums in FP32 are off by less
+    restored = json.loads(validate(*args[:2], *ITSELF, *args[4:], "--json")[1])
+    assert restored["blocks"] == []
+
+
+def test_the_self_test_plants_faults_in_a_files_blocks(validate, gguf_file, checkpoint, monkeypatch):
+    import haarkv.validation.layers.self_test as module
+
+    monkeypatch.setattr(module, "self_test", lambda models, prompts, on_row: [])
+    code, out, err = validate("--self-test", "--model", gguf_file, "--dtype", "float32")
+    assert (code, err) == (0, "")
+    assert "Q8_0, a scale is the neighbour's" in out
+    assert "none (control, blocks)" in out
+    assert_refused(validate("--self-test", "--model", checkpoint), "--self-test", ".gguf")
+    assert_refused(validate("--sensitivity", "--model", gguf_file), "--sensitivity", "--model")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
+from tq.commands.eval import read_text
 from tq.output import loading, print_table, telling
 from tq.ranks import tensor_parallel
 
@@ -276,6 +277,22 @@ def long_context(**given: Any) -> None:
     with _turning(given) as on_turn:
         rows = list(measure(requests, on_turn))
     _finish(report(requests, rows), given)
+
+
+@command.command("weights")
+@options.model_option()
+@click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
+@options.count("--tokens", "The first N tokens of it.", 1024)
+@options.count("--threads", "CPU threads, of each side.", 2)
+@options.together(_no_peers, _save, options.json_option)
+def weights(model: str, text_file: str, tokens: int, no_peers: bool, **given: Any) -> None:
+    """Measure what multiplying with a GGUF file's blocks changes: KL from the same weights restored, ours and llama.cpp's."""
+    from haarkv.benchmarks.weights import measure, report
+
+    text = read_text(text_file, "--text")
+    with _turning(given) as on_turn, loading(model) as progress:
+        rows = measure(model, text, tokens, not no_peers, given["threads"], progress, on_turn)
+    _finish(report(Path(model).name, Path(text_file).name, tokens, rows), given)
 
 
 @command.command("serve")

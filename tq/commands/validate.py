@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from haarkv.models.base import DecoderModel
     from haarkv.validation.layers.self_test import SelfTestRow, Sensitivity
 
-_SELF_TEST_TOKENS = (120, 100)
+_SELF_TEST_TOKENS, _BLOCK_TOKENS = (120, 100), (24, 16)
 
 
 @click.command("validate")
@@ -45,7 +46,11 @@ _SELF_TEST_TOKENS = (120, 100)
     help="Run nothing: what got better or worse from one --json report to another?",
 )
 @options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
-@click.option("--self-test", is_flag=True, help="Plant faults in the reference and check that each is found; minutes.")
+@click.option(
+    "--self-test",
+    is_flag=True,
+    help="Plant faults, and with --model F.gguf in its blocks, and check that each is found; minutes.",
+)
 @click.option("--sensitivity", is_flag=True, help="Print the smallest error of scale that is caught, by stage; minutes.")
 @options.json_option
 @click.pass_context
@@ -68,9 +73,10 @@ def command(context: click.Context, /, **given: Any) -> int:
             return compare(before, after, given["as_json"])
         if given["self_test"] and given["sensitivity"]:
             raise click.UsageError("--self-test and --sensitivity are two commands; give one of them")
-        for name, run in (("self_test", _self_test), ("sensitivity", _sensitivity)):
-            if given[name]:
-                return run(dtype=given["dtype"], as_json=given["as_json"])
+        if given["self_test"]:
+            return _self_test(given["model"], dtype=given["dtype"], as_json=given["as_json"])
+        if given["sensitivity"]:
+            return _sensitivity(dtype=given["dtype"], as_json=given["as_json"])
         if given["replay_file"] and given["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         options.check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
@@ -112,28 +118,46 @@ def _alone(own: set[str], why: str) -> None:
 
 _OWN = {"self_test", "sensitivity", "dtype", "as_json", "threads"}
 _LAYERS = 3
+_Subject = tuple[list["DecoderModel"], list[list[int]]]
 
 
-def _own_run(option: str, dtype: str | None) -> tuple[list[DecoderModel], list[list[int]]]:
-    """What a command without a model of the user's own runs on: the first layers of `tiny`, and a text of code."""
-    _alone(_OWN, f"{option} uses its own model, prompts and executor")
+def _first_layers(model: str, dtype: str | None, kept: Sequence[str], tokens: Sequence[int]) -> _Subject:
+    """The first layers of a model, in each dtype that is asked for, and pieces of a text of code.
+
+    Args:
+        kept: types of blocks that stay as the file has them.
+        tokens: of each piece.
+    """
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
     from haarkv.tq_ops import reference
     from haarkv.validation.layers.self_test import first_layers
 
-    models = [first_layers(load_model("tiny", name), _LAYERS) for name in ([dtype] if dtype else ["float32", "bfloat16"])]
+    dtypes = [dtype] if dtype else ["float32", "bfloat16"]
+    models = [first_layers(load_model(model, name, keep_blocks=kept), _LAYERS) for name in dtypes]
     text = Path(str(reference.__file__)).read_text(encoding="utf-8")
-    ids = load_tokenizer("tiny", models[0].config).encode(text)
-    return models, [ids[:count] for count in _SELF_TEST_TOKENS]
+    ids = load_tokenizer(model, models[0].config).encode(text)
+    return models, [ids[:count] for count in tokens]
 
 
-def _self_test(*, dtype: str | None, as_json: bool) -> int:
+def _self_test(model: str, *, dtype: str | None, as_json: bool) -> int:
     """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
-    models, prompts = _own_run("--self-test", dtype)
-    from haarkv.validation.layers.self_test import self_test
+    _alone(_OWN | {"model"}, "--self-test uses its own prompts and executor")
+    from haarkv.executors.catalog import NAMES, block_types
+    from haarkv.validation.layers.block_faults import runner_of_blocks
+    from haarkv.validation.layers.self_test import self_test, self_test_of_blocks
 
-    rows = self_test(models, prompts, None if as_json else _show_fault)
+    on_row, rows = None if as_json else _show_fault, []
+    if "model" in options.written():
+        models, prompts = _first_layers(model, dtype, [kind for name in NAMES for kind in block_types(name)], _BLOCK_TOKENS)
+        if runner_of_blocks(models[0]) is None:
+            raise click.UsageError(
+                f"--self-test plants faults in blocks of a file, and no executor multiplies with any of {model} as they are; "
+                "leave out --model, or give a .gguf file"
+            )
+        rows += self_test_of_blocks(models, prompts, on_row)
+    models, prompts = _first_layers("tiny", dtype, (), _SELF_TEST_TOKENS)
+    rows += self_test(models, prompts, on_row)
     caught = sum(row.caught for row in rows)
     if as_json:
         print(json.dumps({"passed": caught == len(rows), "rows": [asdict(row) for row in rows]}))
@@ -153,7 +177,8 @@ def _show_fault(row: SelfTestRow) -> None:
 # -- Sensitivity ---------------------------------------------------------------------------------------------------------
 def _sensitivity(*, dtype: str | None, as_json: bool) -> int:
     """Print the smallest error of scale that is caught, by stage; 0."""
-    models, prompts = _own_run("--sensitivity", dtype)
+    _alone(_OWN, "--sensitivity uses its own model, prompts and executor")
+    models, prompts = _first_layers("tiny", dtype, (), _SELF_TEST_TOKENS)
     from haarkv.validation.layers.self_test import sensitivity
 
     rows = [row for model in models for row in sensitivity(model, prompts, None if as_json else _show_sensitivity)]

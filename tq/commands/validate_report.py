@@ -79,6 +79,9 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
         *([("may be wrong", ", ".join(first.stages))] if first and first.stages else []),
         ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
     ]
+    if report.blocks:
+        kinds = ", ".join(report.blocks)
+        rows.append(("weights", f"multiplied as the blocks of the file: {kinds}; restored for {report.reference}"))
     if report.logits:
         rows.append(("next tokens", f"the same in {same} of {len(report.logits)} forwards"))
     rows += more

@@ -43,7 +43,7 @@ def validated(
     with loading(model) as progress:
         from haarkv.engine.plans import plan_for
         from haarkv.engine.session import Session
-        from haarkv.executors.catalog import AUTO, check, create, default_dtype, select
+        from haarkv.executors.catalog import AUTO, block_types, check, create, default_dtype, select
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
@@ -65,12 +65,13 @@ def validated(
         check(selected.name, part, plan_here, device, ranks)
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
-        here = load_model(model, dtype or shared, layers, progress, ranks)
+        kept = block_types(selected.name)
+        here = load_model(model, dtype or shared, layers, progress, ranks, keep_blocks=kept)
         on_trial = create(selected.name, here, plan_here, device, compiling)
         if ranks.rank:
             follow(on_trial, ranks, config, plan_here)
             return None
-        loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress)
+        loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress, keep_blocks=kept)
     trusted = create(reference, loaded, plan, on_program=compiling)
     tokenizer = load_tokenizer(model, loaded.config)
     if texts:

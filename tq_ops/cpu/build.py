@@ -70,6 +70,7 @@ def units() -> dict[str, tuple[str, ...]]:
     isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepted(flags)}
     defined = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
     return {
+        "block_rows": (),
         "driver": (),
         "elementwise": (),
         "gated_delta": (),

@@ -239,13 +239,23 @@ class Layers(_Structure):
     )  # fmt: skip
 
 
+class Rows(_Structure):
+    """One call of `haarkv_rows`."""
+
+    _fields_ = (
+        ("weight", Weight), ("rows", c_void_p), ("y", c_void_p), ("count", c_int64), ("outputs", c_int64),
+        ("inputs", c_int64), ("threads", c_int32),
+    )  # fmt: skip
+
+
 _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
     "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
+    "haarkv_rows": Rows,
 }  # fmt: skip
 _STRUCTURES = (
     Kept, SideArgs, Cache, Matrix, Stretches, Attention, Quantizer, StoreSide, Store, Weight, Linear, RmsNorm, Rope, GatedMul,
-    GatedDelta, DenseLayer, Turns, Places, Layers,
+    GatedDelta, DenseLayer, Turns, Places, Layers, Rows,
 )  # fmt: skip
 """In the order in which `haarkv_sizes` tells their sizes."""
 
@@ -273,6 +283,7 @@ def load() -> ctypes.CDLL:
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
     library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
+    library.haarkv_rows.restype = c_int32
     return library
 
 

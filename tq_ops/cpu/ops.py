@@ -22,7 +22,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Blocks, Weight, dense
+from haarkv.tq_ops.weight import Blocks, Weight, numbers_of, rows_of
 
 
 class CpuOps:
@@ -171,18 +171,15 @@ class CpuOps:
 
             With blocks, each 32 numbers of x, times the columns' scales, are rounded to integers times one step: the larger of
             their largest size / 32,767 and the sum of their sizes / 524,000. Their products with the blocks' levels are exact.
-            Those are not rounded to the blocks' dtype, as restored numbers are. Of 32 numbers whose largest size is below
-            3e-31 nothing is left.
+            Of 32 numbers whose largest size is below 3e-31 nothing is left.
         """
         if not has_kernel(weight):
-            weight = dense(weight)
+            x, weight = x.float(), numbers_of(weight)
         x = x.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)
         if isinstance(weight, Blocks):
-            if (stored := self._blocks.get(weight)) is None:
-                stored = self._blocks[weight] = stored_weight(weight)
-            call.weight = stored
+            call.weight = self._stored(weight)
         else:
             weight = weight.contiguous()
             call.weight.data, call.weight.stored = weight.data_ptr(), is_bf16(weight)
@@ -191,6 +188,36 @@ class CpuOps:
         call.bf16, call.threads = is_bf16(x), self.threads
         self._library.haarkv_linear(ctypes.byref(call))
         return y
+
+    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+        """Rows of a weight, to the bits of `weight.rows_of`: an embedding looks them up. It is no op of the table.
+
+        Args:
+            weight: [N, in]; blocks whose columns have scales, or of a type that `library.BLOCKS` does not name, are restored
+                in Python.
+            index: [R] int64.
+        Returns:
+            [R, in] of the weight's dtype.
+        Raises:
+            IndexError: a row that there is not.
+        """
+        if not isinstance(weight, Blocks) or not has_kernel(weight) or weight.column_scales is not None:
+            return rows_of(weight, index)
+        index = index.contiguous()
+        y = torch.empty(len(index), weight.shape[1])
+        call = library.Rows.__new__(library.Rows)
+        call.weight, call.rows, call.y = self._stored(weight), index.data_ptr(), y.data_ptr()
+        call.count, call.outputs, call.inputs, call.threads = len(index), *weight.shape, self.threads
+        if self._library.haarkv_rows(ctypes.byref(call)):
+            return rows_of(weight, index)  # counted from the end, or it says which there is not
+        restored = y.to(weight.dtype)
+        return restored if weight.row_scales is None else restored * weight.row_scales[index].unsqueeze(-1)
+
+    def _stored(self, weight: Blocks) -> library.Weight:
+        """As the kernels take it, made once."""
+        if (stored := self._blocks.get(weight)) is None:
+            stored = self._blocks[weight] = stored_weight(weight)
+        return stored
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         """Quantize K and V and store each once at its slots, and in BF16 where the plan keeps them. Of formats that `READS`

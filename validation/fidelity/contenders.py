@@ -8,6 +8,7 @@ from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.models.balance import Balanced
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.text import load_tokenizer
@@ -92,7 +93,7 @@ def load_contenders(
     balance: bool = True,
     progress: Progress | None = None,
 ) -> tuple[Session, Session]:
-    """Load a model once and set up both sides with it.
+    """Load a model and set up both sides with it: once, but for a file of blocks that one side multiplies with as they are.
 
     Args:
         side_a, side_b: with executors by name, as `resolve_contenders` gives them.
@@ -104,19 +105,23 @@ def load_contenders(
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
-    loaded = load_model(model, dtype, layers, progress)
-    tokenizer = load_tokenizer(model, loaded.config)
+    loaded: dict[tuple[str, ...], DecoderModel] = {}
+    tokenizer = load_tokenizer(model, read_config(model, layers))
     only_reference = {side_a.executor, side_b.executor} == {"reference"}
     spec = spec or KVSpec()
-    balanced: dict[str, Balanced] = {}
+    balanced: dict[tuple[str, tuple[str, ...]], Balanced] = {}
 
     def session(side: Contender) -> Session:
-        plan = plan_for(replace(spec, kv=side.kv), loaded.config)
-        if side.kv not in balanced:
-            balanced[side.kv] = balanced_for(loaded, plan, spec, balance)
-        balanced_model = balanced[side.kv]
+        kept = catalog.block_types(side.executor)
+        if kept not in loaded:
+            loaded[kept] = load_model(model, dtype, layers, progress, keep_blocks=kept)
+        config = loaded[kept].config
+        plan = plan_for(replace(spec, kv=side.kv), config)
+        if (side.kv, kept) not in balanced:
+            balanced[side.kv, kept] = balanced_for(loaded[kept], plan, spec, balance)
+        balanced_model = balanced[side.kv, kept]
         where = device if only_reference or side.executor != "reference" else None
         executor = catalog.create(side.executor, balanced_model.model, plan, where)
-        return Session(model, loaded.config, executor, tokenizer, plan, uneven=balanced_model.uneven)
+        return Session(model, config, executor, tokenizer, plan, uneven=balanced_model.uneven)
 
     return session(side_a), session(side_b)

@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial as bound
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.scores import Scores, join, nearest_rank, score_text
 
@@ -221,7 +221,7 @@ class Exact:
     """
 
     def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int) -> None:
-        self._model = model
+        self._model, self._side = model, side
         layers = range(model.config.num_layers)
         with torch.inference_mode():
             self._hidden = list(run_span(side, model.embed(tokens), layers))
@@ -229,7 +229,7 @@ class Exact:
         self._kept = list(self._made()) if self.nbytes <= most else None
 
     def _made(self) -> Iterator[Tensor]:
-        return map(bound(_head, self._model), self._hidden)
+        return (head_of(self._model, self._side, hidden) for hidden in self._hidden)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Logits [n, vocab] fp32, chunk by chunk."""
@@ -237,8 +237,10 @@ class Exact:
 
 
 @torch.inference_mode()
-def _head(model: DecoderModel, hidden: Tensor) -> Tensor:
-    return model.head(hidden.to(model.weights.lm_head.device), reference)
+def head_of(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
+    """Logits [n, vocab] fp32 of final hidden states [n, hidden], by the side's own op table where that runs on the host."""
+    ops = side.executor.ops if side.executor.device.type == "cpu" else None
+    return model.head(hidden.to(model.weights.lm_head.device), ops or cast(OpTable, reference))
 
 
 @torch.inference_mode()
@@ -253,7 +255,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
-        yield _head(model, after)
+        yield head_of(model, side, after)
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:

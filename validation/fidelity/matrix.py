@@ -218,7 +218,9 @@ class Subject:
 
     def __init__(self, named: Named, task: Task, progress: Progress | None = None) -> None:
         self._named, self._task = named, task
-        self.model = load_model(named.name, task.dtype, None, progress)
+        # Nearly every cache is read by the fastest executor here.
+        fastest = catalog.select(catalog.AUTO, named.config, [], device="cpu", dtype=task.dtype).name
+        self.model = load_model(named.name, task.dtype, None, progress, keep_blocks=catalog.block_types(fastest))
         self.weights = weights_fingerprint(self.model)
         self._executors: dict[tuple[bool, str], Executor] = {}
         self._learned: dict[str, Calibration] = {}

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 import torch
+from torch import Tensor
 
 from haarkv.engine.plans import plan_for
 from haarkv.engine.session import Session
@@ -25,7 +26,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.weight import dense
+from haarkv.tq_ops.weight import Blocks, Weight
 from haarkv.validation.fidelity.evaluation import Setup, Workload
 
 BASELINE = "bf16"
@@ -105,7 +106,8 @@ def load_setup(
         executor = catalog.select(
             executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
         ).name
-    loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress)
+    kept = catalog.block_types(executor)  # whoever multiplies with a file's blocks is measured with these products
+    loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress, keep_blocks=kept)
     for each in (spec, *(plans or {}).values()):
         if each.weights:
             each.require_weights(fingerprint(loaded.weights.named()))
@@ -164,10 +166,21 @@ def weights_fingerprint(model: DecoderModel) -> str:
     """Digest of a model: its shapes and up to 1,024 evenly spaced numbers of every tensor."""
     digest = hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True, default=str).encode())
     for name, weight in model.weights.named():
-        tensor = dense(weight)
-        sample = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLED)].float()
-        digest.update(name.encode() + sample.numpy().tobytes())
+        digest.update(name.encode() + _sample(weight).float().numpy().tobytes())
+        if isinstance(weight, Blocks):  # products with blocks are others than with what is restored from them
+            digest.update(weight.type.name.encode())
     return digest.hexdigest()[:16]
+
+
+def _sample(weight: Weight) -> Tensor:
+    """Up to 1,024 evenly spaced numbers, or a few more; of blocks only their rows are restored."""
+    count = weight.shape.numel()
+    step = max(1, count // _SAMPLED)
+    if not isinstance(weight, Blocks):
+        return weight.flatten()[::step]
+    places, width = torch.arange(0, count, step), weight.shape[1]
+    rows, row = torch.unique(places // width, return_inverse=True)
+    return weight.rows(rows)[row, places % width]
 
 
 def cache_fingerprint(side: Session) -> str:

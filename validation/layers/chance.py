@@ -23,8 +23,9 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.weight import Blocks, Weight
 from haarkv.validation import bounds
-from haarkv.validation.layers.forward import MadeLayer
+from haarkv.validation.layers.forward import MadeLayer, Moved
 from haarkv.validation.layers.parts import parts_of
 
 _ULP = 2.0**-24
@@ -33,7 +34,8 @@ _THETA = torch.linspace(0.05, 14.0, 120, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Chances:
-    """What FP32 noise, amplified, does to each stored vector of one part of a layer.
+    """What noise does to each stored vector of one part of a layer: of FP32, amplified, in the first runs, `bounds.AMPLIFIED`;
+    of steps of x, if these are rounded, in those that follow.
 
     Attributes:
         levels: [runs, T, H] fp64: the chance that any level differs.
@@ -74,8 +76,11 @@ def noisy(ops: OpTable, noise: float, generator: torch.Generator) -> OpTable:
         wide = ops.rms_norm(x.float(), weight, eps)
         return (wide * (1 + noise * _ULP * (4 * normal(wide[..., :1]) + normal(wide)))).to(x.dtype)
 
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
+    def linear(x: Tensor, weight: Weight) -> Tensor:
         y = ops.linear(x, weight)
+        if isinstance(weight, Blocks):
+            # A sum of products with normal numbers has the same spread, and needs no squares of what is restored.
+            return y + noise * _ULP * math.sqrt(x.shape[-1] / 6) * ops.linear(x.float() * normal(x), weight)
         spread = (x.float().square() @ weight.float().square().T).sqrt()
         return y + noise * _ULP * math.sqrt(x.shape[-1] / 6) * spread * normal(y)
 
@@ -86,8 +91,14 @@ def noisy(ops: OpTable, noise: float, generator: torch.Generator) -> OpTable:
     return with_ops(ops, {"rms_norm": rms_norm, "linear": linear, "rope": rope, "store_kv": _stop})
 
 
-def chances_of_layer(model: DecoderModel, ops: OpTable, cache: PagedKVCache, made: MadeLayer) -> dict[str, Chances]:
-    """The chances of K and V that a layer makes of its hidden states, by part; `ops` are the reference's."""
+def chances_of_layer(
+    model: DecoderModel, ops: OpTable, cache: PagedKVCache, made: MadeLayer, steps: Moved | None = None
+) -> dict[str, Chances]:
+    """The chances of K and V that a layer makes of its hidden states, by part; `ops` are the reference's.
+
+    Args:
+        steps: what rounding x moves them by. It moves them every time and smoothly, so that nothing has to be amplified.
+    """
     generator = torch.Generator().manual_seed(made.index)
     moved = []
     for noise in bounds.AMPLIFIED:
@@ -96,6 +107,10 @@ def chances_of_layer(model: DecoderModel, ops: OpTable, cache: PagedKVCache, mad
             model.layers(made.hidden_in, span, made.batch, cache, noisy(ops, noise, generator))
         except _StoredError as stored:
             moved.append(stored.pair)
+    if steps is not None:
+        # Half a step is 1 / sqrt(3) of itself on average.
+        pairs = zip(steps.k, steps.v, strict=True)
+        moved += [((made.k + k / math.sqrt(3)).float(), (made.v + v / math.sqrt(3)).float()) for k, v in pairs]
     return _chances(cache, made, moved, generator)
 
 
@@ -109,7 +124,8 @@ def _chances(
     cache: PagedKVCache, made: MadeLayer, moved: Sequence[tuple[Tensor, Tensor]], generator: torch.Generator
 ) -> dict[str, Chances]:
     runs: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for pair, noise in zip(moved, bounds.AMPLIFIED, strict=True):
+    plain = [1.0] * (len(moved) - len(bounds.AMPLIFIED))
+    for pair, noise in zip(moved, (*bounds.AMPLIFIED, *plain), strict=True):
         for part in parts_of(cache, made.index):
             x, y = (part.given(*vectors, made.batch) for vectors in ((made.k, made.v), pair))
             runs.setdefault(part.name, []).append(_of_part(part.kv_format, made.index, x, y, noise, generator))
@@ -176,18 +192,21 @@ def log10_of_so_many(count: int, chances: Tensor) -> float:
     if count == 0:
         return 0.0
     each = chances.sum(-1)
-    grown = (torch.expm1(each.unsqueeze(-1) * torch.expm1(_THETA)).sum(1) / _noise().unsqueeze(-1)).mean(0)
+    grown = (torch.expm1(each.unsqueeze(-1) * torch.expm1(_THETA)).sum(1) * _shares(len(each)).unsqueeze(-1)).sum(0)
     exponent = bounds.TIE_MARGIN * grown - _THETA * count
     return min(0.0, float(exponent.nan_to_num(nan=torch.inf).min()) / math.log(10))
 
 
 def expected(chances: Tensor) -> float:
     """The number of vectors that rounding is expected to make differ: [runs, T, n], amplified."""
-    return float((chances.sum((1, 2)) / _noise()).mean())
+    return float((chances.sum((1, 2)) * _shares(len(chances))).sum())
 
 
-def _noise() -> Tensor:
-    return torch.tensor(bounds.AMPLIFIED, dtype=torch.float64)
+def _shares(runs: int) -> Tensor:
+    """[runs]: what a run's chances count. Those of both kinds of noise are added; of each, the mean of its runs is taken."""
+    amplified = torch.tensor(bounds.AMPLIFIED, dtype=torch.float64)
+    of_fp32, more = 1 / (amplified * len(amplified)), runs - len(amplified)
+    return torch.cat([of_fp32, torch.full((more,), 1 / max(more, 1), dtype=torch.float64)])
 
 
 def student_limit(samples: int) -> float:

@@ -110,7 +110,7 @@ class WholeLayers:
         self.compiled, self.supports, self.layers = executor.compiled, executor.supports, executor.layers
         self.forward, self.head = executor.forward, executor.head
         self.batches_alike, self.decode_step, self.weights = executor.batches_alike, executor.decode_step, executor.weights
-        self.most_by_stretches = executor.most_by_stretches
+        self.most_by_stretches, self.blocks = executor.most_by_stretches, executor.blocks
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
@@ -205,8 +205,9 @@ class Layer:
     index: int
 
     def weight(self, name: str) -> Tensor | None:
-        """A weight; None where the family has none of that name."""
-        return next((t for f, t in self.model.weights.layers[self.index].items() if f.split(".")[-1] == name), None)
+        """A weight as it is stored; None where the family has none of that name."""
+        named = self.model.weights.layers[self.index].named()
+        return next((cast(Tensor, tensor) for field, _, tensor in named if field.split(".")[-1] == name), None)
 
     @property
     def rotation(self) -> Tensor:

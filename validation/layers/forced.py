@@ -12,11 +12,20 @@ from torch import Tensor
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers import slack
+from haarkv.validation.layers.block_steps import most
 from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forward import MadeLayer, Reference
-from haarkv.validation.layers.judge import StoredComparison, compare_both, judge_hidden, judge_op, judge_stored, together
+from haarkv.validation.layers.judge import (
+    StoredComparison,
+    beside,
+    compare_both,
+    judge_hidden,
+    judge_op,
+    judge_stored,
+    together,
+)
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take
 from haarkv.validation.layers.record import Call, replay
@@ -96,7 +105,7 @@ class Forced:
     def judge(self, made: MadeLayer, run: Run) -> Judged:
         """What a run of a layer got right."""
         cache, outcome, index = self.reference.cache, run.outcome, made.index
-        compared = compare_both(cache, made, run.stored, self.limits.kv_noise)
+        compared = compare_both(cache, made, run.stored, self.reference.kv_noise(made, self.limits.kv_noise))
         verdicts = judge_stored(compared, run.strays, index, self.limits, cache.shape(made.index).num_kv_heads)
         if outcome.problem:
             verdicts.insert(0, Verdict.broken("call", outcome.problem))
@@ -106,7 +115,8 @@ class Forced:
                 # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
                 expected = self.reference.given(made, run.stored)
             if self.ledger:
-                likely = partial(chances_of_layer, self.reference.model, self.reference.ops, cache, made)
+                moved = self.reference.moved(made)
+                likely = partial(chances_of_layer, self.reference.model, self.reference.ops, cache, made, moved)
                 rates = self.ledger.stored("layers", index, made.stored, run.stored, likely)
                 verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
         alone = not any(verdict.fails for verdict in verdicts)
@@ -114,7 +124,7 @@ class Forced:
         if hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
             heads, ops = cache.shape(made.index).num_kv_heads, self.reference.ops
             read = self.reference.as_read(made, run.stored)
-            found = errors_of_layer(made, expected, outcome.result, None, ops, heads, read)
+            found = errors_of_layer(made, expected, outcome.result, None, ops, heads, read=read)
             hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
         elif hidden.reason and alone and not hidden.fails:
             result = slack.nearer(expected, outcome.result, allowed)
@@ -123,10 +133,16 @@ class Forced:
 
     def _judge_hidden(self, made: MadeLayer, run: Run, expected: Tensor, stored_well: bool) -> tuple[Verdict, Tensor | None]:
         """A run's hidden states, and what its vectors may differ by: for ties, and for rounded scores where that is needed."""
-        result = run.outcome.result
+        result, moved = run.outcome.result, self.reference.moved(made)
+        steps = None if moved is None else most(moved.hidden)
 
         def judge(allowed: Tensor | None) -> Verdict:
-            return judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, allowed), self.limits)
+            every = allowed if steps is None else steps if allowed is None else allowed + steps
+            verdict = judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, every), self.limits)
+            if steps is None or not verdict.reason:
+                return verdict
+            error, bound = beside(expected, result, self.limits.rel_l2, steps)
+            return replace(verdict, error=error, bound=bound, detail=f"{verdict.detail}, beyond what steps of x explain")
 
         if not stored_well or not self.reference.records or torch.equal(expected, result):
             return judge(None), None
@@ -148,7 +164,9 @@ class Forced:
             return None
         rounds, heads = expected.dtype != torch.float32, self.reference.cache.shape(made.index).num_kv_heads
         exact = self.reference.given(made, run.stored, exact=True) if rounds else None
-        found = errors_of_layer(made, expected, result, exact, self.reference.ops, heads)
+        moved = self.reference.moved(made)
+        by_draw = moved.hidden if moved else ()
+        found = errors_of_layer(made, expected, result, exact, self.reference.ops, heads, moved=by_draw)
         return self.ledger.numbers("layers", made.index, "attention_mlp", found)
 
     # -- Ops -----------------------------------------------------------------------------------------------------------
@@ -195,13 +213,15 @@ class Forced:
         result: Any = run.outcome.result  # of `store_kv` none is right
         cache, index, intact = self.reference.cache, made.index, not run.outcome.problem
         if call.op != "store_kv":
-            judge = partial(judge_op, call, result, intact, self.limits)
+            by_draw = self.reference.moved_by(call)
+            steps = most(by_draw) if by_draw else None
+            judge = partial(judge_op, call, result, intact, self.limits, steps=steps)
             verdict, allowed = judge(None), None
             if call.op == "paged_attention" and verdict.reason and _same_kind(call.result, result):
                 verdict, allowed = slack.judged(judge, *slack.attending(call, self.reference.ops))
             if verdict.reason == "rounding" and self.ledger:
                 counted = slack.nearer(call.result, result, allowed)
-                found = errors_of_op(call, counted, self.reference.ops, cache.shape(made.index).num_kv_heads)
+                found = errors_of_op(call, counted, self.reference.ops, cache.shape(made.index).num_kv_heads, by_draw)
                 verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
             return [verdict]
         compared = compare_both(cache, made, run.stored, self.limits.same_kv_noise)

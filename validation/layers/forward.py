@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,11 +19,15 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, most, remembering
 from haarkv.validation.layers.parts import Stored, load, new_cache, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
+
+Noise = float | Tensor | Mapping[str, Tensor]
+"""As of `KVFormat.choice`, [T, Hkv or 1, 1] where it is a tensor; or that by side."""
 
 
 @dataclass(frozen=True)
@@ -187,16 +191,44 @@ class Schedule:
         return replace(batch, rows=self.num_blocks - 1 - batch.rows)
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What half a step of each x moves a layer's results by, draw by draw.
+
+    Attributes:
+        k, v: [T, Hkv, D] fp64 of each draw.
+        hidden: [T, hidden] fp64 of each, K and V being as stored.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+    hidden: list[Tensor]
+
+    def noise(self, made: MadeLayer) -> dict[str, Tensor]:
+        """[T, Hkv, 1] by side: what a coordinate of a unit vector may be off by."""
+        pairs = {"k": (made.k, self.k), "v": (made.v, self.v)}
+        return {
+            side: (most(moved) / x.double().norm(dim=-1).clamp(min=1e-300)).float().unsqueeze(-1)
+            for side, (x, moved) in pairs.items()
+        }
+
+
 class Reference:
     """Runs the reference and keeps what the candidate is held against.
 
     An executor with an op table on the host is recorded op by op. Any other is run layer by layer; what it quantized is
     then computed by the spec from the same hidden state.
+
+    Args:
+        steps: products of which the candidate rounds x.
     """
 
-    def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache) -> None:
+    def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache, steps: BlockSteps = NO_STEPS) -> None:
         self.model, self.cache = model, cache
-        self.ops: OpTable = table_of(executor) or spec
+        table = table_of(executor)
+        self.steps = NO_STEPS if table is None else steps
+        self.ops: OpTable = remembering(table or spec) if self.steps else table or spec
+        self._moved: tuple[MadeLayer, Moved] | None = None
         self.recorder = Recorder(self.ops, model.weights)
         self._whole = Trial(executor, cache) if table_of(executor) is None else None
         self._scratch = cache.empty_like(cache.device)
@@ -243,7 +275,7 @@ class Reference:
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
         """Another reference, with an empty cache of its own; of the same model unless one is given."""
         changed = model or self.model
-        return Reference(ReferenceExecutor(changed, ops), changed, self.cache.empty_like(self.cache.device))
+        return Reference(ReferenceExecutor(changed, ops), changed, self.cache.empty_like(self.cache.device), self.steps)
 
     def again(self, made: MadeLayer) -> MadeLayer:
         """Run a layer on what another reference ran it on; raises as `layer`."""
@@ -285,6 +317,38 @@ class Reference:
         """Hidden states after a layer that stores nothing and attends to what is there; `exact` as in `given`."""
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in.float() if exact else made.hidden_in
         return self.model.layers(hidden, range(made.index, made.index + 1), made.batch, cache, ops)
+
+    def moved(self, made: MadeLayer) -> Moved | None:
+        """What half a step of each x moves a layer's results by; None if the candidate rounds none."""
+        if not self.steps:
+            return None
+        if self._moved is None or self._moved[0] is not made:
+            cache = self.as_read(made, made.stored)
+            runs = [self._run_over(cache, made, ops) for ops in (self.ops, *self.steps.drawn(self.ops, made.index))]
+            k, v, hidden = zip(*([x.double() for x in run] for run in runs), strict=True)
+            by_draw = ([x - part[0] for x in part[1:]] for part in (k, v, hidden))
+            self._moved = made, Moved(*by_draw)
+        return self._moved[1]
+
+    def _run_over(self, cache: PagedKVCache, made: MadeLayer, ops: OpTable) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and hidden states of a layer in FP32 that attends to what is there."""
+        given: list[tuple[Tensor, Tensor]] = []
+        table = with_ops(ops, {"store_kv": lambda k, v, *_: given.append((k, v))})
+        hidden = self.model.layers(made.hidden_in.float(), range(made.index, made.index + 1), made.batch, cache, table)
+        return *given[0], hidden
+
+    def moved_by(self, call: Call) -> list[Tensor]:
+        """What half a step of each x moves a recorded product by, draw by draw; nothing of any other op, or where none is
+        rounded."""
+        if call.op != "linear" or not self.steps.rounds(call.args[1]):
+            return []
+        x, weight = call.args
+        return self.steps.moved(lambda ops: ops.linear(x.float(), weight), self.ops, x.shape[-1])
+
+    def kv_noise(self, made: MadeLayer, least: float | Tensor) -> Noise:
+        """What a coordinate of a K's or V's unit vector may be off by: `least`, and what half a step of x does."""
+        moved = self.moved(made)
+        return least if moved is None else {side: least + by for side, by in moved.noise(made).items()}
 
     def attended(self, ops: OpTable, call: Call, stored: Stored) -> Tensor:
         """What an op table makes of a recorded attention over a layer's cache."""

@@ -19,6 +19,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
+from haarkv.validation.layers.block_steps import most
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, Reference
@@ -119,12 +120,17 @@ class Free:
         """
         whole, recorder, model = self._whole, self._reference.recorder, self._reference.model
         replayed = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
-        verdicts = [judge_op(call, result, intact, self._limits) for call, (result, intact) in replayed]
+        verdicts = []
+        for call, (result, intact) in replayed:
+            by_draw = self._reference.moved_by(call)
+            verdicts.append(judge_op(call, result, intact, self._limits, steps=most(by_draw) if by_draw else None))
         outcome = whole.forward(forward, model.config.vocab_size)
         stage = "head" if self._ops is None else "forward"
         verdicts += self._stored(stage, forward)
-        expected = model.head(self.hidden[forward.predicted], self._reference.ops)
-        verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self._limits))
+        last = self.hidden[forward.predicted]
+        ops = self._reference.ops
+        expected, steps = model.head(last, ops), self._reference.steps.most_of_logits(model, last, ops)
+        verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self._limits, steps))
         index = None
         if any(verdict.fails for verdict in verdicts) and (found := self._unstable(outcome, forward)):
             index, verdicts = found[0], [found[1]]

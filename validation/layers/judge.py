@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
-from haarkv.validation.layers.forward import MadeLayer
+from haarkv.validation.layers.forward import MadeLayer, Noise
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Reason, Verdict
@@ -90,11 +91,14 @@ def together(verdict: Verdict) -> Verdict:
     return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
 
 
-def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds, allowed: Tensor | None = None) -> Verdict:
+def judge_op(
+    call: Call, result: Any, intact: bool, limits: LayerBounds, allowed: Tensor | None = None, steps: Tensor | None = None
+) -> Verdict:
     """One op that was given what the reference's was given.
 
     Args:
-        allowed: by how much each vector of the result may differ beside that, of `slack.of_op`.
+        allowed: by how much each vector of the result may differ beside its bound, of `slack.of_op`.
+        steps: the same, of `block_steps.most`; it is a part of the bound that is said.
     """
     if not intact:
         return Verdict.broken(call.stage, "changed the inputs that it was given")
@@ -107,6 +111,8 @@ def judge_op(call: Call, result: Any, intact: bool, limits: LayerBounds, allowed
     bound = limits.rounded_op if ours.dtype != torch.float32 else limits.op
     if call.op == "paged_attention":
         bound = limits.attention
+    if steps is not None:
+        return _judge_error(call.stage, torch.equal(ours, result), *beside(ours, result, bound, steps), "relative L2")
     compared = compare_vectors(ours, result, allowed=allowed)
     verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
     if verdict.reason == "fault" and call.op == "paged_attention":
@@ -130,7 +136,21 @@ def _judge_error(stage: str, identical: bool, error: float, bound: float, what: 
     return Verdict(stage, reason, error, bound, "" if identical else f"{what} {error:.2e}, bound {bound:.1e}")
 
 
-def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: float | Tensor) -> StoredComparison:
+def beside(ours: Tensor, theirs: Tensor, bound: float, steps: Tensor) -> tuple[float, float]:
+    """The distance of the vector [..., N] that comes nearest to its bound, and that bound, both relative to its length.
+
+    Args:
+        bound: relative to a vector's length.
+        steps: [...], what each may be off by as well.
+    """
+    a = ours.double()
+    distance, length = (theirs.double() - a).norm(dim=-1).flatten(), a.norm(dim=-1).flatten().clamp(min=1e-300)
+    error, most = distance / length, bound + steps.flatten() / length
+    worst = int((error / most).argmax())  # a NaN is more than any
+    return float(error[worst]), float(most[worst])
+
+
+def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: Noise) -> StoredComparison:
     """Compare what an executor stored of a layer's K and V with the reference's, each part in its own format.
 
     Args:
@@ -138,11 +158,12 @@ def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: fl
         theirs: what `take` finds.
         noise: as in `KVFormat.choice`.
     """
-    compared = {}
+    compared, by_side = {}, noise if isinstance(noise, Mapping) else {"k": noise, "v": noise}
     for part in parts_of(cache, made.index):
         tokens = part.where(made.batch)[0]
         if len(tokens):
-            x, allowed = part.given(made.k, made.v, made.batch), noise[tokens] if isinstance(noise, Tensor) else noise
+            x, allowed = part.given(made.k, made.v, made.batch), by_side[part.side]
+            allowed = allowed[tokens] if isinstance(allowed, Tensor) else allowed
             both = compare_tokens(part.kv_format, made.index, made.stored[part.name], theirs[part.name], x, allowed)
             compared[part.name] = PartComparison(part.stage, *both)
     return StoredComparison(compared)
@@ -203,10 +224,20 @@ def judge_hidden(stage: str, compared: VectorComparison, limits: LayerBounds) ->
     return Verdict(stage, reason, compared.rel_l2, limits.rel_l2, "" if compared.identical else detail)
 
 
-def judge_logits(stage: str, expected: Tensor, logits: Tensor, problem: str, limits: LayerBounds) -> Verdict:
-    """Logits [B, vocab] of a whole forward against those of the head on its own last hidden state."""
+def judge_logits(
+    stage: str, expected: Tensor, logits: Tensor, problem: str, limits: LayerBounds, steps: Tensor | None = None
+) -> Verdict:
+    """Logits [B, vocab] of a whole forward against those of the head on its own last hidden state.
+
+    Args:
+        steps: [B], what each logit may be off by beside its bound, of `block_steps`.
+    """
     if problem:
         return Verdict.broken(stage, problem)
-    error = float(((logits - expected).abs().amax(-1) / expected.std(dim=-1)).max())
+    deviation = expected.std(dim=-1)
+    error, bound = (logits - expected).abs().amax(-1) / deviation, torch.full_like(deviation, limits.logits)
+    if steps is not None:
+        bound = bound + steps / deviation
+    worst = int((error / bound).argmax())
     what = "logits of the whole forward against the head on its own layers: largest difference / deviation"
-    return _judge_error(stage, torch.equal(expected, logits), error, limits.logits, what)
+    return _judge_error(stage, torch.equal(expected, logits), float(error[worst]), float(bound[worst]), what)

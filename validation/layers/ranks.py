@@ -90,6 +90,7 @@ class Gathered:
         self.name, self.simulated, self.compiled, self.config = executor.name, executor.simulated, executor.compiled, whole
         self.description = f"{executor.description}, {ranks.size} ranks"
         self.batches_alike, self.decode_step, self.weights = executor.batches_alike, executor.decode_step, executor.weights
+        self.blocks = executor.blocks
         self._part = _Part(executor, ranks, whole, plan)
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:

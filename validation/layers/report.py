@@ -203,6 +203,7 @@ class Report:
         stages: of the teacher-forced run, in the order of a forward.
         tensors: the same, each layer's by itself.
         tests: sums over the run: ties by rate, bias, distance from what is not rounded.
+        blocks: types of quantised blocks that the executor multiplied with as they lie, which the reference restored.
         exercised, not_exercised: what the prompts reached and what they did not, in words, as `exercise.Exercise` finds it.
     """
 
@@ -219,6 +220,7 @@ class Report:
     stages: tuple[Verdict, ...]
     tensors: tuple[Verdict, ...] = ()
     tests: tuple[Measured, ...] = ()
+    blocks: tuple[str, ...] = ()
     exercised: tuple[str, ...] = ()
     not_exercised: tuple[str, ...] = ()
 

@@ -15,6 +15,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.tq_ops.weight import memory_of
+from haarkv.validation.layers.block_steps import BlockSteps
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import Forced
@@ -109,7 +110,8 @@ class _Validation:
         self.schedule = Schedule(prompts, steps, plan)
         self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)
         cache = self.schedule.new_cache(model)
-        self.reference, self.ledger = Reference(reference, model, cache), Ledger(cache)
+        rounded = BlockSteps.of(candidate.blocks, model.weights)
+        self.reference, self.ledger = Reference(reference, model, cache, rounded), Ledger(cache)
         ops = candidate.ops if self.reference.records else None
         self.forced = Forced(self.reference, Trial(candidate, cache), ops, self.limits, self.ledger, repeats, explains)
         self.free = Free(self.reference, candidate, ops, self.limits, self.forced.repeats)
@@ -150,7 +152,8 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
             stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
-            tests=self.ledger.measured(), exercised=tuple(what for what, done in exercised.items() if done),
+            tests=self.ledger.measured(), blocks=self.reference.steps.used,
+            exercised=tuple(what for what, done in exercised.items() if done),
             not_exercised=tuple(what for what, done in exercised.items() if not done),
         )  # fmt: skip
 
@@ -185,7 +188,7 @@ class _Validation:
     def _free_running(self, made: MadeLayer, bad: Stored, drift: Tensor) -> Tensor:
         """One layer fed what the candidate made of the last; how far each token is off by now."""
         run, wrong = self.free.layer(made.index, bad, made.forward)
-        noise, result = self.limits.kv_noise + drift[:, None, None], run.outcome.result
+        noise, result = self.reference.kv_noise(made, self.limits.kv_noise + drift[:, None, None]), run.outcome.result
         compared = compare_both(self.reference.cache, made, run.stored, noise)
         self._row(made, "free-running", compared, made.hidden_out, result, wrong is None)
         if wrong is not None:

@@ -15,6 +15,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.layers.block_faults import BlockFault, block_faults, runner_of_blocks
 from haarkv.validation.layers.faults import (
     DRIVES,
     Fault,
@@ -139,6 +140,31 @@ def self_test(
                     rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
                     if on_row:
                         on_row(rows[-1])
+    return rows
+
+
+def self_test_of_blocks(
+    models: Sequence[DecoderModel],
+    prompts: Sequence[Sequence[int]],
+    on_row: Callable[[SelfTestRow], None] | None = None,
+) -> list[SelfTestRow]:
+    """Plant faults in the quantised blocks of the middle layer of each model, and validate the executor that multiplies with
+    them: `block_faults`. Nothing of a model that no executor multiplies so.
+
+    Args:
+        models, prompts, on_row: as of `self_test`; weights as the file has them.
+    """
+    rows = []
+    for model in models:
+        if (runner := runner_of_blocks(model)) is None:
+            continue
+        layer, setting = model.config.num_layers // 2, _Setting(KVSpec("tq4"), prompts, 1, "")
+        control = BlockFault("none (control, blocks)", None, _NOTHING, runner=runner)
+        for driven in DRIVES:
+            for fault in (control, *block_faults(model, layer, runner)):
+                rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
+                if on_row:
+                    on_row(rows[-1])
     return rows
 
 

@@ -7,6 +7,7 @@ errors, like the reference's, have no direction: what is too long or too short o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,22 +128,28 @@ _FP32_ROUNDING = 2 * 2.0**-48 / 3
 At a hidden state of 10,000, as pretrained models have in a few channels, it is more than many a layer adds elsewhere."""
 
 
-def errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float) -> Errors:
+def errors(
+    ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, floor: float, moved: Sequence[Tensor] = ()
+) -> Errors:
     """Sum errors over vectors.
 
     Args:
         ours, theirs, direction: [..., N].
         exact: [..., N], not rounded; None if `ours` is not rounded either.
         floor: see `Errors`.
+        moved: [..., N] fp64 of each draw, what half a step of rounded x moves `theirs` by, of `block_steps`.
     """
     a, b, d = ours.double(), theirs.double(), direction.double()
+    # Of one side alone; half a step is 1 / sqrt(3) of that on average.
+    of_steps = sum((float((by * d).sum(-1).square().sum()) for by in moved), 0.0) / max(1, len(moved)) / 3
     each, size, samples = ((b - a) * d).sum(-1), float(d.square().sum()), d[..., 0].numel()
     along, squares = float(each.sum()), float(each.square().sum())
     if exact is None:
-        return Errors(along, squares, _FP32_ROUNDING * float((a * d).square().sum()), size, samples, 0.0, 0.0, floor)
+        own_fp32 = _FP32_ROUNDING * float((a * d).square().sum())
+        return Errors(along, squares, own_fp32 + of_steps, size, samples, 0.0, 0.0, floor)
     e = exact.double()
     own, far, near = ((a - e) * d).sum(-1).square().sum(), (b - e).square().sum(), (a - e).square().sum()
-    return Errors(along, squares, float(own), size, samples, float(far), float(near), floor)
+    return Errors(along, squares, float(own) + of_steps, size, samples, float(far), float(near), floor)
 
 
 def exact_result(call: Call, ops: OpTable) -> Tensor | None:
@@ -156,14 +163,19 @@ def exact_result(call: Call, ops: OpTable) -> Tensor | None:
     return found
 
 
-def errors_of_op(call: Call, result: Tensor, ops: OpTable, kv_heads: int) -> dict[str, list[Errors]]:
+def errors_of_op(
+    call: Call, result: Tensor, ops: OpTable, kv_heads: int, moved: Sequence[Tensor] = ()
+) -> dict[str, list[Errors]]:
     """Errors of an op that was given the reference's inputs, along its own result: of attention by KV head, else of all.
 
     Of attention also along what a larger softmax scale would change, and windows that end elsewhere.
+
+    Args:
+        moved: as in `errors`.
     """
     exact, ours = exact_result(call, ops), call.result
     if call.op != "paged_attention":
-        return {"gain": [errors(ours, result, exact, ours, bounds.GAIN)]}
+        return {"gain": [errors(ours, result, exact, ours, bounds.GAIN, moved)]}
     rounded = exact is not None
     floor = bounds.GAIN_BF16_ATTENTION if rounded else bounds.GAIN_FP32_ATTENTION
     parts = [_of_heads(x, kv_heads) for x in (ours, result, exact if exact is not None else ours)]
@@ -206,7 +218,7 @@ def by_scale(call: Call, ops: OpTable, exact: Tensor) -> Tensor:
 
 def errors_of_layer(
     made: MadeLayer, ours: Tensor, theirs: Tensor, exact: Tensor | None, ops: OpTable, kv_heads: int,
-    read: PagedKVCache | None = None,
+    read: PagedKVCache | None = None, moved: Sequence[Tensor] = (),
 ) -> dict[str, list[Errors]]:  # fmt: skip
     """Errors of a whole layer's hidden states [T, hidden], along what its parts add to the residual stream.
 
@@ -216,13 +228,14 @@ def errors_of_layer(
     Args:
         made: the layer as the reference ran it.
         read: the cache that the candidate's attention read; if none is given, the reference's own.
+        moved: as in `errors`.
     """
     attention = next((call for call in made.calls if call.op == "paged_attention"), None)
     out = next((call for call in made.calls if call.stage == "o_proj"), None)
     rounded = exact is not None
     if attention is None or out is None:
         floor = bounds.GAIN_BF16_ATTENTION if rounded else bounds.GAIN_FP32_LAYER
-        return {"layer": [errors(ours, theirs, exact, ours.double() - made.hidden_in.double(), floor)]}
+        return {"layer": [errors(ours, theirs, exact, ours.double() - made.hidden_in.double(), floor, moved)]}
 
     def through(x: Tensor) -> Tensor:
         return ops.linear(x.flatten(1).to(out.args[0].dtype), out.args[1])
@@ -240,7 +253,8 @@ def errors_of_layer(
         "softmax scale": ([through(steeper)], scaled),
     }  # fmt: skip
     found = {
-        name: [errors(ours, theirs, exact, direction, at_least) for direction in of] for name, (of, at_least) in along.items()
+        name: [errors(ours, theirs, exact, direction, at_least, moved) for direction in of]
+        for name, (of, at_least) in along.items()
     }
     q, cache, *places = attention.args
     for name, change in edges(ops, q, read or cache, *places).items():

@@ -20,7 +20,6 @@ from haarkv.validation.layers.compare import compare_tokens
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.slack import nearer, of_op
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
-from haarkv.validation.ops.delta import Delta
 from haarkv.validation.ops.finding import Finding, changed, misshapen, relative, same
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -217,10 +216,6 @@ class Store(_OnCache):
         if any(not same(ours.cpu(), wanted) for ours, wanted in zip(*kept, strict=True)):
             fault = fault or "it does not keep the same in BF16"
         return Finding(error, bounds.LAYER_FP32.length, fault)
-
-
-OpCase = Plain | Attention | Store | Delta
-"""One case of an op; `str` names it."""
 
 
 def _tensors(made: PagedKVCache) -> list[Tensor]:

@@ -13,8 +13,9 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
+from haarkv.validation.ops.blocks import Product
 from haarkv.validation.ops.caches import CacheCase
-from haarkv.validation.ops.cases import BF16, FP32, Attention, OpCase, Plain, Store
+from haarkv.validation.ops.cases import BF16, FP32, Attention, Plain, Store
 from haarkv.validation.ops.delta import Delta
 from haarkv.validation.ops.finding import Finding
 from haarkv.validation.ops.tables import REFERENCE, Table
@@ -151,6 +152,19 @@ SMALL_STORES = (
 _PACKED = ("tq4", "k=lr4,v=tq3")
 
 
+# One token and few, which meet each row as it is unpacked, and many, over which panels pass; groups of blocks cut short.
+_PRODUCTS = ((1, 1536, 33), (1, 2560, 7), (5, 512, 40), (40, 1792, 33))
+OpCase = Plain | Attention | Store | Delta | Product
+"""One case of an op; `str` names it."""
+
+
+def block_cases(table: Table) -> Iterator[OpCase]:
+    """Products with every type of quantised blocks that a table multiplies with."""
+    for kind in table.blocks:
+        for sizes in _PRODUCTS:
+            yield from (Product(kind, *sizes, dtype) for dtype in (FP32, BF16))
+
+
 def timed_cases() -> Iterator[OpCase]:
     """One layer of Qwen3-14B at batch 1: a decode step, then 64 new tokens of a prompt."""
     for tokens in (1, 64):
@@ -192,7 +206,7 @@ def format_cases(table: Table) -> Iterator[OpCase]:
 
 def cases(table: Table) -> list[OpCase]:
     """What a table is to pass: everything that it reads, in an interpreter the small cases of it."""
-    found = dict.fromkeys((*named_cases(), *format_cases(table)))
+    found = dict.fromkeys((*named_cases(), *format_cases(table), *block_cases(table)))
     return [
         case for case in found
         if (case.small or not table.interpreted)

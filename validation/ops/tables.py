@@ -32,6 +32,7 @@ class Table:
         missing: None, or why it cannot run here.
         open: the table itself, where it can run.
         reads: None, or why it cannot read a cache of this plan and shape.
+        blocks: types of quantised blocks, by name, that it multiplies with.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Table:
     missing: Callable[[], str | None]
     open: Callable[[], OpTable]
     reads: Callable[[KVPlan, KVShape], str | None]
+    blocks: tuple[str, ...] = ()
 
     def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
         """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
@@ -80,11 +82,14 @@ def _no_isa(isa: str) -> str | None:
 
 _HOST = torch.device("cpu")
 _GPU = torch.cuda.is_available()
-REFERENCE = Table("reference", _HOST, False, lambda: None, _reference, lambda _plan, _shape: None)
+REFERENCE = Table("reference", _HOST, False, lambda: None, _reference, lambda _plan, _shape: None, library.BLOCKS)
 CPU = tuple(
-    Table(f"cpu-{isa}", _HOST, False, partial(_no_isa, isa), partial(_cpu, isa), partial(unsupported, cpu_layout.READS))
+    Table(
+        f"cpu-{isa}", _HOST, False, partial(_no_isa, isa), partial(_cpu, isa), partial(unsupported, cpu_layout.READS),
+        library.BLOCKS,
+    )
     for isa in library.ISAS
-)
+)  # fmt: skip
 CUDA = Table(
     "cuda", torch.device("cuda") if _GPU else _HOST, not _GPU, unavailable, _cuda, partial(unsupported, cuda_layout.READS)
 )

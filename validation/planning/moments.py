@@ -24,6 +24,7 @@ from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.stretches import STRETCH, Turns
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
+from haarkv.validation.layers.block_steps import remembering
 from haarkv.validation.layers.record import watched
 
 _TINY = 1e-300
@@ -239,7 +240,7 @@ def learn_oscar(model: DecoderModel, base: Session, windows: Sequence[Tensor]) -
         seen["k"].append(k)
         seen["v"].append(v)
 
-    ops = watched(cast(OpTable, reference), keep, seen["q"].append)
+    ops = watched(remembering(cast(OpTable, reference)), keep, seen["q"].append)
     side = Session(base.name, base.config, ReferenceExecutor(model, ops), base.tokenizer, base.plan)
     hidden = [model.embed(window) for window in windows]
     bases: dict[str, list[Basis]] = {"k": [], "v": []}

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from haarkv.engine.session import Session
 from haarkv.models.config import ModelConfig
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.cache import cache_bytes
@@ -34,6 +33,7 @@ from haarkv.validation.fidelity.evaluation import (
     Span,
     Workload,
     evaluate,
+    head_of,
     logits_after,
     run_span,
     score_window,
@@ -144,7 +144,7 @@ class _Entering:
         """The baseline's logits [length, vocab] fp32."""
         if self._base is None:
             model = self._setup.model
-            self._base = model.head(self._at(model.config.num_layers).to(model.weights.lm_head.device), reference)
+            self._base = head_of(model, self._setup.base, self._at(model.config.num_layers))
         return self._base
 
     def logits(self, side: Session, layer: int) -> Iterator[Tensor]:

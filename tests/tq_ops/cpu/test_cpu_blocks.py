@@ -8,6 +8,7 @@ from block_weights import HALVES, TYPES, blocks_of, made, minima_of
 from op_tables import every_table
 
 from haarkv.models.gguf_file import block_type
+from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.weight import Blocks, dense
 from haarkv.validation import bounds
 
@@ -217,3 +218,40 @@ def test_other_types_are_restored(table):
     weight, x = Blocks(data, block_type(kind), torch.float32), drawn(3, 256)
     ops = table.open()
     assert torch.equal(ops.linear(x, weight), ops.linear(x, dense(weight)))
+
+
+# -- Rows, as embeddings are looked up ---------------------------------------------------------------------------------
+@every_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_bits_that_gguf_restores(kind, dtype):
+    """One and many, twice the same, scattered ones whose rows lie apart, groups cut short, and every byte that there is."""
+    ops, generator = CpuOps(), torch.Generator().manual_seed(5)
+    for inputs, _ in shapes(kind):
+        plain = made(kind, 70, inputs, dtype=dtype)
+        drawn_bytes = torch.randint(0, 256, plain.data.shape, dtype=torch.uint8, generator=generator)
+        wild = replace(plain, data=drawn_bytes)
+        apart = replace(plain, data=torch.cat([plain.data, drawn_bytes[:, :1]], dim=1)[:, :-1])
+        scaled = plain * (2.0 ** torch.randint(-3, 4, (70, 1), generator=generator))
+        columns = plain * (2.0 ** torch.randint(-3, 4, (inputs,), generator=generator))
+        for weight in (plain, wild, apart, scaled, columns):
+            for index in (torch.tensor([69]), torch.tensor([3, 3, 0]), torch.randperm(70, generator=generator)):
+                ours, theirs = ops.rows(weight, index), weight.rows(index)
+                assert ours.dtype == theirs.dtype == dtype
+                there = ~theirs.isnan()  # of drawn scales some are none, and a NaN has many bits
+                assert torch.equal(there, ~ours.isnan())
+                assert same_bits(ours[there], theirs[there])
+
+
+def same_bits(one, other):
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def test_rows_of_other_weights_are_looked_up_as_ever():
+    ops, index = CpuOps(), torch.tensor([1, 0])
+    plain = torch.randn(3, 8)
+    assert torch.equal(ops.rows(plain, index), plain[index])
+    blocks = made("Q8_0", 3, 32)
+    assert torch.equal(ops.rows(blocks, torch.tensor([-1])), blocks.rows(torch.tensor([2])))
+    for beyond in (3, -4, 2**40):
+        with pytest.raises(IndexError):
+            ops.rows(blocks, torch.tensor([0, beyond]))

@@ -87,10 +87,6 @@ template <class Simd> void prepare_blocks(const Projection& p, int64_t begin, in
     }
 }
 
-template <int N, class Body> inline __attribute__((always_inline)) void each_below(Body body) {
-    if constexpr (N > 0) each_below<N - 1>(body), body(Int<N - 1>{});
-}
-
 // Rows of a weight whose last group has `rest` blocks, and may not be read as if it were whole at the weight's end.
 template <class Type> struct BlockRows {
     const uint8_t *data, *end;

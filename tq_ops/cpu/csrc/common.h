@@ -17,6 +17,11 @@ template <int N> struct Int {
     static constexpr int value = N;
 };
 
+// Calls body(Int<0>) ... body(Int<N - 1>).
+template <int N, class Body> inline __attribute__((always_inline)) void each_below(Body body) {
+    if constexpr (N > 0) each_below<N - 1>(body), body(Int<N - 1>{});
+}
+
 // Calls body(Int<R>) for R rows, 1 ... kMaxRows.
 template <class Body> inline void with_rows(int rows, Body body) {
     switch (rows) {

@@ -52,7 +52,7 @@ __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room
         sizeof(Rope),         sizeof(GatedMul),
         sizeof(GatedDelta),   sizeof(HaarkvDenseLayer),
         sizeof(HaarkvTurns),  sizeof(HaarkvPlaces),
-        sizeof(HaarkvLayers),
+        sizeof(HaarkvLayers), sizeof(HaarkvRows),
     };
     constexpr int kCount = sizeof kSizes / sizeof *kSizes;
     std::copy(kSizes, kSizes + std::min(room, kCount), sizes);

@@ -1,10 +1,11 @@
 """A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
 
-tensors   hidden [T, hidden]; weights.FIELD of the layer; before.PART.FIELD, its cache: PART is k, v or, where tokens stay
-          in BF16, window.k, sink.k, …; learned.k.NAME for formats of learned coordinates; expected.hidden, .k, .v and
-          .PART.FIELD, which the reference made of it
-metadata  haarkv_replay: "4"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; finding,
-          reference, candidate: what failed and how; versions; sha256, of all of the rest
+tensors   hidden [T, hidden]; weights.FIELD of the layer, of blocks their bytes, with .rows and .columns their scales;
+          before.PART.FIELD, its cache: PART is k, v or, where tokens stay in BF16, window.k, sink.k, …; learned.k.NAME for
+          formats of learned coordinates; expected.hidden, .k, .v and .PART.FIELD, which the reference made of it
+metadata  haarkv_replay: "5"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; blocks:
+          the type of each weight that lies in some, by field; finding, reference, candidate: what failed and how; versions;
+          sha256, of all of the rest
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
+from haarkv.models.gguf_file import block_type_named
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import tensors_of
@@ -32,14 +35,15 @@ from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.kv.tensor_digest import digest_of
+from haarkv.tq_ops.weight import Blocks, Weight, memory_of
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
 from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, forward_of, is_learned
 
-VERSION = "4"
+VERSION = "5"
 _KEYS = {
-    "haarkv_replay", "config", "kv", "tail", "sink", "counts", "lengths", "phase", "step", "finding", "reference", "candidate",
-    "versions", "sha256",
+    "haarkv_replay", "blocks", "config", "kv", "tail", "sink", "counts", "lengths", "phase", "step", "finding", "reference",
+    "candidate", "versions", "sha256",
 }  # fmt: skip
 _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _MOST_LAYERS = 1024
@@ -71,6 +75,9 @@ def dumps(file: ReplayFile) -> bytes:
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in _tensors(case, file.made).items()}
     metadata = {
         "haarkv_replay": VERSION,
+        "blocks": json.dumps(
+            {field: weight.type.name for field, _, weight in case.weights.named() if isinstance(weight, Blocks)}
+        ),
         "config": json.dumps(_described(case.config), sort_keys=True),
         "kv": case.kv,
         "tail": "" if case.tail is None else str(case.tail),
@@ -90,7 +97,11 @@ def dumps(file: ReplayFile) -> bytes:
 
 def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     found = {"hidden": case.hidden, "expected.hidden": made.hidden_out, "expected.k": made.k, "expected.v": made.v}
-    found |= {f"weights.{path}": tensor for path, tensor in case.weights.items()}
+    for field, _, weight in case.weights.named():
+        found[f"weights.{field}"] = memory_of(weight)
+        if isinstance(weight, Blocks):
+            scales = {"rows": weight.row_scales, "columns": weight.column_scales}
+            found |= {f"weights.{field}.{axis}": scale for axis, scale in scales.items() if scale is not None}
     for where, stored in (("before", case.before), ("expected", made.stored)):
         found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}
     if case.basis:
@@ -150,7 +161,7 @@ def load(path: Path | str) -> ReplayFile:
 
 def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
     config = _read_config(parse_json(metadata["config"]))
-    weights = _weights(config, tensors)
+    weights = _weights(config, tensors, parse_json(metadata["blocks"]))
     learned = None
     if "learned.k.mean" in tensors:
         learned = Basis(*(tensors[f"learned.k.{part.name}"] for part in fields(Basis)))
@@ -191,16 +202,36 @@ def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _weights(config: ModelConfig, tensors: Mapping[str, Tensor]) -> LayerWeights:
-    """The layer's weights, each of the shape that the config asks for."""
-    found, names = {}, {}
+def _weights(config: ModelConfig, tensors: Mapping[str, Tensor], blocks: Mapping[str, str]) -> LayerWeights:
+    """The layer's weights, each of the shape that the config asks for.
+
+    Args:
+        blocks: types of those that lie in blocks, by field.
+    """
+    found: dict[str, Weight] = {}
+    names = {}
     for field, stored in tensors_of(config.common, config.hidden_size).items():
-        tensor = tensors[f"weights.{field}"]
+        tensor: Weight = tensors[f"weights.{field}"]
         dtype = stored.kept_as(tensors["hidden"].dtype)
+        if field in blocks:
+            scales = (tensors.get(f"weights.{field}.{axis}") for axis in ("rows", "columns"))
+            tensor = _blocks(field, memory_of(tensor), blocks[field], dtype, *scales)
         if tuple(tensor.shape) != stored.shape or tensor.dtype != dtype:
             raise ValueError(f"{field} is {tensor.dtype} {list(tensor.shape)}, not {list(stored.shape)}")
         found[field], names[field] = tensor, stored.name
     return LayerWeights(found, names)
+
+
+def _blocks(field: str, data: Tensor, kind: str, dtype: torch.dtype, rows: Tensor | None, columns: Tensor | None) -> Blocks:
+    """A weight in blocks, whose bytes are whole rows of them."""
+    known = block_type_named(kind)
+    if data.ndim != 2 or data.dtype != torch.uint8 or data.shape[1] % known.nbytes:
+        raise ValueError(f"{field} is no rows of {kind}: {data.dtype} {list(data.shape)}")
+    weight = Blocks(data, known, dtype, rows, columns)
+    for scales, size in zip((rows, columns), weight.shape, strict=True):
+        if scales is not None and (scales.shape != (size,) or scales.dtype != dtype):
+            raise ValueError(f"{field} has scales of {scales.dtype} {list(scales.shape)}")
+    return weight
 
 
 def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Stored:

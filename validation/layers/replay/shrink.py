@@ -15,6 +15,7 @@ from haarkv.models.weights import tensors_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.weight import Weight, selected
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot
 from haarkv.validation.layers.replay.case import LayerCase, Make, Span, capture, expected, judged, moved, new_cache
@@ -191,7 +192,7 @@ def _of_heads(heads: Sequence[int], dim: int) -> Tensor:
 
 
 def _cut(case: LayerCase, kept: Mapping[str, Tensor], config: ModelConfig) -> LayerCase:
-    """Some rows and columns of the weights.
+    """Some rows and columns of the weights. Blocks of which a part is taken are restored: what fails in them fails no more.
 
     Args:
         kept: by the name of an axis.
@@ -199,11 +200,11 @@ def _cut(case: LayerCase, kept: Mapping[str, Tensor], config: ModelConfig) -> La
     """
     stored = tensors_of(case.config.common, case.config.hidden_size)
 
-    def cut(field: str, tensor: Tensor) -> Tensor:
+    def cut(field: str, weight: Weight) -> Weight:
         for place, axis in enumerate(stored[field].axes):
             if axis.name in kept:
-                tensor = tensor.index_select(place, kept[axis.name])
-        return tensor.contiguous()
+                weight = selected(weight, place, kept[axis.name])
+        return weight
 
     hidden = case.hidden[:, kept["hidden"]] if "hidden" in kept else case.hidden
     return replace(case, config=config, weights=case.weights.changed(cut), hidden=hidden)

@@ -1,0 +1,166 @@
+"""What multiplying with a GGUF file's blocks changes, ours and llama.cpp's: `tq bench weights --model FILE.gguf --text TEXT`.
+
+The yardstick is the reference with every block restored to FP32 and K and V in FP32. Each side is fed the same tokens of a
+text, and its next-token distributions are compared with the yardstick's: KL(yardstick || side) in nats. A side rounds
+activations where it multiplies with blocks, and K and V where it stores them. So that the two can be told apart, the restored
+weights are also measured with K and V in BF16, and the blocks with K and V in FP32. llama.cpp is fed token by token, as it
+decodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from haarkv.benchmarks import gguf_file
+from haarkv.benchmarks.cases import new_cache, new_pages
+from haarkv.benchmarks.llama_process import LlamaProcess, parse_kinds, require
+from haarkv.benchmarks.report import Report, Table
+from haarkv.benchmarks.timing import OnTurn
+from haarkv.executors.base import Executor, verify
+from haarkv.executors.catalog import block_types, create
+from haarkv.models.catalog import load_model
+from haarkv.models.checkpoint import Progress
+from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+
+_CHUNK, _ROWS = 128, 16
+"""Tokens that a side is fed at a time, and rows of logits that are compared at a time."""
+YARDSTICK = "restored, kv fp32"
+Logits = Iterator[Tensor]
+"""[n, vocab] fp32 after each token, piece by piece."""
+
+
+@dataclass(frozen=True)
+class WeightsRow:
+    """One side beside the yardstick.
+
+    Attributes:
+        side: whose products, and what K and V are kept in.
+        kl_mean, kl_median, kl_largest: nats.
+        top1: share of positions at which both like the same token best.
+    """
+
+    side: str
+    kl_mean: float
+    kl_median: float
+    kl_largest: float
+    top1: float
+
+
+def measure(
+    model: str,
+    text: str,
+    tokens: int,
+    peer: bool,
+    threads: int,
+    progress: Progress | None = None,
+    on_turn: OnTurn = lambda _: None,
+) -> list[WeightsRow]:
+    """Every side's row.
+
+    Args:
+        model: a GGUF file.
+        text: of which the first tokens are fed.
+        peer: llama.cpp as well.
+    Raises:
+        InputError: no GGUF file, one without blocks that are multiplied as they are, or a text that is too short.
+    """
+    if (file := gguf_file.source_file(model)) is None:
+        raise InputError(f"{model} is no GGUF file, and only these hold quantised blocks; give --model FILE.gguf")
+    if peer:
+        require()
+    kept = block_types("cpu")
+    blocks = load_model(model, "float32", progress=progress, keep_blocks=kept)
+    restored = load_model(model, "float32", progress=progress)
+    if blocks.weights.nbytes == restored.weights.nbytes:
+        raise InputError(f"{model} holds no blocks that cpu multiplies with as they are: {', '.join(kept)}")
+    ids = load_tokenizer(model, restored.config).encode(text)[:tokens]
+    if len(ids) < tokens:
+        raise InputError(f"the text has {len(ids):,} tokens, fewer than {tokens:,}; give a longer one, or lower --tokens")
+    layers = restored.config.num_layers
+    plans = {kv: KVSpec(kv).plan(layers) for kv in ("fp32", "bf16")}
+    reference = create("reference", restored, plans["fp32"])
+    fast = create("cpu", blocks, plans["fp32"])
+
+    def ours(executor: Executor, kv: str) -> Callable[[], Logits]:
+        return lambda: _ours(executor, kv, ids)
+
+    sides = {
+        "restored, kv bf16": ours(reference, "bf16"), "ours, blocks, kv fp32": ours(fast, "fp32"),
+        "ours, blocks, kv bf16": ours(fast, "bf16"),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        if peer:
+            sides |= _of_llama(file, ids, threads, stack)
+        on_turn(YARDSTICK)
+        right = list(_ours(reference, "fp32", ids))
+        rows = []
+        for name, run in sides.items():
+            on_turn(name)
+            rows.append(_row(name, right, run()))
+    return rows
+
+
+def _ours(executor: Executor, kv: str, ids: Sequence[int]) -> Logits:
+    cache, _ = new_cache(KVSpec(kv).plan(executor.config.num_layers), executor.config, len(ids))
+    paging = new_pages(cache)
+    sequence = paging.add()
+    for begin in range(0, len(ids), _CHUNK):
+        piece = torch.tensor(ids[begin : begin + _CHUNK])
+        yield verify(executor, piece, paging.batch([sequence], [len(piece)]), cache)
+
+
+def _of_llama(file: Path, ids: Sequence[int], threads: int, stack: ExitStack) -> dict[str, Callable[[], Logits]]:
+    process = LlamaProcess(file, threads)
+    stack.callback(process.close)
+
+    def run(kind: Any) -> Logits:
+        process.call("open", kind, len(ids))
+        for begin in range(0, len(ids), _CHUNK):
+            yield torch.from_numpy(process.call("logits", kind, ids[begin : begin + _CHUNK], not begin))
+        process.call("shut", kind)
+
+    kinds = [next(iter(parse_kinds(name))) for name in ("f32:plain", "f16:flash")]
+    return {f"llama.cpp, blocks, kv {kind.type}": partial(run, kind) for kind in kinds}
+
+
+def _row(name: str, right: Sequence[Tensor], logits: Logits) -> WeightsRow:
+    found: list[Tensor] = []
+    same = 0
+    for ours, theirs in zip(_by_rows(iter(right)), _by_rows(logits), strict=True):
+        a, b = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+        found.append((a.exp() * (a - b)).sum(-1))
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
+    kl = torch.cat(found).clamp(min=0.0).sort().values
+    if not torch.isfinite(kl).all():
+        raise InputError(f"{name} gives logits that are not finite")
+    return WeightsRow(name, math.fsum(kl.tolist()) / len(kl), float(kl.median()), float(kl[-1]), same / len(kl))
+
+
+def _by_rows(pieces: Logits) -> Logits:
+    for piece in pieces:
+        yield from torch.split(piece, _ROWS)
+
+
+def report(model: str, text: str, tokens: int, rows: Sequence[WeightsRow]) -> Report:
+    """What was measured."""
+    cells = [
+        (row.side, f"{row.kl_mean:.3g}", f"{row.kl_median:.3g}", f"{row.kl_largest:.3g}", f"{row.top1:.2%}") for row in rows
+    ]
+    title = f"{model}: {tokens:,} tokens of {text}, KL from the restored FP32 weights with K and V in FP32"
+    values = {"text": text, "rows": [asdict(row) for row in rows]}
+    columns = ("side", "KL mean", "median", "largest", "same top")
+    packages = ("llama-cpp-python",)
+    return Report(
+        "weights", model, [tokens], ["fp32", "bf16", "f16"], values, [Table(title, columns, cells)], packages=packages
+    )

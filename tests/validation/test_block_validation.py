@@ -1,0 +1,209 @@
+"""Weights in quantised blocks: the validator runs generate's products, and half a step of x is all that it excuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from block_weights import TYPES, in_blocks, made
+from small_models import random_tokens, small_config, small_model
+
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.table import with_ops
+from haarkv.tq_ops.weight import Blocks, dense, numbers_of, selected
+from haarkv.validation import bounds, validate
+from haarkv.validation.layers.block_faults import BlockFault, block_faults
+from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, half_steps, remembering
+from haarkv.validation.layers.replay.case import judged
+from haarkv.validation.layers.replay.file import dumps, loads
+from haarkv.validation.layers.replay.shrink import OneRun, replay_of
+from haarkv.validation.layers.self_test import WholeLayers, self_test_of_blocks
+from haarkv.validation.ops import suite
+from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE
+
+CONFIG = small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512)
+DTYPES = (torch.float32, torch.bfloat16)
+MODELS = {dtype: in_blocks(small_model(CONFIG, dtype=dtype)) for dtype in DTYPES}
+PROMPTS = [random_tokens(CONFIG, 11), random_tokens(CONFIG, 5, seed=1)]
+DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
+
+
+def run(model, candidate, steps=1, kv="tq4", trusted=None):
+    plan = KVSpec(kv).plan(model.config.num_layers)
+    return validate(trusted or ReferenceExecutor(model), candidate, model, PROMPTS, steps, plan)
+
+
+def rounding(bits, types=TYPES):
+    """Products by blocks whose x is rounded to so many bits, with a step for each 32 numbers."""
+
+    def linear(x, weight):
+        if isinstance(weight, Blocks) and weight.type.name in types:
+            blocks = x.float().view(len(x), -1, 32)
+            step = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+            x = ((blocks / step).round() * step).view(x.shape)
+        return reference.linear(x, weight)
+
+    return with_ops(reference, {"linear": linear})
+
+
+class InBlocks(ReferenceExecutor):
+    blocks = TYPES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drive", DRIVES)
+@pytest.mark.parametrize("kv", ["tq4", "bf16"])
+def test_what_generate_multiplies_passes_and_is_said(dtype, drive, kv):
+    model = MODELS[dtype]
+    report = run(model, DRIVES[drive](CpuExecutor(model)), steps=2, kv=kv)
+    assert report.passed, report.first_divergence
+    assert set(report.blocks) == set(TYPES)
+    if dtype == torch.float32:  # and it is not within the bounds of sums in FP32: blocks were multiplied
+        errors = {verdict.stage: verdict.error for verdict in report.stages}
+        assert max(errors.get(stage, 0.0) for stage in ("q_proj", "down_proj", "attention_mlp")) > bounds.LAYER_FP32.op
+
+
+def test_without_the_steps_of_x_it_would_be_red(monkeypatch):
+    model = MODELS[torch.float32]
+    monkeypatch.setattr(BlockSteps, "of", lambda *_: NO_STEPS)
+    report = run(model, CpuExecutor(model))
+    assert not report.passed
+    assert report.blocks == ()
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_an_x_of_fewer_bits_is_found(drive):
+    """16 bits are what is excused; 12 are a fault of the first product, and 8 are what others take."""
+    model = MODELS[torch.float32]
+    assert run(model, DRIVES[drive](InBlocks(model, rounding(16)))).passed
+    for bits in (8, 12):
+        report = run(model, DRIVES[drive](InBlocks(model, rounding(bits))))
+        first = report.first_divergence
+        assert (first.layer, first.reason) == (0, "fault")
+        assert first.stage in (("q_proj",) if drive == "ops" else ("store_kv.k", "store_kv.v", "attention_mlp")), bits
+
+
+def test_an_executor_that_restores_blocks_is_given_nothing():
+    model = MODELS[torch.float32]
+    assert run(model, ReferenceExecutor(model)).blocks == ()
+    report = run(model, ReferenceExecutor(model, rounding(16)))
+    assert not report.passed
+    assert report.first_divergence.stage == "q_proj"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_fault_in_blocks_is_found_where_it_was_planted(dtype):
+    rows = self_test_of_blocks([MODELS[dtype]], PROMPTS)
+    assert [row for row in rows if not row.caught] == []
+    planted = {(row.driven, row.fault.split(",")[0]) for row in rows if "control" not in row.fault}
+    assert {drive for drive, _ in planted} == set(DRIVES)
+    controls = [row for row in rows if "control" in row.fault]
+    assert len(controls) == 2
+    assert len(rows) > 14
+
+
+def test_each_type_has_faults_of_its_own():
+    """Minima where there are some; and what is planted is other numbers in one projection alone."""
+    for kind in TYPES:
+        model = in_blocks(small_model(CONFIG), (kind,))
+        faults = list(block_faults(model, 1, "cpu"))
+        words = {fault.name for fault in faults}
+        assert (f"{kind}, a minimum is the neighbour's" in words) == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
+        assert f"{kind}, a scale is the neighbour's" in words
+        single = faults[0].right.type.numbers == CONFIG.hidden_size  # a row of one block has no neighbour
+        assert (f"{kind}, a block is the neighbour's" in words) != single
+        for fault in faults:
+            off = numbers_of(fault.wrong) != numbers_of(fault.right)
+            assert 0 < off.float().mean() <= 0.5, fault.name
+            others = zip(model.weights.named(), fault.model.weights.named(), strict=True)
+            assert sum(one is not other for (_, one), (_, other) in others) == 1
+
+
+def test_a_fault_that_is_not_found_is_said_to_be_missed(monkeypatch):
+    monkeypatch.setattr(BlockFault, "executor", lambda _fault, model, _drive: CpuExecutor(model))
+    rows = self_test_of_blocks([MODELS[torch.float32]], PROMPTS)
+    assert {row.caught for row in rows if "control" in row.fault} == {True}
+    assert {row.caught for row in rows if "control" not in row.fault} == {False}
+
+
+def test_half_a_step_is_what_the_kernels_round_by():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 256, generator=generator) * torch.where(torch.rand(1, 256, generator=generator) < 0.05, 30.0, 1.0)
+    weight = made("Q8_0", 8, 256) * torch.tensor([0.5, 2.0]).repeat(128)
+    half = half_steps(x, weight)
+    exact = x.double() @ numbers_of(weight).double().T
+    off = (CpuExecutor(MODELS[torch.float32]).ops.linear(x, weight).double() - exact).abs()
+    most = half @ numbers_of(weight).double().abs().T
+    assert (off <= most + 1e-6 * exact.abs().max()).all()
+    assert off.max() > most.max() / 100  # and it is no more than is needed
+
+
+def test_what_is_restored_once_is_what_is_restored_each_time():
+    model = MODELS[torch.float32]
+    weight, x = model.weights.layers[0].matrix("q_proj"), torch.randn(3, 256)
+    assert isinstance(weight, Blocks)
+    once = remembering(reference)
+    for _ in range(2):
+        assert torch.equal(once.linear(x, weight), reference.linear(x, weight))
+    other = replace(weight, data=weight.data.flip(0))
+    assert torch.equal(once.linear(x, other), reference.linear(x, other))
+
+
+@pytest.mark.parametrize("table", CPU, ids=lambda table: table.name)
+def test_every_table_multiplies_blocks_within_half_a_step(table):
+    if reason := table.missing():
+        pytest.skip(reason)
+    cases = list(suite.block_cases(table))
+    assert {case.kind for case in cases} == set(TYPES)
+    assert {1, 40} <= {case.tokens for case in cases}
+    assert [str(case) for case, finding in suite.run(table, cases) if not finding.passed] == []
+
+
+def test_the_contract_finds_an_x_of_fewer_bits():
+    coarse = replace(REFERENCE, open=lambda: rounding(12))
+    cases = [case for case in suite.block_cases(REFERENCE) if case.dtype == torch.float32]
+    assert not any(finding.passed for _, finding in suite.run(coarse, cases))
+    assert list(suite.block_cases(CUDA)) == []
+
+
+def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too():
+    """Its blocks are in the file; what cannot be cut at their borders is not cut."""
+    model = MODELS[torch.float32]
+
+    def broken(given, plan):
+        """Whatever model it is given, the MLP's last product is off where its weight lies in blocks."""
+        right = given.weights.layers[-1].matrix("down_proj")
+
+        def linear(x, weight):
+            y = CpuExecutor(given).ops.linear(x, weight)
+            return y * 1.01 if weight is right and isinstance(weight, Blocks) else y
+
+        return CpuExecutor(given).over(lambda ops: with_ops(ops, {"linear": linear}))
+
+    pair = (lambda given, plan: ReferenceExecutor(given)), broken
+    two = replace(model, config=model.config.with_layers(2), weights=replace(model.weights, layers=model.weights.layers[:2]))
+    plan = KVSpec("tq4").plan(2)
+    report = validate(pair[0](two, plan), broken(two, plan), two, PROMPTS, 0, plan)
+    assert (report.first_divergence.layer, report.first_divergence.stage) == (1, "down_proj")
+    file = loads(dumps(replay_of([OneRun(report, two, PROMPTS, 0, plan, None, pair)], {"torch": "1"}, 5)), "file")
+    kept = file.case.weights.matrix("down_proj")
+    assert isinstance(kept, Blocks)
+    assert kept.type.name == model.weights.layers[1].matrix("down_proj").type.name
+    again = judged(file.case, *pair)
+    assert (again.first_divergence.stage, again.blocks != ()) == ("down_proj", True)
+    assert judged(file.case, pair[0], lambda given, plan: CpuExecutor(given)).passed
+
+
+def test_rows_and_columns_of_blocks_are_those_of_what_is_restored():
+    rows, columns = torch.tensor([5, 1, 1]), torch.arange(64, 192)
+    for kind in ("Q4_1", "Q4_K"):
+        weight = made(kind, 8, 512) * (2.0 ** torch.arange(8))[:, None] * 2.0 ** (torch.arange(512) % 3)
+        assert torch.equal(dense(selected(weight, 0, rows)), dense(weight)[rows])
+        for some in (columns, torch.arange(256, 512), torch.arange(3, 35), torch.arange(64).flip(0)):
+            cut = selected(weight, 1, some)
+            assert torch.equal(dense(cut), dense(weight)[:, some])
+            assert isinstance(cut, Blocks) == (
+                int(some[0]) % weight.type.numbers == 0 and len(some) % weight.type.numbers == 0
+            )
