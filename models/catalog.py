@@ -12,7 +12,6 @@ from torch import Tensor
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import (
     NOTHING_LENT,
-    KeptBlocks,
     Progress,
     load_weights,
     random_tensors,
@@ -24,7 +23,7 @@ from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
-from haarkv.models.source import Source
+from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Weight
 

@@ -54,11 +54,12 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     top.
     """
     from haarkv.models.catalog import read_config, source_of
+    from haarkv.models.checkpoint import held_for
     from haarkv.models.weights import checkpoint_shapes, num_parameters
 
     config, source = read_config(model, layers), source_of(model)
     weights = 2 * num_parameters(config)
-    held = source.tensors() if source is not None and source.path.is_file() else {}
+    held = held_for(source, config) if source is not None and source.path.is_file() else {}
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
     rows = _kv_rows(config, memories, context)
     if as_json:
