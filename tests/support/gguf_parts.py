@@ -15,6 +15,13 @@ _NOT_UTF8 = [b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"a
 _WORDS = [b"", b"\0", b"\n", b"\x1b[31m", "‮".encode(), b"a" * 70_000, b"blk." + b"9" * 5000 + b".attn_q.weight", b"blk.-1.x"]
 
 
+class Content(bytes):
+    """Of a file; too long to be shown."""
+
+    def __repr__(self):
+        return f"<{len(self):,} bytes>"
+
+
 @dataclass(frozen=True)
 class Entry:
     """What a file says under a key; `key_length` is what it says of the key's length, where that is a lie."""
@@ -337,7 +344,7 @@ def lying(draw, parts, among=MUST_BE_REFUSED):
     """A file with one lie in it that no reader can take: (which, its bytes)."""
     lie = draw(st.sampled_from(among))
     wrong = lie(draw, parts)
-    return lie.__name__.strip("_"), wrong if isinstance(wrong, bytes) else wrong.dump()
+    return lie.__name__.strip("_"), Content(wrong if isinstance(wrong, bytes) else wrong.dump())
 
 
 @st.composite
@@ -368,4 +375,4 @@ def odd(draw, parts):
                 ]))  # fmt: skip
                 value = draw(st.sampled_from([*_NO_NUMBERS, 1, 2, 0.5, True, b"linear", b"yarn", b"{{", *_WORDS]))
                 parts = replace(parts, entries=(*parts.entries, Entry(key, *_packed(value))))
-    return parts.dump()
+    return Content(parts.dump())
