@@ -97,6 +97,11 @@ def block_type(kind: int) -> BlockType:
     return BlockType(known.name, numbers, nbytes, restore)
 
 
+def type_called(name: str) -> BlockType:
+    """The same by gguf's name of a type, such as Q4_K."""
+    return block_type(gguf.GGMLQuantizationType[name])
+
+
 @cache
 def _can_restore(kind: int) -> bool:
     try:
@@ -112,6 +117,7 @@ class GGUFFile:
 
     Attributes:
         entries: what the file says of itself, by key; numbers, texts, and lists of them.
+        kinds: of each, gguf's number of its kind, and of a list that of its values.
         tensors: by gguf's own names.
 
     Raises:
@@ -129,7 +135,7 @@ class GGUFFile:
         try:
             reader = _Reader(self._memory)
             count_of_tensors = reader.begin()
-            self.entries = reader.entries()
+            self.entries, self.kinds = reader.entries(), reader.kinds
             self.tensors = reader.tensors(count_of_tensors, self.entries.get("general.alignment", 32))
         except _DamagedError as error:
             raise InputError(f"{path} is not a GGUF file that can be read: {error}") from None
@@ -177,6 +183,7 @@ class _Reader:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._at, self._values = memory, 0, 0
+        self.kinds: dict[str, tuple[int, int | None]] = {}
 
     def begin(self) -> int:
         """Read what every file begins with; returns how many tensors there are."""
@@ -196,7 +203,9 @@ class _Reader:
             key = self._text()
             if key in found:
                 raise _DamagedError(f"it has two entries {shown(key)}")
-            found[key] = self._value(self._number("I"))
+            kind = self._number("I")
+            inner = int.from_bytes(self._memory[self._at : self._at + 4], "little") if kind == _ARRAY else None
+            self.kinds[key], found[key] = (kind, inner), self._value(kind)
         return found
 
     def tensors(self, count: int, alignment: object) -> dict[str, GGUFTensor]:

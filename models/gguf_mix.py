@@ -7,11 +7,12 @@ need rows of whole blocks; where there are none, a type of 32 numbers that has a
 from __future__ import annotations
 
 import math
-
-import gguf
+import re
+from dataclasses import dataclass
 
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes
+from haarkv.models.gguf_file import type_called
 from haarkv.models.weights import EMBEDDING, HEAD, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
@@ -19,42 +20,66 @@ MIXES = ("q4_k_m", "q6_k", "q4_k", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "bf16
 """Each the type of all matrices but `q4_k_m`, which is of Q4_K and Q6_K."""
 _NARROW = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """In place of blocks that do not divide a row."""
-_MORE_BITS = ("v_proj.weight", "down_proj.weight")
-_PLAIN = "F32"
-_ALWAYS_PLAIN = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight", ".conv1d.weight")
-"""Matrices that stay as they are: what they choose or mix is worth more than their bytes."""
+_COSTS_MOST = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")
+_PLAIN_PARTS = ("ffn_gate_inp", "ssm_conv1d", "rope_freqs", "norm")
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
+_LAYERS = "model.layers."
 
 
-def type_of(name: str, shape: tuple[int, ...], config: ModelConfig, mix: str) -> str:
-    """gguf's name of the type of a tensor.
+@dataclass(frozen=True)
+class Place:
+    """Where in a model a matrix stands, as far as a mix asks.
+
+    Attributes:
+        layer: its number, of `layers`; None outside of them.
+        is_head: it makes logits; the embedding does where the head is tied to it.
+        costs_most: it projects to V, or out of an MLP.
+    """
+
+    layers: int
+    layer: int | None = None
+    is_head: bool = False
+    costs_most: bool = False
+
+    @property
+    def has_more_bits(self) -> bool:
+        """The head; of the first and the last eighth of the layers, and of the others each third, what costs most."""
+        if self.layer is None or not self.costs_most:
+            return self.is_head
+        eighth = self.layers // 8
+        return self.layer < eighth or self.layer >= 7 * self.layers // 8 or (self.layer - eighth) % 3 == 2
+
+
+def place_called(name: str, layers: int, *, tied: bool) -> Place:
+    """Of a tensor by gguf's name."""
+    found = _LAYER.match(name)
+    head = "token_embd.weight" if tied else "output.weight"
+    return Place(layers, int(found[1]) if found else None, name == head, bool(found) and name.endswith(_COSTS_MOST))
+
+
+def type_of(place: Place, width: int, mix: str) -> str:
+    """gguf's name of the type of a matrix.
 
     Args:
-        name: Hugging Face's.
+        width: numbers of a row.
         mix: one of `MIXES`.
     Raises:
         InputError: no such mix.
     """
     if mix not in MIXES:
         raise InputError(f"no such type of weights: {mix}; choose from {', '.join(MIXES)}")
-    if len(shape) < 2 or name.endswith(_ALWAYS_PLAIN):
-        return _PLAIN
     wanted = mix.upper()
     if mix == "q4_k_m":
-        last = name == HEAD or (config.tied and name == EMBEDDING)
-        wanted = "Q6_K" if last or (name.endswith(_MORE_BITS) and _has_more_bits(name, config.num_layers)) else "Q4_K"
-    numbers, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[wanted]]
-    if shape[-1] % numbers:
-        wanted = _NARROW.get(wanted, "F16")
-        if shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[wanted]][0]:
-            return "F16"
-    return wanted
+        wanted = "Q6_K" if place.has_more_bits else "Q4_K"
+    for name in (wanted, _NARROW.get(wanted, "F16")):
+        if width % type_called(name).numbers == 0:
+            return name
+    return "F16"
 
 
-def _has_more_bits(name: str, layers: int) -> bool:
-    """The first and the last eighth of the layers, and of the others each third."""
-    index = int(name.removeprefix("model.layers.").partition(".")[0])
-    eighth = layers // 8
-    return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
+def stays_plain(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of gguf's name is in no blocks, whatever the mix: vectors, routers, short convolutions."""
+    return len(shape) < 2 or not name.endswith(".weight") or any(part in name for part in _PLAIN_PARTS)
 
 
 def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
@@ -65,6 +90,23 @@ def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
     """
     kept = 0
     for name, tensor in checkpoint_tensors(config).items():
-        numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_of(name, tensor.shape, config, mix)]]
-        kept += math.prod(tensor.shape) // numbers * nbytes
+        called, shape = _as_in_a_file(name), tensor.shape
+        place = place_called(called, config.num_layers, tied=config.tied)
+        kind = type_called("F32" if stays_plain(called, shape) else type_of(place, shape[-1], mix))
+        kept += math.prod(shape) // kind.numbers * kind.nbytes
     return WeightBytes(kept=kept)
+
+
+_IN_A_FILE = {"v_proj": "attn_v", "down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "shared_expert_gate": "ffn_gate_inp",
+              "conv1d": "ssm_conv1d"}  # fmt: skip
+"""Ends of Hugging Face's names that a mix asks for."""
+
+
+def _as_in_a_file(name: str) -> str:
+    """A name as a file has it, as far as a mix asks."""
+    outer = {EMBEDDING: "token_embd.weight", HEAD: "output.weight"}
+    if name in outer or not name.startswith(_LAYERS):
+        return outer.get(name, name)
+    number, _, rest = name.removeprefix(_LAYERS).partition(".")
+    part, _, kind = rest.rpartition(".")
+    return f"blk.{number}.{next((to for end, to in _IN_A_FILE.items() if part.endswith(end)), 'other')}.{kind}"

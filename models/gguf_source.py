@@ -346,6 +346,38 @@ class GGUFSource:
         data = stored[rows] if place.heads or place.order else stored[int(rows[0]) : int(rows[-1]) + 1]
         return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
 
+    @property
+    def file(self) -> GGUFFile:
+        """The file, with its own names."""
+        return self._file
+
+    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is known of columns of matrices, by the names and in the order that the file has.
+
+        Args:
+            of_columns: [in] each, by Hugging Face's names.
+        Returns:
+            [in] each; [experts, in] of experts that are stored together, if it is known of all.
+        """
+        self._places = self._places or self._found()
+        called = {id(tensor): name for name, tensor in self._file.tensors.items()}
+        found: dict[str, Tensor] = {}
+        experts: dict[str, dict[int, Tensor]] = {}
+        for name, place in self._places.items():
+            if (known := of_columns.get(name)) is None or len(known) != place.tensor.shape[-1]:
+                continue
+            stored = called[id(place.tensor)]
+            if place.order is not None and place.order.columns is not None:
+                known = torch.empty_like(known).index_copy_(0, place.order.columns, known)
+            if place.expert is None:
+                found[stored] = known
+            else:
+                experts.setdefault(stored, {})[place.expert] = known
+        for stored, of_each in experts.items():
+            if len(of_each) == self._file.tensors[stored].shape[0]:
+                found[stored] = torch.stack([of_each[expert] for expert in sorted(of_each)])
+        return found
+
     def words(self) -> Words:
         embedding = self._file.tensors.get("token_embd.weight")
         return words_of(self.path, self._entries, embedding.shape[0] if embedding else None)
