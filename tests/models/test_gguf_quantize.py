@@ -39,7 +39,7 @@ def half(x):
 
 
 def plain(x, kind):
-    """Plain rounding of [R, n], restored: gguf's own, or of the types that it does not write, super-block after super-block."""
+    """Plain rounding of [R, n], restored: gguf's own, or where it writes none, super-block after super-block."""
     known = gguf.GGMLQuantizationType[kind]
     if kind not in ("Q4_K", "Q6_K"):
         return torch.from_numpy(gguf.dequantize(gguf.quantize(x.numpy(), known), known))
