@@ -16,7 +16,8 @@ from haarkv.models.gguf_file import type_called
 from haarkv.models.weights import EMBEDDING, HEAD, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
-MIXES = ("q4_k_m", "q6_k", "q4_k", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "bf16", "f16", "f32")
+_TYPES = ("Q6_K", "Q4_K", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "BF16", "F16", "F32")
+MIXES = ("q4_k_m", *map(str.lower, _TYPES))
 """Each the type of all matrices but `q4_k_m`, which is of Q4_K and Q6_K."""
 _NARROW = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """In place of blocks that do not divide a row."""

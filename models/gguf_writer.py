@@ -22,8 +22,8 @@ from haarkv.models.gguf_source import GGUFSource
 from haarkv.tq_ops.errors import InputError
 
 _FILE_TYPES = {
-    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q4_k_m": 15, "q6_k": 18,
-    "bf16": 32,
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15, "Q6_K": 18,
+    "BF16": 32,
 }  # fmt: skip
 """llama.cpp's numbers of what most of a file is."""
 _REPLACED = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version")
@@ -131,7 +131,7 @@ def _begun(source: GGUFSource, path: Path, planned: list[_Planned], mix: str) ->
             raise InputError(f"{source.path}: {key} is a list of lists, which is not written")
         sub_type = None if inner is None else gguf.GGUFValueType(inner)
         writer.add_key_value(key, _exact(value, kind), gguf.GGUFValueType(kind), sub_type)
-    writer.add_file_type(_FILE_TYPES[mix])
+    writer.add_file_type(_FILE_TYPES[mix.upper()])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for of in planned:
         shape, nbytes = (*of.tensor.shape[:-1], of.row_bytes), of.row_bytes * (of.tensor.nbytes // of.tensor.row_bytes)
