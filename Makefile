@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types, all tests, and the vLLM plug-in's on one real server"
-	@echo "make fuzz    thousands of malformed inputs, and commands killed at any time; SEED=1 draws others"
+	@echo "make fuzz    thousands of malformed inputs, and commands killed at any time; SEED=1 draws others, REAL=FOLDER takes pretrained GGUF files too"
 	@echo "make test-judge  the validator: every fault of its self-test, and a thousand clean runs"
 	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
@@ -52,7 +52,7 @@ test:
 		else echo "vLLM cannot be installed here: its tests are skipped" >&2; fi
 
 fuzz: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) tests/tq tests/engine
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) $(if $(REAL),--real "$(REAL)") tests/tq tests/engine
 
 test-judge: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m judge_long tests/validation tests/tq/test_validation_cli.py

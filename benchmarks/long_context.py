@@ -28,7 +28,7 @@ from haarkv.engine.plans import needed, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor, verify
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import DTYPES, load_model, read_config
+from haarkv.models.catalog import load_model, read_config, weights_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.rope import extended
 from haarkv.tq_ops.errors import InputError
@@ -145,12 +145,12 @@ def memory_row(request: Request) -> dict[str, Any]:
     untrimmed = _memory("RssAnon") - before
     hand_back()
     resident = _memory("RssAnon") - before
-    room, item = request.context + request.steps + 1, DTYPES[request.dtype].itemsize
-    predicted = needed(request.config, held.cache.plan, room, number_bytes=item)
+    room, weights = request.context + request.steps + 1, weights_of(request.model, request.config, request.dtype)
+    predicted = needed(request.config, held.cache.plan, room, weights)
     return {
         "kv": request.kv, "context": request.context, "prefill_s": prefill_s, "step_ms": step_ms,
-        "predicted_bytes": predicted.total, "weight_bytes": predicted.weights, "kv_bytes": predicted.kv,
-        "cache_bytes": held.cache.nbytes, "resident_bytes": resident, "memory_ratio": resident / predicted.total,
+        "predicted_bytes": weights.own + predicted.kv, "weight_bytes": weights.own, "kv_bytes": predicted.kv,
+        "cache_bytes": held.cache.nbytes, "resident_bytes": resident, "memory_ratio": resident / (weights.own + predicted.kv),
         "untrimmed_bytes": untrimmed, "prompt_bytes": prompt, "peak_bytes": peak,
     }  # fmt: skip
 

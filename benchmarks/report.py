@@ -9,6 +9,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from haarkv.models.catalog import path_of
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.memory import mapped_memory, peak_memory
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -89,8 +94,16 @@ class Report:
 
     def line(self) -> str:
         """As one JSON line; where both have a name the header's value counts."""
-        head = header(self.name, self.model, self.context, self.kv, self.packages)
+        head = header(self.name, self.model, self.context, self.kv, self.packages) | self.memory
         return json.dumps(head | {name: value for name, value in self.values.items() if name not in head})
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The most that this process had, and those pages of the model's file that it has now."""
+        with suppress(InputError):  # a name of another program's
+            if (path := path_of(self.model)) is not None:
+                return {"peak_bytes": peak_memory(), "mapped_bytes": mapped_memory(path)}
+        return {"peak_bytes": peak_memory(), "mapped_bytes": 0}
 
     def save(self) -> None:
         """Append the line to `benchmarks/results/NAME.jsonl`."""

@@ -9,20 +9,25 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.plans import balanced_for, plan_for
+from haarkv.engine.plans import balanced_for, needed, plan_for
 from haarkv.engine.sampling import Sampling
-from haarkv.engine.session import Session
-from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, select
+from haarkv.engine.session import Loaded, Session
+from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, on_host, select
 from haarkv.models import balance as balancing
-from haarkv.models.catalog import load_model, read_config, source_of
+from haarkv.models.catalog import load_model, read_config, source_of, weights_of
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import ALONE, Ranks, Split
-from haarkv.models.text import generation_settings, load_tokenizer
+from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.memory import resident_memory
 from haarkv.tq_ops.warn import warn
+
+Room = Callable[[Tokenizer, ModelConfig], tuple[int, int]]
+"""How many sequences of how many tokens there are to be, by a model's tokenizer and shapes."""
 
 
 def load(
@@ -41,6 +46,7 @@ def load(
     on_warning: Callable[[str], object] | None = None,
     draft: str | DraftSpec | None = None,
     keep_blocks: bool | None = None,
+    room: Room | None = None,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
 
@@ -67,7 +73,10 @@ def load(
             that the executor multiplies with as they are: on `cpu` nearly all, which is fastest. True keeps all: whoever
             cannot multiply with them restores them at each product, slowly, or (cuda, npu and onnx) as they load. False
             restores all as they load.
+        room: of the tokenizer and the shapes, how many sequences of how many tokens the cache will be asked for. Their bytes
+            count as well when a model is refused that has no room here. Unless given, one sequence of one block.
     Raises:
+        InputError: the machine has no room for its weights, the cache and what a forward computes with; the sum is said.
         InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
         InputError: one of these does not exist, or they do not fit together.
     """
@@ -90,6 +99,11 @@ def load(
     target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
     kept = block_types(selected.name) if keep_blocks is None else keep_blocks
+    tokenizer = load_tokenizer(name, config)
+    counted = Loaded(weights_of(name, config, dtype, split if ranks.size > 1 else None, kept), resident_memory())
+    if on_host(selected.name, device):
+        sequences, tokens = room(tokenizer, config) if room else (1, 1)
+        needed(part, plan, tokens, counted.weights, sequences).require(name)
     loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept)
     weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
     spec.require_weights(weights or spec.weights)
@@ -106,8 +120,9 @@ def load(
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
     return Session(
-        name=name, config=loaded.config, executor=running, tokenizer=load_tokenizer(name, loaded.config), plan=plan,
+        name=name, config=loaded.config, executor=running, tokenizer=tokenizer, plan=plan,
         generation=generation, passed_over=selected.passed_over, ranks=ranks, weight_bytes=loaded.weights.nbytes,
+        loaded=counted,
         uneven=balanced.uneven, guard=guard, weights=weights, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip

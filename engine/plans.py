@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
+from haarkv.models.footprint import WeightBytes, work_bytes
 from haarkv.models.parallel import Split
-from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.memory import require_memory
 
 TAIL, SINKS = 124, 4
 """Newest and first tokens that a cache keeps in BF16 where nobody says otherwise."""
@@ -64,29 +66,53 @@ def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool 
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes of a loaded model with an allocated cache. What a forward computes with is not in it.
+    """Bytes of a loaded model with an allocated cache, and what a forward computes with.
 
     Attributes:
         weights: of the model; a head tied to the embedding counts once.
-        kv: of the cache: whole blocks, and the tokens that stay in BF16.
+        kv: of the cache: whole blocks, the tokens that stay in BF16, and states.
+        work: about what the widest layer makes of the tokens that come at once.
     """
 
-    weights: int
+    weights: WeightBytes
     kv: int
+    work: int = 0
+
+    @property
+    def own(self) -> int:
+        """What the process must have, whatever the system drops of the file's pages."""
+        return self.weights.own + self.kv + self.work
 
     @property
     def total(self) -> int:
-        """Of both."""
-        return self.weights + self.kv
+        """All that is computed with: the process's own, and the file's pages that are read at each step."""
+        return self.own + self.weights.kept
+
+    def describe(self) -> str:
+        """The sum in words."""
+        parts = [(self.weights.own, "weights"), (self.kv, "KV cache and states"), (self.work, "what a forward computes with")]
+        own = " + ".join(f"{count / 2**30:,.2f} {what}" for count, what in parts if count)
+        kept = self.weights.kept
+        return own + (f"; beside them {kept / 2**30:,.2f} of weights stay in the file's pages" if kept else "")
+
+    def require(self, name: str) -> None:
+        """Refuse what this machine has no room for now.
+
+        Raises:
+            InputError: the process's own bytes are more than are available.
+        """
+        remedy = "take a smaller model, fewer tokens or sequences, a smaller --kv"
+        remedy += ", or --dtype bfloat16" if self.weights.own > self.kv else ""
+        require_memory(self.own, f"{name} ({self.describe()})", remedy)
 
 
-def needed(config: ModelConfig, plan: KVPlan, tokens: int, sequences: int = 1, number_bytes: int = 2) -> Needed:
-    """What sequences of so many tokens each take, where one weight takes `number_bytes`."""
+def needed(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightBytes, sequences: int = 1) -> Needed:
+    """What sequences of so many tokens each take beside a model's weights."""
     kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
-    return Needed(number_bytes * num_parameters(config), kv)
+    return Needed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
 
 
-def longest_context(config: ModelConfig, plan: KVPlan, memory: int, sequences: int = 1, number_bytes: int = 2) -> int:
+def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes, sequences: int = 1) -> int:
     """The most tokens of each sequence that `memory` has room for, as `needed` counts, in whole blocks; at least 0."""
-    room = memory - number_bytes * num_parameters(config)
+    room = memory - needed(config, plan, PREFILL_CHUNK, weights, sequences).work - weights.total
     return tokens_that_fit(plan, room, config.kv_shapes, sequences, config.state_bytes)

@@ -5,11 +5,11 @@ NCCL and HCCL were never tried: no machine with two GPUs or NPUs was at hand.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from haarkv.models.parallel import Ranks, even_share
 from haarkv.tq_ops.errors import InputError, RankLostError
+from haarkv.tq_ops.memory import mapped_memory, peak_memory
 
 T = TypeVar("T")
 
@@ -154,25 +155,32 @@ class RankMemory:
         weights, kv: bytes of its part of the model and of its KV heads.
         peak: the most that its process had at a time; on a GPU or NPU, of the device's memory. It counts all of torch, and
             those pages of a checkpoint that were read.
+        mapped: of it, pages of the checkpoint that are there now; the system may drop them.
+        predicted: what `peak` was to be, counted before the weights were read; 0 where it was not.
     """
 
     rank: int
     weights: int
     kv: int
     peak: int
+    mapped: int = 0
+    predicted: int = 0
+
+    def describe(self) -> str:
+        """What a process on the host had, in words."""
+        mapped = f", {self.mapped / 2**30:,.2f} of it pages of the model's file" if self.mapped else ""
+        predicted = f"; {self.predicted / 2**30:,.2f} predicted" if self.predicted else ""
+        return f"{self.peak / 2**30:,.2f} GiB at most{mapped}{predicted}"
 
 
-def memory_here(ranks: Ranks, device: torch.device, weights: int, kv: int) -> RankMemory:
-    """What this rank holds; `peak` is measured now."""
-    return RankMemory(ranks.rank, weights, kv, _peak(device))
+def memory_here(
+    ranks: Ranks, device: torch.device, weights: int, kv: int, path: Path | None = None, predicted: int = 0
+) -> RankMemory:
+    """What this rank holds; `peak` and `mapped` are measured now.
 
-
-def _peak(device: torch.device) -> int:
+    Args:
+        path: of the checkpoint, a file or a folder; None if the model has none.
+    """
     if device.type != "cpu":
-        return int(getattr(torch, device.type).max_memory_allocated(device))
-    try:
-        import resource
-    except ImportError:  # no such figure on this system
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return RankMemory(ranks.rank, weights, kv, int(getattr(torch, device.type).max_memory_allocated(device)))
+    return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(path) if path else 0, predicted)

@@ -12,14 +12,16 @@ from typing import Any
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftReport, DraftSource, report_of
 from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import needed, shape_of
 from haarkv.engine.ranks import RankMemory, memory_here
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.text import GrowingText, before_stop, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
+from haarkv.models.catalog import path_of
 from haarkv.models.config import ModelConfig
+from haarkv.models.footprint import WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError
@@ -72,6 +74,19 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """What was known of a model's memory before its weights were read.
+
+    Attributes:
+        weights: that were about to be read.
+        before: bytes that the process had, with torch, its code and the tokenizer.
+    """
+
+    weights: WeightBytes
+    before: int
+
+
+@dataclass(frozen=True)
 class Session:
     """A loaded model, ready to generate; `tq.load` returns one.
 
@@ -85,6 +100,7 @@ class Session:
         ranks: who runs the model together. Of several, `config`, `executor` and caches are of this rank's part, and all must
             make the same calls; each gets the whole result.
         weight_bytes: of the weights that are here.
+        loaded: what was counted before they were read; None counts nothing.
         uneven: the layers whose K or V was balanced as the model was loaded.
         guard: looks for K and V that the cache would lose; None looks for nothing.
         weights: fingerprint of the weights as they are here; stored sequences belong to them.
@@ -101,6 +117,7 @@ class Session:
     passed_over: str = ""
     ranks: Ranks = ALONE
     weight_bytes: int = 0
+    loaded: Loaded | None = None
     uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
     weights: str = ""
@@ -223,7 +240,14 @@ class Session:
             # A text cut inside a character, or at what might have begun a stop string, still owes its end.
             if on_text and (rest := growing[index].rest(text)):
                 on_text(index, rest)
-        held = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes)
+        held = memory_here(
+            self.ranks,
+            self.executor.device,
+            self.weight_bytes,
+            cache.nbytes,
+            path_of(self.name),
+            self._predicted(len(ids), context),
+        )
         ranks = tuple(self.ranks.collect(held))
         drafting = None
         if self.draft:
@@ -266,8 +290,17 @@ class Session:
             return
         what = f"a KV cache for {sequences} sequence{'s' * (sequences != 1)} of {max_context:,} tokens"
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
-        needed = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
-        require_memory(needed, what, "take fewer tokens or sequences, or a smaller format")
+        taken = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
+        require_memory(taken, what, "take fewer tokens or sequences, or a smaller format")
+
+    def _predicted(self, sequences: int, max_context: int) -> int:
+        """Bytes that this process was to have at most, by what was counted before the weights were read."""
+        if self.loaded is None:
+            return 0
+        drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
+        weights = self.loaded.weights
+        of_run = needed(self.config, self.plan, max_context, weights, sequences)
+        return self.loaded.before + of_run.own + weights.mapped + drafts
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
         config, ranks = self.config, self.ranks.size

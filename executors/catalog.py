@@ -211,6 +211,17 @@ def block_types(name: str) -> tuple[str, ...]:
     return () if entry.missing() else entry.blocks
 
 
+def on_host(name: str, device: str | None) -> bool:
+    """Whether an executor computes in this machine's own memory.
+
+    Args:
+        device: where it is to run; its default unless given.
+    Raises:
+        InputError: no such executor.
+    """
+    return (device or default_device(name)).partition(":")[0] in ("cpu", "sim")
+
+
 def open_programs(name: str, device: str | None) -> Runner | None:
     """What calls single programs for an executor; None for one that has none.
 

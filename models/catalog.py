@@ -12,19 +12,20 @@ from torch import Tensor
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import (
     NOTHING_LENT,
-    KeptBlocks,
     Progress,
+    held_for,
     load_weights,
     random_tensors,
     random_weights,
     stored_tensors,
 )
 from haarkv.models.config import ModelConfig
+from haarkv.models.footprint import WeightBytes, random_bytes, weight_bytes
 from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
-from haarkv.models.source import Source
+from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Weight
 
@@ -138,16 +139,38 @@ def load_model(
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
-    config, source = read_config(name, layers), source_of(name)
+    of_weights, config, source = _dtype(dtype), read_config(name, layers), source_of(name)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
     if source is None:
-        weights = random_weights(config, DTYPES[dtype], progress=progress, split=split)
+        weights = random_weights(config, of_weights, progress=progress, split=split)
     else:
-        weights = load_weights(source, config, DTYPES[dtype], progress, split, lent, keep_blocks)
+        weights = load_weights(source, config, of_weights, progress, split, lent, keep_blocks)
     part = split.part if split else config
     return DecoderModel.of(part, weights, ranks)
+
+
+def weights_of(
+    name: str | Path, config: ModelConfig, dtype: str, split: Split | None = None, keep_blocks: KeptBlocks = False
+) -> WeightBytes:
+    """What the weights of a model take in memory, once `load_model` has read them; they are compared with the config.
+
+    Args:
+        name: as in `read_config`, which gave `config`.
+        dtype, keep_blocks: as of `load_model`.
+        split: of the whole model, where this is one of several ranks.
+    Raises:
+        InputError: as `load_weights`.
+    """
+    source = source_of(name)
+    if source is None:
+        return random_bytes(config, _dtype(dtype), split)
+    return weight_bytes(held_for(source, config), config, _dtype(dtype), split, keep_blocks)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise InputError(f"unknown dtype {name!r}; choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def stream_tensors(name: str | Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from reprlib import repr as shown
 from types import MappingProxyType
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig
+from haarkv.models.footprint import WeightBytes, keeps, random_bytes, weight_bytes
 from haarkv.models.large_pages import LargePages
 from haarkv.models.parallel import Split
-from haarkv.models.source import Empty, Held, Source
-from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors, num_parameters
+from haarkv.models.source import Empty, Held, KeptBlocks, Source
+from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import require_memory
 from haarkv.tq_ops.weight import Weight
@@ -24,8 +24,6 @@ from haarkv.tq_ops.weight import Weight
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
 
-KeptBlocks = bool | Collection[str]
-"""Which quantised blocks stay as they are: all, none, or those of some types, by name."""
 NOTHING_LENT: Mapping[str, Weight] = MappingProxyType({})
 
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
@@ -48,7 +46,7 @@ def random_weights(
     on_host = torch.device(device).type == "cpu"
     tensors = random_tensors(config, dtype, seed, device, LargePages().empty if on_host and split is None else None)
     if on_host:
-        _require_room(dtype.itemsize * num_parameters(config), split)
+        _require_room(random_bytes(config, dtype, split))
     if split:
         stored, part = checkpoint_tensors(config), split
         tensors = ((name, tensor[part.of(stored[name].axes)].clone()) for name, tensor in tensors)
@@ -102,15 +100,14 @@ def load_weights(
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
     converted = stored_tensors(
-        source, config, dtype, split, before=lambda count: _require_room(count, split), lent=lent, empty=LargePages().empty,
-        keep_blocks=keep_blocks,
+        source, config, dtype, split, before=_require_room, lent=lent, empty=LargePages().empty, keep_blocks=keep_blocks,
     )  # fmt: skip
     return _gathered(config, converted, progress)
 
 
-def _require_room(count: int, split: Split | None) -> None:
-    """Refuse weights of so many bytes, of all ranks together, which this machine cannot hold beside each other."""
-    require_memory(count / (split.size if split else 1), "its weights", "give --dtype bfloat16, or a smaller model")
+def _require_room(weights: WeightBytes) -> None:
+    """Refuse weights that this machine cannot hold now; what stays in the file's pages can be dropped, and is not counted."""
+    require_memory(weights.own, "its weights", "give --dtype bfloat16, or a smaller model")
 
 
 def stored_tensors(
@@ -119,7 +116,7 @@ def stored_tensors(
     dtype: torch.dtype,
     split: Split | None = None,
     wanted: Callable[[str], bool] | None = None,
-    before: Callable[[int], object] | None = None,
+    before: Callable[[WeightBytes], object] | None = None,
     lent: Mapping[str, Weight] = NOTHING_LENT,
     empty: Empty | None = None,
     keep_blocks: KeptBlocks = False,
@@ -128,7 +125,7 @@ def stored_tensors(
 
     Args:
         wanted: of a tensor's name, whether it is read; all are unless given.
-        before: called once, before the first comes, with the bytes of all tensors that are not stored as `dtype`.
+        before: called once, before the first comes, with what all will take.
         lent, keep_blocks: as in `load_weights`; what is lent comes as it is.
         empty: makes room for each that is converted; torch unless given.
     Raises:
@@ -139,13 +136,8 @@ def stored_tensors(
     shapes = {name: shape for name, shape in shapes.items() if name not in lent}
     _compare(source.path, shapes, held, tied=config.tied)
 
-    def stays(name: str) -> bool:
-        kind = held[name].blocks
-        return kind is not None and (keep_blocks if isinstance(keep_blocks, bool) else kind in keep_blocks)
-
     if before:
-        converted = (name for name in shapes if held[name].dtype != dtype and not stays(name))
-        before(sum(dtype.itemsize * math.prod(shapes[name]) for name in converted))
+        before(weight_bytes(held, config, dtype, split, keep_blocks))
     for name, tensor in checkpoint_tensors(config).items():
         if wanted and not wanted(name):
             continue
@@ -153,9 +145,20 @@ def stored_tensors(
             yield name, lent[name]
         else:
             part = split.of(tensor.axes) if split else None
-            blocks = source.blocks(name, dtype, part) if stays(name) else None
+            blocks = source.blocks(name, dtype, part) if keeps(held[name], keep_blocks) else None
             kept = tensor.kept_as(dtype)
             yield name, tensor.in_memory(source.read(name, kept, part, empty), dtype) if blocks is None else blocks
+
+
+def held_for(source: Source, config: ModelConfig) -> Mapping[str, Held]:
+    """Every tensor of a source by name, once those that a config asks for were compared with it; none is read.
+
+    Raises:
+        InputError: as `load_weights`.
+    """
+    held = source.tensors()
+    _compare(source.path, checkpoint_shapes(config), held, tied=config.tied)
+    return held
 
 
 def _gathered(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:

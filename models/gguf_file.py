@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,8 +25,10 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import size_of
 from haarkv.tq_ops.weight import BlockType, restore_rows
 
-_MOST_ENTRIES, _MOST_TENSORS, _MOST_DEPTH = 2**16, 2**20, 4
-"""Several times what any file has."""
+_MOST_ENTRIES, _MOST_TENSORS, _MOST_DEPTH, _MOST_VALUES, _MOST_NAME = 2**16, 2**20, 4, 2**23, 2**10
+"""Several times what any file has: of lists all values together, of a tensor's name bytes."""
+_FEWEST_BITS = 1
+"""Of a number, in whatever type; those that there are have 1.5 at least."""
 _PLAIN = {
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
@@ -72,16 +74,14 @@ class GGUFTensor:
         """Of all rows; 0 of a type that cannot be restored."""
         return math.prod(self.shape[:-1]) * self.row_bytes if _can_restore(self.kind) else 0
 
-    def fault(self, size: int) -> str | None:
-        """Why it cannot be read from a file of so many bytes; None if it can."""
+    @property
+    def fault(self) -> str | None:
+        """Why its numbers cannot be restored; None if they can. That it lies within its file was seen when that was opened."""
         if not _can_restore(self.kind):
             known = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
             return f"is stored as {known.get(self.kind, f'type {self.kind}')}, which gguf cannot restore"
-        block = block_type(self.kind).numbers
-        if self.shape[-1] % block:
-            return f"has rows of {self.shape[-1]:,} numbers, which are no whole blocks of {block}"
-        end = self.offset + self.nbytes
-        return f"ends at byte {end:,}, the file at {size:,}: it is truncated; fetch it again" if end > size else None
+        block, width = block_type(self.kind).numbers, self.shape[-1]
+        return f"has rows of {width:,} numbers, which are no whole blocks of {block}" if width % block else None
 
 
 @cache
@@ -117,6 +117,7 @@ class GGUFFile:
 
     Attributes:
         entries: what the file says of itself, by key; numbers, texts, and lists of them.
+        kinds: of each, gguf's number of its kind, and of a list that of its values.
         tensors: by gguf's own names.
 
     Raises:
@@ -124,7 +125,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, size_of(path)
+        size_of(path)  # a pipe or a device is refused
         try:
             with path.open("rb") as file:
                 # Private pages: torch may have views of them as of memory that can be written.
@@ -134,7 +135,7 @@ class GGUFFile:
         try:
             reader = _Reader(self._memory)
             count_of_tensors = reader.begin()
-            self.entries = reader.entries()
+            self.entries, self.kinds = reader.entries(), reader.kinds
             self.tensors = reader.tensors(count_of_tensors, self.entries.get("general.alignment", 32))
         except _DamagedError as error:
             raise InputError(f"{path} is not a GGUF file that can be read: {error}") from None
@@ -181,7 +182,8 @@ class _Reader:
     """Reads the header of a file from its beginning on."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory, self._at = memory, 0
+        self._memory, self._at, self._values = memory, 0, 0
+        self.kinds: dict[str, tuple[int, int | None]] = {}
 
     def begin(self) -> int:
         """Read what every file begins with; returns how many tensors there are."""
@@ -201,7 +203,9 @@ class _Reader:
             key = self._text()
             if key in found:
                 raise _DamagedError(f"it has two entries {shown(key)}")
-            found[key] = self._value(self._number("I"))
+            kind = self._number("I")
+            inner = int.from_bytes(self._memory[self._at : self._at + 4], "little") if kind == _ARRAY else None
+            self.kinds[key], found[key] = (kind, inner), self._value(kind)
         return found
 
     def tensors(self, count: int, alignment: object) -> dict[str, GGUFTensor]:
@@ -210,15 +214,34 @@ class _Reader:
         found: dict[str, GGUFTensor] = {}
         for _ in range(count):
             name, axes = self._text(), self._number("I")
-            if name in found or not 1 <= axes <= 4:
-                raise _DamagedError(f"the tensor {shown(name)} is there twice, or has {axes} axes")
+            if name in found or len(name) > _MOST_NAME or not 1 <= axes <= 4:
+                raise _DamagedError(f"the tensor {shown(name)} is there twice, has a name that is too long, or {axes} axes")
             shape = tuple(reversed(self._numbers("Q", axes)))
             kind, offset = self._number("I"), self._number("Q")
-            if not all(shape) or math.prod(shape) >= 2**48 or offset >= 2**48:
-                raise _DamagedError(f"the tensor {shown(name)} cannot be: its shape is {list(shape)}, its offset {offset}")
+            # No more numbers than there are bits: whoever counts rows or experts counts no further.
+            if not all(shape) or math.prod(shape) * _FEWEST_BITS > 8 * len(self._memory) or offset % alignment:
+                raise _DamagedError(
+                    f"the tensor {shown(name)} cannot be: its shape is {list(shape)}, its offset {offset}, in a file of "
+                    f"{len(self._memory):,} bytes whose alignment is {alignment}"
+                )
             found[name] = GGUFTensor(shape, kind, offset)
         begin = -(-self._at // alignment) * alignment
-        return {name: GGUFTensor(of.shape, of.kind, begin + of.offset) for name, of in found.items()}
+        placed = {name: GGUFTensor(of.shape, of.kind, begin + of.offset) for name, of in found.items()}
+        self._require_apart(placed)
+        return placed
+
+    def _require_apart(self, tensors: Mapping[str, GGUFTensor]) -> None:
+        """Refuse tensors of which one begins before another has ended, or ends where the file does not reach."""
+        ended, before = 0, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+            if tensor.offset < ended:
+                raise _DamagedError(f"the tensors {shown(before)} and {shown(name)} lie over each other")
+            ended, before = max(ended, tensor.offset + tensor.nbytes), name
+            if ended > len(self._memory):
+                raise _DamagedError(
+                    f"the tensor {shown(name)} ends at byte {ended:,}, the file at {len(self._memory):,}: it is truncated; "
+                    "fetch it again"
+                )
 
     def _bytes(self, count: int) -> bytes:
         if count > len(self._memory) - self._at:
@@ -247,9 +270,11 @@ class _Reader:
         if kind != _ARRAY or depth == _MOST_DEPTH:
             raise _DamagedError(f"an entry is of kind {kind}, which there is none of")
         kind, count = self._number("I"), self._number("Q")
-        # Each value takes a byte at least: a count beyond the file is seen before a list of that length is made.
-        if count > len(self._memory) - self._at:
-            raise _DamagedError(f"it promises a list of {count:,} values, more than it has bytes left")
+        # Each value takes a byte at least: a count beyond the file is seen before a list of that length is made. A list takes
+        # many times the bytes of small numbers.
+        self._values += count
+        if count > len(self._memory) - self._at or self._values > _MOST_VALUES:
+            raise _DamagedError(f"it promises a list of {count:,} values, more than it has bytes left, or than any file has")
         if kind in _NUMBERS:
             return list(self._numbers(_NUMBERS[kind], count))
         return [self._value(kind, depth + 1) for _ in range(count)]

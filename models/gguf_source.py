@@ -45,7 +45,7 @@ _ENTRIES = {
 }
 _OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 _ROPE = "rope_freqs.weight"
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(\w+)\.(weight|bias)")
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -66,7 +66,7 @@ _IN_GEMMA_LAYER = _IN_LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_ANY_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_ANY_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(.+)")
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Projections of all experts of a layer, one after the other in one tensor."""
 _SAMPLING = {
@@ -115,6 +115,19 @@ class _Place:
     @property
     def nbytes(self) -> int:
         return self.tensor.nbytes // (1 if self.expert is None else self.tensor.shape[0])
+
+    @property
+    def blocks(self) -> str | None:
+        """Name of the type of its blocks, where they can be kept: in the file's order, or with whole rows in another."""
+        by_rows = self.order is None or (self.order.rows is not None and self.order.shape is None)
+        return self.tensor.blocks if len(self.shape) == 2 and not self.shifted and by_rows else None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what is kept of it stays in the file's pages."""
+        return (
+            self.heads is None and self.order is None and not self.shifted and (self.expert is None or self.blocks is not None)
+        )
 
     def wanted(self, part: tuple[slice, ...] | None) -> tuple[Tensor, slice]:
         """Of a matrix, the rows [R] int64 of the file that a part of it lies in, in its order, and the part's columns."""
@@ -194,9 +207,9 @@ class GGUFSource:
             found["model_type"] += " with experts"
 
     def _llama3(self, factors: GGUFTensor, found: Mapping[str, Any]) -> dict[str, Any]:
-        fault, dim, theta = factors.fault(self._file.size), found.get("head_dim"), found["rope_theta"]
-        if fault is not None:
-            raise InputError(f"{self.path}: {_ROPE} {fault}")
+        dim, theta = found.get("head_dim"), found["rope_theta"]
+        if factors.fault is not None:
+            raise InputError(f"{self.path}: {_ROPE} {factors.fault}")
         if factors.shape != (dim // 2 if isinstance(dim, int) else None,) or not isinstance(theta, float):
             raise InputError(f"{self.path}: {_ROPE} has shape {list(factors.shape)}, heads have {shown(dim)} channels")
         return llama3_entries(self.path, self._file.read(factors, torch.float32), theta)
@@ -230,11 +243,12 @@ class GGUFSource:
 
     def tensors(self) -> Mapping[str, Held]:
         self._places = self._places or self._found()
-        size = self._file.size
         return {
-            name: Held(place.shape, place.tensor.dtype, place.nbytes, self.path, place.tensor.fault(size), place.tensor.blocks)
+            name: Held(
+                place.shape, place.tensor.dtype, place.nbytes, self.path, place.tensor.fault, place.blocks, place.in_place
+            )
             for name, place in self._places.items()
-        }
+        }  # fmt: skip
 
     def _found(self) -> dict[str, _Place]:
         """Every tensor by Hugging Face's name; one that has none keeps its own, for whoever refuses it."""
@@ -321,9 +335,7 @@ class GGUFSource:
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
         self._places = self._places or self._found()
         place = self._places[name]
-        if place.tensor.dtype is not None or len(place.shape) != 2 or place.shifted:
-            return None
-        if place.order is not None and (place.order.rows is None or place.order.shape is not None):
+        if place.blocks is None:
             return None
         kind, stored = block_type(place.tensor.kind), self._file.stored_rows(place.tensor)
         rows, columns = place.wanted(part)
@@ -334,8 +346,41 @@ class GGUFSource:
         data = stored[rows] if place.heads or place.order else stored[int(rows[0]) : int(rows[-1]) + 1]
         return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
 
+    @property
+    def file(self) -> GGUFFile:
+        """The file, with its own names."""
+        return self._file
+
+    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is known of columns of matrices, by the names and in the order that the file has.
+
+        Args:
+            of_columns: [in] each, by Hugging Face's names.
+        Returns:
+            [in] each; [experts, in] of experts that are stored together, if it is known of all.
+        """
+        self._places = self._places or self._found()
+        called = {id(tensor): name for name, tensor in self._file.tensors.items()}
+        found: dict[str, Tensor] = {}
+        experts: dict[str, dict[int, Tensor]] = {}
+        for name, place in self._places.items():
+            if (known := of_columns.get(name)) is None or len(known) != place.tensor.shape[-1]:
+                continue
+            stored = called[id(place.tensor)]
+            if place.order is not None and place.order.columns is not None:
+                known = torch.empty_like(known).index_copy_(0, place.order.columns, known)
+            if place.expert is None:
+                found[stored] = known
+            else:
+                experts.setdefault(stored, {})[place.expert] = known
+        for stored, of_each in experts.items():
+            if len(of_each) == self._file.tensors[stored].shape[0]:
+                found[stored] = torch.stack([of_each[expert] for expert in sorted(of_each)])
+        return found
+
     def words(self) -> Words:
-        return words_of(self.path, self._entries)
+        embedding = self._file.tensors.get("token_embd.weight")
+        return words_of(self.path, self._entries, embedding.shape[0] if embedding else None)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         return ()

@@ -14,7 +14,8 @@ from haarkv.models.source import Words, checked_template
 from haarkv.tq_ops.errors import InputError
 
 _TOKENS = "tokenizer.ggml."
-_MOST_TOKENS = 2**22
+_MOST_TOKENS, _LONGEST_TOKEN = 2**22, 2**10
+"""Several times what any vocabulary has; a token's characters, whose every cut in two is looked up."""
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
 _PIECES = (
@@ -41,11 +42,12 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 """Those of `_SPLITS` where a piece that is a token stays whole, and each text begins with BOS unless the file says no."""
 
 
-def words_of(path: Path, entries: Mapping[str, Any]) -> Words:
+def words_of(path: Path, entries: Mapping[str, Any], rows: int | None = None) -> Words:
     """The tokenizer and the chat template.
 
     Args:
         entries: of the file, by key.
+        rows: of the embedding, where there is one; one for each token.
     Raises:
         InputError: there is no tokenizer, one of a kind that is not built, by name, or one that cannot be.
     """
@@ -56,6 +58,10 @@ def words_of(path: Path, entries: Mapping[str, Any]) -> Words:
         raise InputError(f"{path}: its tokenizer is {shown(kind)}; gpt2 (byte-level BPE) and llama (SentencePiece) are built")
     if len(tokens) > _MOST_TOKENS or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{path}: {_TOKENS}tokens is no list of at most {_MOST_TOKENS:,} texts")
+    if max(map(len, tokens), default=0) > _LONGEST_TOKEN:
+        raise InputError(f"{path}: a token has more than {_LONGEST_TOKEN:,} characters, which none has; fetch the file again")
+    if rows not in (None, len(tokens)):
+        raise InputError(f"{path} has {len(tokens):,} tokens, and an embedding of {rows:,}; one of them is another model's")
     try:
         tokenizer = _byte_level(path, tokens, entries) if kind == "gpt2" else _sentence_piece(path, tokens, entries)
         _add_special(path, tokenizer, tokens, entries)

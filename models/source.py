@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as shown
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
+
+KeptBlocks = bool | Collection[str]
+"""Which quantised blocks stay as they are: all, none, or those of some types, by name."""
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes room for a tensor of a shape and dtype."""
@@ -31,7 +34,8 @@ class Held:
         nbytes: as it is stored.
         file: that holds it.
         fault: what is wrong with it, to stand behind its name; None if it can be read.
-        blocks: name of their type, where there are such.
+        blocks: name of their type, where there are such and they can be kept as they are.
+        in_place: what is kept as it is stays in the file's pages; else it is copied, into another order.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +44,7 @@ class Held:
     file: Path
     fault: str | None = None
     blocks: str | None = None
+    in_place: bool = True
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ ONLY_IN = {
     "onnxruntime": ["executors/onnx"],
     "transformers": ["models/tiny_qwen3/train.py", "models/tiny_draft/train.py", "benchmarks/", "tq/hf/"],
     "llama_cpp": ["benchmarks/llama_process.py"],
-    "gguf": ["benchmarks/gguf_file.py", "models/gguf_file.py"],
+    "gguf": ["benchmarks/gguf_file.py", "models/gguf_file.py", "models/gguf_quantize.py", "models/gguf_writer.py"],
     "vllm": ["benchmarks/serve_process.py", "serving/"],
 }
 TABLES = [reference, CpuOps]

@@ -21,7 +21,7 @@ from tq.ranks import LOST, Started
 
 _COMMANDS = (
     "generate", "chat", "cache", "validate", "replay", "diff", "eval", "matrix", "calibrate", "plan", "bringup", "compile",
-    "export", "bench", "serve", "formats", "info",
+    "export", "quantize", "bench", "serve", "formats", "info",
 )  # fmt: skip
 
 _LEAST_ADDRESSES = 2**30

@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import os
 import resource
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from haarkv.tq_ops.errors import InputError
 
 LARGE_PAGE = 2 * 2**20
 """Bytes."""
-_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+_MEMORY, _STATUS, _MAPPINGS = Path("/proc/meminfo"), Path("/proc/self/status"), Path("/proc/self/smaps")
+_MEMBERSHIP, _CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_limit() -> int:
@@ -23,23 +26,109 @@ def memory_limit() -> int:
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
             limits.append(soft)
-    with suppress(OSError, ValueError):  # no container, or one without a limit
-        limits.append(int(_OF_CONTAINER.read_text(encoding="ascii")))
-    return min(limits)
+    return min(limits + [limit for limit, _ in _groups()])
+
+
+def available_memory() -> int:
+    """Bytes that this process can take now without anything else giving way but pages of files.
+
+    The least of what the system calls available, of what each control group above this process leaves, pages of files not
+    counted, and of what its own limits leave. Where the system does not say, `memory_limit`.
+    """
+    left = [memory_limit()]
+    with suppress(OSError, ValueError, KeyError):
+        left.append(_kibibytes(_MEMORY)["MemAvailable"])
+    left += [limit - used for limit, used in _groups()]
+    with suppress(OSError, ValueError, KeyError):
+        here = _kibibytes(_STATUS)
+        for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+            soft, _ = resource.getrlimit(kind)
+            if soft != resource.RLIM_INFINITY:
+                left.append(soft - here[name])
+    return max(0, min(left))
+
+
+def _kibibytes(path: Path) -> dict[str, int]:
+    """What Linux says of memory in lines of `Name: N kB`, in bytes."""
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {words[0].removesuffix(":"): 1024 * int(words[1]) for words in lines if words[2:] == ["kB"]}
+
+
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""By controller, as versions 2 and 1 of control groups name it: limit, use, and what names in memory.stat begin with."""
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """(limit, use without pages of files) in bytes of every control group above this process that has a limit."""
+    try:
+        said = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
+    except OSError:  # another system
+        return
+    for line in said:
+        _, controllers, path = line.split(":", 2)
+        for controller in _GROUP_FILES.keys() & set(controllers.split(",")):
+            folder = _CONTROL_GROUPS / controller
+            inside = [part for part in path.split("/") if part not in ("", "..")]
+            for depth in range(len(inside) + 1):
+                # Not a number: no limit. Not there: this process sees another part of the tree.
+                with suppress(OSError, ValueError):
+                    yield _limit_and_use(folder.joinpath(*inside[:depth]), *_GROUP_FILES[controller])
+
+
+def _limit_and_use(group: Path, limit: str, use: str, prefix: str) -> tuple[int, int]:
+    most, used = (int((group / name).read_text(encoding="ascii")) for name in (limit, use))
+    lines = (line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+    stat = {name: int(value) for name, value in lines}
+    return most, max(0, used - stat.get(f"{prefix}active_file", 0) - stat.get(f"{prefix}inactive_file", 0))
 
 
 def require_memory(count: float, what: str, remedy: str) -> None:
-    """Refuse what cannot fit.
+    """Refuse what does not fit now.
 
     Args:
         count: bytes of host memory.
         what: takes them, as the beginning of a sentence.
         remedy: what to do instead.
     Raises:
-        InputError: they are more than `memory_limit`.
+        InputError: they are more than `available_memory`.
     """
-    if count > (limit := memory_limit()):
-        raise InputError(f"{what} would take {count / 2**30:,.1f} GiB, and there are {limit / 2**30:,.1f}; {remedy}")
+    if count > (free := available_memory()):
+        raise InputError(f"{what} would take {count / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; {remedy}")
+
+
+def peak_memory() -> int:
+    """Bytes of memory that this process had at most, at a time."""
+    with suppress(OSError, ValueError, KeyError):
+        return _kibibytes(_STATUS)["VmHWM"]
+    # That of whoever started this process counts here until it has had more.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    with suppress(OSError, ValueError, KeyError):
+        return _kibibytes(_STATUS)["VmRSS"]
+    return 0
+
+
+def mapped_memory(path: Path) -> int:
+    """Bytes of memory that pages of a file have in this process, or of all files in a folder; 0 where the system does not say.
+
+    The system can drop them and read them again.
+    """
+    begins, found, inside = str(path.resolve()), 0, False
+    with suppress(OSError, ValueError):
+        for line in _MAPPINGS.read_text(encoding="utf-8", errors="replace").splitlines():
+            words = line.split(None, 5)
+            if not words[0].endswith(":"):
+                inside = len(words) == 6 and (words[5] == begins or words[5].startswith(f"{begins}/"))
+            elif inside and words[0] == "Rss:":
+                found += 1024 * int(words[1])
+    return found
 
 
 def hand_back() -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from haarkv.engine.plans import needed, plan_for
 from haarkv.models.caches import new_cache
+from haarkv.models.footprint import WeightBytes
 from haarkv.models.gemma.config import SIZES
-from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.kv.plan import KVSpec
 
 VECTOR = {"tq4": 130, "bf16": 512}  # bytes of 256 numbers: codes and a scale of two bytes, or BF16
@@ -19,5 +19,5 @@ def test_what_is_allocated_is_what_was_announced_and_local_layers_are_bounded(kv
     config = SIZES["gemma-270m"]
     plan = plan_for(KVSpec(kv), config)
     cache, _ = new_cache(config, plan, sequences=1, tokens=tokens)
-    assert cache.nbytes == needed(config, plan, tokens).total - 2 * num_parameters(config)
+    assert cache.nbytes == needed(config, plan, tokens, WeightBytes()).kv
     assert cache.nbytes == (3 * tokens + 15 * RING) * 2 * VECTOR[kv]

@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
 def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=None, leave_out=()) -> Path:
@@ -37,7 +37,8 @@ def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    for key, value in (entries_of(config, writer.arch) | (vocabulary or {}) | (extra or {})).items():
+    words = padded(vocabulary or {}, config["vocab_size"])
+    for key, value in (entries_of(config, writer.arch) | words | (extra or {})).items():
         if key not in leave_out:
             add(writer, key, value)
     quantization = gguf.GGMLQuantizationType[kind]
@@ -53,6 +54,14 @@ def close(writer) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return Path(writer.path)
+
+
+def padded(vocabulary, count):
+    """A vocabulary of as many tokens as the embedding has rows, as the converter fills it up."""
+    key = "tokenizer.ggml.{}".format
+    more = count - len(vocabulary.get(key("tokens"), [0] * count))
+    fill = {"tokens": [f"[PAD{number}]" for number in range(more)], "token_type": [UNUSED] * more, "scores": [-1e4] * more}
+    return vocabulary | {key(name): vocabulary[key(name)] + with_ for name, with_ in fill.items() if key(name) in vocabulary}
 
 
 def entries_of(config, arch):

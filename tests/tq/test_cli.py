@@ -539,7 +539,7 @@ def test_info_tiny_counts_every_kv_byte(tq):
         # Tokens in groups wait in BF16: all but one and a chunk of 64, of each side that has groups.
         groups = [formats.get(row["format"], side).group_tokens for side in "kv"]
         waiting = sum(6 * 2 * (group - 1 + 64) * 256 for group in groups if group > 1)
-        fits = (info["memory"] - info["weight_bytes"] - waiting) / row["bytes_per_token"]
+        fits = (info["memory"] - info["weight_bytes"] - info["work_bytes"] - waiting) / row["bytes_per_token"]
         assert fits - 128 < row["max_tokens"] <= fits
 
 
@@ -553,7 +553,7 @@ def test_info_tells_several_memories_and_a_context(tq):
         assert row["tokens"] == sorted(row["tokens"])
         assert row["bytes"] - info["weight_bytes"] >= 200_000 * row["bytes_per_token"]
     tq4 = next(row for row in info["kv"] if row["format"] == "tq4")
-    assert tq4["bytes"] == info["weight_bytes"] + 1563 * 128 * 42_240
+    assert tq4["bytes"] == info["weight_bytes"] + info["work_bytes"] + 1563 * 128 * 42_240
     tokens = tq4["tokens"][2]
     for context, fits in ((tokens, True), (tokens + 128, False)):
         (found,) = [r for r in tq("info", "random:14b", "--json", "--context", context).json["kv"] if r["format"] == "tq4"]

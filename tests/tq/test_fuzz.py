@@ -3,19 +3,13 @@
 A few of each among the ordinary tests, always the same; thousands with `make fuzz`, of a seed.
 """
 
-import io
 import json
-import resource
-import shutil
-import signal
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 
 import pytest
 from bases import calibration
-from checkpoints import CONFIG, shard_name, write_checkpoint
-from gguf_files import byte_vocabulary, convert
-from hypothesis import HealthCheck, Phase, given, settings
+from checkpoints import CONFIG, shard_name
+from fuzzing import Place, limited, tried
 from hypothesis import strategies as st
 from mutations import NUMBERS, TEMPLATES, WORDS, damaged, templates, wrong_json
 from safetensors.torch import load as load_tensors
@@ -31,86 +25,7 @@ from haarkv.tq_ops.kv.tensor_digest import digest_of
 from tq.cli import main
 
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
-LIMIT_S = 60
-MOST_GROWTH = 2**20  # KiB of resident memory
-TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-
-
-class HangError(BaseException):
-    """It takes longer than anything here should."""
-
-
-@contextmanager
-def limited(seconds=LIMIT_S):
-    def stop(*_):
-        raise HangError(f"still running after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def assert_one_line(message):
-    assert message.startswith("tq: ")
-    assert message.endswith("\n")
-    assert message[:-1].isprintable(), message
-    assert len(message) < 2200
-    assert "fault of tq itself" not in message
-    assert "not enough memory" not in message
-
-
-def snapshot(folder):
-    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
-
-
-class Place:
-    """A folder with a checkpoint, a text and more, to run commands in."""
-
-    def __init__(self, folder):
-        self.folder, self.model = folder, folder / "m"
-        write_checkpoint(self.model, generation={"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": 256},
-                         tokenizer_config={"chat_template": TEMPLATE, "eos_token": {"content": "<|endoftext|>"}})  # fmt: skip
-        self.whole = folder / "whole"
-        shutil.copytree(self.model, self.whole)
-        write_checkpoint(folder / "sharded", shards=2)
-        vocabulary = byte_vocabulary(merges=("a b",), special=(), eos_token_id=0)
-        convert(self.whole, folder / "whole.gguf", "Q8_0", vocabulary=vocabulary | {"tokenizer.chat_template": TEMPLATE})
-        (folder / "text.txt").write_text(TEXT * 3, encoding="utf-8")
-        self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    def put(self, name, content):
-        """Give the checkpoint another file, or another content of one."""
-        (self.model / name).unlink(missing_ok=True)
-        (self.model / name).write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
-
-    def restore(self, name):
-        (self.model / name).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            shutil.copyfile(self.whole / name, self.model / name)
-
-    def run(self, *args, code=(0, 2)):
-        """Run a command that must be taken or refused, and change nothing."""
-        before, out, err = snapshot(self.folder), io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err), limited():
-            ended = main([str(arg) for arg in args])
-        assert snapshot(self.folder) == before, args
-        assert ended in code, (args, err.getvalue())
-        if ended == 2:
-            assert not out.getvalue()
-            assert_one_line(err.getvalue())
-        assert "Traceback" not in err.getvalue()
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.peak
-        assert grown < MOST_GROWTH, (args, grown)
-        return ended
-
-    def generate(self, *args, model=None):
-        return self.run("generate", "--model", model or self.model, "--prompt", "a", "--max-new-tokens", 1, "--no-chat", *args)
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +69,6 @@ def try_weights(place, data):
         place.generate()
     finally:
         place.restore("model.safetensors")
-
-
-def try_gguf(place, data):
-    content = (place.folder / "whole.gguf").read_bytes()
-    (place.folder / "m.gguf").write_bytes(data.draw(damaged(content, head=data.draw(st.sampled_from([60, 1000, 9000])))))
-    # A scale of a block that was changed makes channels uneven, which is a warning beside whatever else is said.
-    place.generate("--balance", "off", model=place.folder / "m.gguf")
 
 
 def try_index(place, data):
@@ -270,22 +178,9 @@ def rendered(source):
 
 # What is tried, how often among the ordinary tests, and how often at length.
 KINDS = {
-    try_config: (60, 1500), try_sides: (25, 800), try_weights: (20, 700), try_gguf: (25, 1500),
-    try_index: (10, 300), try_plan: (30, 900),
+    try_config: (60, 1500), try_sides: (25, 800), try_weights: (20, 700), try_index: (10, 300), try_plan: (30, 900),
     try_calibration: (15, 500), try_resume: (4, 100), try_words: (40, 1200), try_template: (4, 200),
 }  # fmt: skip
-
-
-def tried(place, kind, count, derandomize):
-    @settings(
-        max_examples=count, derandomize=derandomize, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=list(HealthCheck), print_blob=True,
-    )  # fmt: skip
-    @given(st.data())
-    def run(data):
-        kind(place, data)
-
-    run()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

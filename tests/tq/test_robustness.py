@@ -87,11 +87,11 @@ def test_a_header_of_gigabytes_is_not_read(generate, copied):
 
 def test_a_cache_that_no_machine_holds_is_refused_before_it_is_allocated(checkpoint, monkeypatch):
     session = public.load(checkpoint)
-    monkeypatch.setattr("haarkv.tq_ops.memory.memory_limit", lambda: 10**6)
-    with pytest.raises(InputError, match=r"a KV cache for 9 sequences of 1,000 tokens would take .* GiB, and there are 0\.0;"):
+    monkeypatch.setattr("haarkv.tq_ops.memory.available_memory", lambda: 10**6)
+    with pytest.raises(InputError, match=r"a KV cache for 9 sequences of 1,000 tokens would take .* GiB, and 0\.0 are free;"):
         session.new_cache(9, 1000)
     session.new_cache(1, 1000)
-    with pytest.raises(InputError, match="its weights would take"):
+    with pytest.raises(InputError, match=r"random:0\.6b \(2\.22 weights .* would take 2\.\d GiB"):
         public.load("random:0.6b")
 
 

@@ -68,6 +68,8 @@ def _finish(report: Report, given: dict[str, Any], svg: Callable[[], str] | None
         print_table(table.title, table.columns, table.rows)
         for note in report.notes.get(number, ()):
             print(note)
+    memory = {name: count / 2**30 for name, count in report.memory.items()}
+    print(f"memory: {memory['peak_bytes']:.2f} GiB at most, {memory['mapped_bytes']:.2f} of it pages of the model's file")
 
 
 @contextmanager

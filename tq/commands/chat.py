@@ -37,7 +37,7 @@ def command(max_new_tokens: int, seed: int, system: str | None, file: Path | Non
 
     if file is not None:
         check_writable(file)
-    session = options.open_session(given)
+    session = options.open_session(given, room=lambda *_: (1, max_new_tokens))
     if system is not None and not session.tokenizer.has_chat_template:
         raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
     sampling = session.sampling_with(seed=seed, **options.sampling_of(given))
@@ -56,7 +56,9 @@ def command(max_new_tokens: int, seed: int, system: str | None, file: Path | Non
         if file is not None:
             session.save_cache(file, stored, json.dumps(messages))
         if err().is_terminal:
-            print(f"[{done.prompt_tokens - done.reused_tokens} of {done.prompt_tokens} tokens computed]", file=err().file)
+            memory = result.ranks[0].describe() if result.ranks else ""
+            computed = f"{done.prompt_tokens - done.reused_tokens} of {done.prompt_tokens} tokens computed"
+            print(f"[{computed}; {memory}]", file=err().file)
             if result.drafting:
                 print(f"[draft {result.drafting.describe()}]", file=err().file)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +18,12 @@ from tq.output import err, prefilling, print_table, warn
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
+    from haarkv.engine.loading import Room
     from haarkv.engine.ranks import RankMemory
     from haarkv.engine.session import Result, Session
+    from haarkv.models.config import ModelConfig
     from haarkv.models.parallel import Ranks
+    from haarkv.models.text import Tokenizer
 
 _MOST_TEXT = 2**28
 """Bytes of a prompt or a text: more than any context holds, and what turns them into tokens takes many times as much."""
@@ -63,10 +66,10 @@ def command(
             raise click.UsageError("--save-cache stores one sequence; give one prompt")
         check_writable(save_cache)
     chosen = options.sampling_of(given)
-    session = options.open_session(given, ranks=ranks)
+    asked = {name: given[name] for name in ("max_new_tokens", "max_context", "stop", "chat", "system")}
+    session = options.open_session(given, ranks=ranks, room=_room(texts, asked))
     stored = session.load_cache(load_cache) if load_cache else None
     writer = None if as_json else _Writer(max(len(texts), 1))
-    asked = {name: given[name] for name in ("max_new_tokens", "max_context", "stop", "chat", "system")}
     with prefilling() as on_prefill:
         result = session.generate(
             texts, sampling=session.sampling_with(seed=given["seed"], **chosen), on_prefill=on_prefill,
@@ -82,6 +85,20 @@ def command(
         return
     writer.finish(result.texts)
     _print_cost(session, result, list(chosen))
+
+
+def _room(texts: Sequence[str], asked: Mapping[str, Any]) -> Room:
+    """What the cache will be asked for, for `engine.loading.load`."""
+
+    def room(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, int]:
+        from haarkv.engine.text import context_for, encode
+
+        if not texts:  # a stored sequence goes on; how long it is stands in its file, which is read later
+            return 1, asked["max_context"] or asked["max_new_tokens"]
+        ids = encode(tokenizer, config.vocab_size, texts, asked["chat"], asked["system"])
+        return len(ids), context_for(ids, config.max_position_embeddings, asked["max_new_tokens"], asked["max_context"])
+
+    return room
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[str], ranks: Ranks) -> list[str]:
@@ -156,6 +173,7 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
         "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
         "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
         "model": session.name, "completions": each,
+        **({"memory": _memory_as_json(result.ranks[0])} if len(result.ranks) == 1 else {}),
         **({"draft": result.drafting.as_json()} if result.drafting else {}),
         **({"ranks": list(map(asdict, result.ranks))} if len(result.ranks) > 1 else {}),
     }  # fmt: skip
@@ -177,12 +195,17 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
         ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a token, {kv.bytes:,} allocated; "
                      f"bf16 would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x)"),
     ]  # fmt: skip
-    rows += [(f"rank {rank.rank}", _memory(rank)) for rank in result.ranks if len(result.ranks) > 1]
+    rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
+    rows += [(f"rank {rank.rank}", _memory_of_rank(rank)) for rank in result.ranks if len(result.ranks) > 1]
     together = f", {session.ranks.size} ranks" if session.ranks.size > 1 else ""
     print_table(f"{session.name} on {session.executor.description}{together}", [], rows, err())
 
 
-def _memory(rank: RankMemory) -> str:
+def _memory_as_json(rank: RankMemory) -> dict[str, int]:
+    return {"peak_bytes": rank.peak, "mapped_bytes": rank.mapped, "predicted_bytes": rank.predicted}
+
+
+def _memory_of_rank(rank: RankMemory) -> str:
     parts = [(rank.weights, "weights"), (rank.kv, "KV cache"), (rank.peak, "the most at a time, with torch")]
     return ", ".join(f"{count / 2**20:,.1f} MiB {what}" for count, what in parts if count)
 

@@ -16,6 +16,7 @@ from tq.output import print_table
 
 if TYPE_CHECKING:
     from haarkv.models.config import Attention, ModelConfig
+    from haarkv.models.footprint import WeightBytes
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -39,44 +40,69 @@ def _amount(value: str) -> int:
 @click.argument("model", default="tiny")
 @click.option(
     "--memory", "memories", type=_memory, default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",
-    help="Room for the weights in bf16 and the KV cache; several are told side by side.",
+    help="Room for weights, KV cache and what a forward computes with; several are told side by side.",
+)  # fmt: skip
+@click.option(
+    "--weights", "mix", metavar="TYPE",
+    help="Count weights as a GGUF file of this type, such as q4_k_m or q8_0 [default: as the file has them, else bf16].",
 )  # fmt: skip
 @click.option("--context", type=click.IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
 @options.layers_option
 @options.json_option
-def command(model: str, memories: tuple[int, ...], context: int | None, layers: int | None, as_json: bool) -> None:
+def command(
+    model: str, memories: tuple[int, ...], mix: str | None, context: int | None, layers: int | None, as_json: bool
+) -> None:  # fmt: skip
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
     MODEL is tiny (the default), random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a
-    model already downloaded. The weights are not read. Those of a .gguf file take on cpu about what they take in the file.
+    model already downloaded. The weights are not read. Those of a .gguf file are counted as cpu has them in memory.
 
-    A context that fits may be longer than the model's positions, which YaRN extends. What a forward computes with comes on
-    top.
+    A context that fits may be longer than the model's positions, which YaRN extends. tq generate counts alike, and refuses
+    what does not fit; Python, torch and the tokenizer come on top.
     """
-    from haarkv.models.catalog import read_config, source_of
+    import torch
+
+    from haarkv.engine.generation import PREFILL_CHUNK
+    from haarkv.executors.catalog import block_types, default_dtype
+    from haarkv.models.catalog import read_config, source_of, weights_of
+    from haarkv.models.checkpoint import held_for
+    from haarkv.models.footprint import random_bytes, work_bytes
+    from haarkv.models.gguf_mix import mixed_bytes
     from haarkv.models.weights import checkpoint_shapes, num_parameters
 
     config, source = read_config(model, layers), source_of(model)
-    weights = 2 * num_parameters(config)
-    held = source.tensors() if source is not None and source.path.is_file() else {}
+    held = held_for(source, config) if source is not None and source.path.is_file() else {}
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
-    rows = _kv_rows(config, memories, context)
+    if mix is not None:
+        weights, how = mixed_bytes(config, mix.lower()), f"in a file of {mix.lower()}"
+    elif held:
+        weights = weights_of(model, config, default_dtype("cpu"), keep_blocks=block_types("cpu"))
+        how = "in memory on cpu"
+    else:
+        weights, how = random_bytes(config, torch.bfloat16), "in bf16"
+    work = work_bytes(config, PREFILL_CHUNK, 1)
+    rows = _kv_rows(config, weights, memories, context)
     if as_json:
         shapes = {
             **asdict(config),
             "state_bytes": config.state_bytes,
-            "parameters": weights // 2,
-            "weight_bytes": weights,
+            "parameters": num_parameters(config),
+            "weights": mix,
+            "weight_bytes": weights.total,
+            "weight_bytes_mapped": weights.kept,
             "weight_bytes_in_file": in_file,
+            "work_bytes": work,
         }
         asked = {"memory": memories[0], "memories": memories, "context": context}
         print(json.dumps({"model": model, **shapes, **asked, "kv": rows}))
         return
-    print_table(model, [], _shape_rows(config, weights, in_file))
+    stored = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
+    said = f"{num_parameters(config):,}; {weights.total / 1e9:.3f} GB {how}{stored}"
+    print_table(model, [], [*_shape_rows(config, said), ("a forward", f"computes with about {work / 1e9:.3f} GB")])
     cells = [
         (
             r["format"], f"{r['bytes_per_token']:,.0f}", f"{r['ratio']:.2f}x",
-            *(f"{n:,}" if weights < memory else "–" for n, memory in zip(r["tokens"], memories, strict=True)),
+            *(f"{n:,}" if weights.total < memory else "–" for n, memory in zip(r["tokens"], memories, strict=True)),
             *([f"{r['bytes'] / 2**30:,.2f}"] if context else []),
         )
         for r in rows
@@ -88,8 +114,7 @@ def command(model: str, memories: tuple[int, ...], context: int | None, layers: 
     print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
 
 
-def _shape_rows(config: ModelConfig, weights: int, in_file: int | None) -> list[tuple[str, str]]:
-    stored = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
+def _shape_rows(config: ModelConfig, parameters: str) -> list[tuple[str, str]]:
     positions = f"up to {config.max_position_embeddings:,} positions"
     return [
         ("layers", _layers(config)),
@@ -99,7 +124,7 @@ def _shape_rows(config: ModelConfig, weights: int, in_file: int | None) -> list[
         ("MLP", " and ".join(dict.fromkeys(f"{layer.mlp.width}" for layer in config.layers))),
         ("vocabulary", f"{config.vocab_size}" + (", head tied to the embedding" if config.tied else "")),
         ("RoPE", f"{_each(config, lambda m: f'theta {m.rope.theta:g}')}, {positions}"),
-        ("parameters", f"{weights // 2:,}; {weights / 1e9:.3f} GB in bf16{stored}"),
+        ("parameters", parameters),
         *_state_rows(config),
     ]
 
@@ -129,7 +154,9 @@ def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
     return "; ".join(f"{text} in {count} layers" for text, count in counted.items())
 
 
-def _kv_rows(config: ModelConfig, memories: tuple[int, ...], context: int | None) -> list[dict[str, Any]]:
+def _kv_rows(
+    config: ModelConfig, weights: WeightBytes, memories: tuple[int, ...], context: int | None
+) -> list[dict[str, Any]]:  # fmt: skip
     """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
     from haarkv.engine.plans import longest_context, needed, plan_for
     from haarkv.tq_ops import formats
@@ -142,8 +169,8 @@ def _kv_rows(config: ModelConfig, memories: tuple[int, ...], context: int | None
             plan = plan_for(KVSpec(name), config)
         except InputError:
             continue
-        tokens = [longest_context(config, plan, memory) for memory in memories]
+        tokens = [longest_context(config, plan, memory, weights) for memory in memories]
         taken = plan.bytes_per_token(config.kv_shapes)
         row = {"format": name, "bytes_per_token": taken, "ratio": bf16 / taken, "max_tokens": tokens[0], "tokens": tokens}
-        rows.append(row | ({"bytes": needed(config, plan, context).total} if context else {}))
+        rows.append(row | ({"bytes": needed(config, plan, context, weights).total} if context else {}))
     return rows

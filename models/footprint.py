@@ -1,0 +1,110 @@
+"""What a model takes in memory, by what a source says of its tensors: counted before any of it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from haarkv.models.config import ModelConfig
+from haarkv.models.mixers import kind_of
+from haarkv.models.parallel import Split
+from haarkv.models.source import Held, KeptBlocks
+from haarkv.models.tensors import StoredTensor
+from haarkv.models.weights import HEAD, checkpoint_tensors
+
+_FP32 = torch.float32.itemsize
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes that weights take.
+
+    Attributes:
+        own: of the process: restored, converted, put in another order than the file's, or drawn.
+        kept: in the pages of their file and computed with there. The system may drop those pages and read them again.
+        passed: pages that are read once, as what they hold is restored, and may be dropped for good.
+    """
+
+    own: int = 0
+    kept: int = 0
+    passed: int = 0
+
+    @property
+    def total(self) -> int:
+        """What is computed with."""
+        return self.own + self.kept
+
+    @property
+    def mapped(self) -> int:
+        """Of the file's pages, what was read when the model is loaded."""
+        return self.kept + self.passed
+
+
+def keeps(held: Held, keep_blocks: KeptBlocks) -> bool:
+    """Whether a tensor's blocks stay as they are."""
+    return held.blocks is not None and (keep_blocks if isinstance(keep_blocks, bool) else held.blocks in keep_blocks)
+
+
+def weight_bytes(
+    held: Mapping[str, Held],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    split: Split | None = None,
+    keep_blocks: KeptBlocks = False,
+) -> WeightBytes:
+    """What weights take that `checkpoint.load_weights` reads.
+
+    Args:
+        held: of the source; what it lacks is lent, and takes nothing.
+        dtype, split, keep_blocks: as of `load_weights`.
+    """
+    own = kept = passed = 0
+    for name, tensor in checkpoint_tensors(config).items():
+        if (of := held.get(name)) is None or (config.tied and name == HEAD):
+            continue
+        share = _share(tensor, split)
+        blocks = keeps(of, keep_blocks)
+        as_it_is = blocks or (of.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
+        in_file = round(of.nbytes * share)
+        # Blocks of some rows and columns are a view; a part of dense rows is copied.
+        if as_it_is and of.in_place and (blocks or share == 1):
+            kept += in_file
+        else:
+            own += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.kept_as(dtype).itemsize
+            passed += in_file
+    return WeightBytes(own, kept, passed)
+
+
+def random_bytes(config: ModelConfig, dtype: torch.dtype, split: Split | None = None) -> WeightBytes:
+    """What random weights take."""
+    tensors = checkpoint_tensors(config).values()
+    return WeightBytes(own=sum(round(math.prod(of.shape) * _share(of, split)) * of.kept_as(dtype).itemsize for of in tensors))
+
+
+def work_bytes(config: ModelConfig, tokens: int, sequences: int) -> int:
+    """What a forward computes with, about: what the widest layer makes of tokens that come at once, and logits.
+
+    A mixer's outputs are there twice, before and after norms and RoPE; an MLP's gate, up and product once each. Beside them
+    the hidden state, normed, and its update. All are counted as FP32, which products give.
+
+    Args:
+        tokens: of all sequences together, at once.
+    """
+    widest = 0
+    for layer in dict.fromkeys(config.layers):
+        tensors = kind_of(layer.mixer).tensors(layer.mixer, layer.norm, config.hidden_size).values()
+        made = sum(tensor.shape[0] for tensor in tensors if len(tensor.shape) == 2)
+        widest = max(widest, 2 * made, 3 * max(layer.mlp.width, getattr(layer.mlp, "shared", 0)))
+    logits = 2 * sequences * config.vocab_size
+    return _FP32 * (tokens * (widest + 3 * config.hidden_size) + logits)
+
+
+def _share(tensor: StoredTensor, split: Split | None) -> float:
+    """The part of a tensor's numbers that a rank holds."""
+    if split is None:
+        return 1.0
+    parts = (len(range(size)[part]) / size for size, part in zip(tensor.shape, split.of(tensor.axes), strict=True))
+    return math.prod(parts)

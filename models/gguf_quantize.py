@@ -1,0 +1,221 @@
+"""Matrices to the quantised types of a GGUF file, bit for bit as gguf restores them.
+
+Each type has an encoder that fits scales by `gguf_fit` and packs them as ggml lays its blocks out. Where gguf quantises
+itself, by plain rounding, each block that plain rounding serves better is taken from there: none loses more than by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from haarkv.models.gguf_fit import affine, rounded, symmetric
+from haarkv.tq_ops.errors import InputError
+
+_AT_ONCE = 2**16
+"""Numbers that are fitted together: what a fit computes with stays in the caches."""
+_SUPER, _SUB = 256, 32
+_LARGEST_HALF = 65504.0
+
+
+def quantize(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
+    """Rows of a matrix in a type of gguf's.
+
+    Args:
+        rows: [R, n] fp32, n a multiple of the type's block.
+        kind: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K or Q6_K.
+        importance: [n] or [R, n] fp32, what the square of each number's error counts; all alike unless given.
+    Returns:
+        [R, bytes of a row] uint8.
+    Raises:
+        InputError: a number is not finite, or larger than FP16 holds where the type's scales are FP16.
+    """
+    if not bool(torch.isfinite(rows).all()):
+        raise InputError("a number of it is not finite; such weights cannot be quantized")
+    if kind not in ("F32", "BF16") and float(rows.abs().max()) > _LARGEST_HALF:
+        raise InputError("a number of it is larger than 65,504, which FP16 does not hold; take bf16")
+    known = gguf.GGMLQuantizationType[kind]
+    if kind not in _ENCODERS:
+        return torch.from_numpy(_plain(rows, known))
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[known]
+    width = rows.shape[1]
+    weights = torch.ones(1) if importance is None else importance
+    parts: list[Tensor] = []
+    step = max(1, _AT_ONCE // width)
+    for begin in range(0, len(rows), step):
+        x = rows[begin : begin + step]
+        w = (weights if weights.ndim < 2 else weights[begin : begin + step]).expand(x.shape)
+        blocks = _fitted(x.reshape(-1, numbers), w.reshape(-1, numbers), known)
+        parts.append(blocks.view(len(x), width // numbers * nbytes))
+    return torch.cat(parts)
+
+
+def _fitted(x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+    """Blocks [N, bytes] of numbers [N, numbers of a block]."""
+    # Numbers that never meet an input count a little all the same: a block of them alone has scales, too.
+    w = w + 1e-6 * w.mean(1, keepdim=True) + 1e-30
+    blocks = _ENCODERS[kind.name](x, w)
+    if kind.name not in _GGUF_ROUNDS:
+        return blocks
+    plain = torch.from_numpy(_plain(x, kind))
+    worse = _loss(blocks, x, w, kind) > _loss(plain, x, w, kind)
+    return torch.where(worse[:, None], plain, blocks)
+
+
+def _plain(x: Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    found = gguf.quantize(np.ascontiguousarray(x.numpy()), kind)
+    return found.view(np.uint8).reshape(len(x), -1)
+
+
+def _loss(blocks: Tensor, x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+    restored = torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).view(x.shape)
+    return (w * (restored - x).square()).sum(1)
+
+
+# -- One encoder a type ----------------------------------------------------------------------------------------------------
+
+
+def _half(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(bytes [N, 2], the value) of FP16 numbers [N]."""
+    half = x.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+    return half.view(torch.uint8).view(len(x), 2), half.float()
+
+
+def _nibbles(levels: Tensor) -> Tensor:
+    """[N, 16] bytes of levels [N, 32] in 0 … 15: the first half low, the second half high."""
+    levels = levels.to(torch.uint8)
+    return levels[:, :16] | (levels[:, 16:] << 4)
+
+
+def _fifth_bits(levels: Tensor) -> Tensor:
+    """[N, 4] bytes: the fifth bit of each level [N, 32] in 0 … 31, from the lowest bit on."""
+    bits = (levels.to(torch.int64) >> 4 & 1).view(-1, 4, 8) << torch.arange(8)
+    return bits.sum(-1).to(torch.uint8)
+
+
+def _symmetric_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
+    half = 1 << (bits - 1)
+
+    def encode(x: Tensor, w: Tensor) -> Tensor:
+        stored, scale = _half(symmetric(x, w, -half, half - 1))
+        levels, _ = rounded(x, scale[:, None], torch.zeros(1), -half, half - 1)
+        levels = levels.to(torch.int64) + half
+        parts = [stored, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
+        return torch.cat(parts, dim=1)
+
+    return encode
+
+
+def _affine_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
+    high = (1 << bits) - 1
+
+    def encode(x: Tensor, w: Tensor) -> Tensor:
+        scale, minimum = affine(x, w, high, below=False)
+        (of_scale, scale), (of_minimum, minimum) = _half(scale), _half(minimum)
+        levels, _ = rounded(x, scale[:, None], minimum[:, None], 0, high)
+        levels = levels.to(torch.int64)
+        parts = [of_scale, of_minimum, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
+        return torch.cat(parts, dim=1)
+
+    return encode
+
+
+def _best(ways: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of several (blocks [N, bytes], what each loses [N]), each block that loses least; of equal ones the first."""
+    best, least = ways[0]
+    for blocks, lost in ways[1:]:
+        best = torch.where((lost < least)[:, None], blocks, best)
+        least = torch.minimum(lost, least)
+    return best
+
+
+def _q4_k(x: Tensor, w: Tensor) -> Tensor:
+    """144 bytes: d and dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes of levels.
+
+    Two ways are encoded, each block's fits and the same of its plain range; the better one of each super-block is kept.
+    """
+    subs, weights = x.reshape(-1, _SUB), w.reshape(-1, _SUB)
+    low = subs.amin(1).clamp_max(0.0)
+    ways = [affine(subs, weights, 15, below=True), ((subs.amax(1) - low).clamp_min(0.0) / 15, low)]
+    return _best([_q4_k_of(x, w, scale.view(-1, 8), -minimum.view(-1, 8)) for scale, minimum in ways])
+
+
+def _q4_k_of(x: Tensor, w: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of given scales and (positive) minima [N, 8], each rounded to six bits, and what they lose."""
+    subs, weights = x.view(-1, 8, _SUB), w.view(-1, 8, _SUB)
+    d_bytes, d = _half(scale.amax(1) / 63)
+    m_bytes, m = _half(minimum.amax(1) / 63)
+    whole = [
+        torch.where(of[:, None] > 0, part / of[:, None], torch.zeros_like(part)).round_()
+        for part, of in ((scale, d), (minimum, m))
+    ]
+    best = [of.clamp(0, 63) for of in whole]
+
+    def lost(s: Tensor, offset: Tensor) -> Tensor:
+        _, restored = rounded(subs, (d[:, None] * s)[..., None], -(m[:, None] * offset)[..., None], 0, 15)
+        return (weights * (restored - subs).square()).sum(-1)
+
+    least = lost(*best)
+    # Rounded scales and minima suit each other only nearly: neighbours of both are tried.
+    for ds in (-1, 0, 1):
+        for dm in (-1, 0, 1):
+            tried = [(of + by).clamp(0, 63) for of, by in zip(whole, (ds, dm), strict=True)]
+            found = lost(*tried)
+            take = found < least
+            best = [torch.where(take, new, old) for new, old in zip(tried, best, strict=True)]
+            least = torch.where(take, found, least)
+    levels, _ = rounded(subs, (d[:, None] * best[0])[..., None], -(m[:, None] * best[1])[..., None], 0, 15)
+    s, o = (of.to(torch.uint8) for of in best)
+    packed = torch.empty(len(x), 12, dtype=torch.uint8)
+    packed[:, :4] = s[:, :4] | (s[:, 4:] >> 4 << 6)
+    packed[:, 4:8] = o[:, :4] | (o[:, 4:] >> 4 << 6)
+    packed[:, 8:] = (s[:, 4:] & 15) | (o[:, 4:] << 4)
+    pairs = levels.to(torch.uint8).view(-1, 4, 2, _SUB)
+    nibbles = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+    return torch.cat([d_bytes, m_bytes, packed, nibbles], dim=1), least.sum(1)
+
+
+def _q6_k(x: Tensor, w: Tensor) -> Tensor:
+    """210 bytes: 128 of low four bits, 64 of high two, 16 signed scales, d. Fits and plain scales, as of `_q4_k`."""
+    subs, weights = x.reshape(-1, 16), w.reshape(-1, 16)
+    plain = subs.gather(1, subs.abs().argmax(1, keepdim=True))[:, 0] / -32
+    return _best([_q6_k_of(x, w, scale.view(-1, 16)) for scale in (symmetric(subs, weights, -32, 31), plain)])
+
+
+def _q6_k_of(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    subs, weights = x.view(-1, 16, 16), w.view(-1, 16, 16)
+    largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))[:, 0]
+    d_bytes, d = _half(largest / -128)
+    whole = torch.where(d[:, None] != 0, scale / d[:, None], torch.zeros_like(scale)).round_()
+    best = whole.clamp(-128, 127)
+
+    def lost(s: Tensor) -> Tensor:
+        _, restored = rounded(subs, (d[:, None] * s)[..., None], torch.zeros(1), -32, 31)
+        return (weights * (restored - subs).square()).sum(-1)
+
+    least = lost(best)
+    for by in (-1, 1):
+        tried = (whole + by).clamp(-128, 127)
+        found = lost(tried)
+        best, least = torch.where(found < least, tried, best), torch.minimum(found, least)
+    levels, _ = rounded(subs, (d[:, None] * best)[..., None], torch.zeros(1), -32, 31)
+    q = (levels + 32).to(torch.uint8).view(-1, 2, 4, _SUB)
+    low = torch.stack([q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], dim=2)
+    high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
+    signed = best.to(torch.int8).view(torch.uint8)
+    return torch.cat([low.reshape(-1, 128), high.reshape(-1, 64), signed, d_bytes], dim=1), least.sum(1)
+
+
+_ENCODERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Q4_0": _symmetric_32(4),
+    "Q5_0": _symmetric_32(5),
+    "Q4_1": _affine_32(4),
+    "Q5_1": _affine_32(5),
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+}
+_GGUF_ROUNDS = ("Q4_0", "Q5_0", "Q4_1", "Q5_1")

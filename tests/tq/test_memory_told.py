@@ -1,0 +1,169 @@
+"""Memory is counted before weights are read: what does not fit is refused, and what was counted is what is there."""
+
+import json
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from gguf_files import convert
+from refusals import assert_refused
+
+from haarkv.engine.plans import needed, plan_for
+from haarkv.models.catalog import load_model, read_config, source_of, weights_of
+from haarkv.models.footprint import WeightBytes, weight_bytes, work_bytes
+from haarkv.models.gguf_mix import mixed_bytes, type_of
+from haarkv.models.parallel import Split
+from haarkv.tq_ops import memory
+from haarkv.tq_ops.kv.plan import KVSpec
+from tq.cli import main
+
+HEADS = {"head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("m") / "m", config=HEADS)
+
+
+@pytest.fixture(scope="module")
+def files(folder, tmp_path_factory):
+    made = tmp_path_factory.mktemp("files")
+    return {kind: convert(folder, made / f"{kind}.gguf", kind) for kind in ("F32", "BF16", "Q8_0")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "keep"),
+    [("folder", "float32", False), ("folder", "bfloat16", False), ("F32", "float32", False), ("BF16", "float32", False),
+     ("Q8_0", "float32", True), ("Q8_0", "float32", False), ("Q8_0", "bfloat16", ("Q4_K",))],
+)  # fmt: skip
+def test_what_is_counted_is_what_is_loaded(folder, files, kind, dtype, keep):
+    name = folder if kind == "folder" else files[kind]
+    config, model = read_config(name), load_model(name, dtype, keep_blocks=keep)
+    counted = weights_of(name, config, dtype, keep_blocks=keep)
+    assert counted.total == model.weights.nbytes
+    if kind == "folder" and dtype == "bfloat16":
+        assert counted == WeightBytes(kept=model.weights.nbytes)
+    if kind == "Q8_0" and keep is True:
+        # Norms are F32, as they are wanted: all of it stays in the file.
+        assert (counted.own, counted.passed) == (0, 0)
+    if keep is False and kind == "Q8_0":
+        assert counted.own > 3 * counted.passed > 0
+
+
+def test_rows_in_another_order_are_counted_as_copies(tmp_path):
+    """llama.cpp permutes rows of a Llama's Q and K: those blocks are copied, and the others are not."""
+
+    def without_norms_of_heads(tensors):
+        for name in [name for name in tensors if "q_norm" in name or "k_norm" in name]:
+            del tensors[name]
+
+    folder = write_checkpoint(tmp_path / "m", config=HEADS | {"model_type": "llama"}, mutate=without_norms_of_heads)
+    held = source_of(convert(folder, tmp_path / "m.gguf", "Q8_0")).tensors()
+    config = read_config(tmp_path / "m.gguf")
+    counted = weight_bytes(held, config, torch.float32, keep_blocks=True)
+    moved = sum(of.nbytes for name, of in held.items() if "q_proj" in name or "k_proj" in name)
+    assert counted.own == moved == counted.passed > 0
+
+
+def test_ranks_count_their_parts(files):
+    config = read_config(files["Q8_0"])
+    parts = [weights_of(files["Q8_0"], config, "float32", Split(config, rank, 2), keep_blocks=False) for rank in range(2)]
+    whole = weights_of(files["Q8_0"], config, "float32", keep_blocks=False)
+    assert sum(part.own for part in parts) == whole.own
+    assert parts[0].kept == whole.kept  # norms are on both
+
+
+def test_a_model_without_room_is_refused_before_it_is_read(folder, files, monkeypatch, capsys):
+    def read(*_, **__):
+        raise AssertionError("its weights were read")
+
+    monkeypatch.setattr("haarkv.models.checkpoint.stored_tensors", read)
+    monkeypatch.setattr("haarkv.tq_ops.memory.available_memory", lambda: 2**20)
+    args = ["--model", str(folder), "--dtype", "float32", "--prompt", "a", "--max-new-tokens", "900", "--no-chat"]
+    code = main(["generate", *args, "--executor", "reference"])
+    assert_refused((code, *capsys.readouterr()), "weights + ", " KV cache", "would take", "are free; take a smaller model")
+
+
+def test_pages_of_the_file_do_not_count_as_what_must_fit(files, monkeypatch, tmp_path, capsys):
+    config = read_config(files["Q8_0"])
+    counted = needed(
+        config, plan_for(KVSpec("tq4"), config), 100, weights_of(files["Q8_0"], config, "float32", keep_blocks=True)
+    )
+    assert counted.own == counted.kv + counted.work
+    assert counted.total == counted.own + counted.weights.kept
+    monkeypatch.setattr("haarkv.tq_ops.memory.available_memory", lambda: counted.own)
+    counted.require("m")
+    assert "stay in the file's pages" in counted.describe()
+
+
+def test_what_a_run_had_is_said(folder, capsys):
+    args = ["--model", str(folder), "--dtype", "bfloat16", "--prompt", "ab", "--max-new-tokens", "2", "--no-chat", "--json"]
+    assert main(["generate", *args]) == 0
+    said = json.loads(capsys.readouterr().out)["memory"]
+    assert said["peak_bytes"] > 2**26
+    assert 0 < said["mapped_bytes"] < said["peak_bytes"]
+    assert said["predicted_bytes"] > 2**26
+    assert main(["generate", *args[:-1]]) == 0
+    assert "GiB at most" in capsys.readouterr().err
+
+
+def test_info_counts_weights_as_a_file_of_a_type_has_them(capsys):
+    def told(*args):
+        assert main(["info", *args, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, mixed = told("random:qwen3.5-27b"), told("random:qwen3.5-27b", "--weights", "q4_k_m", "--context", "200000")
+    config = read_config("random:qwen3.5-27b")
+    assert mixed["weight_bytes"] == mixed_bytes(config, "q4_k_m").total
+    assert 4.5 < 8 * mixed["weight_bytes"] / mixed["parameters"] < 5.0
+    assert plain["weight_bytes"] > 3.2 * mixed["weight_bytes"]
+    tq4 = next(row for row in mixed["kv"] if row["format"] == "tq4")
+    assert tq4["bytes"] < 20 * 2**30  # on one card of 24 GB
+    assert mixed["work_bytes"] == work_bytes(config, 512, 1)
+    assert main(["info", "tiny", "--weights", "q9"]) == 2
+    assert "no such type of weights: q9; choose from q4_k_m" in capsys.readouterr().err
+
+
+def test_a_mix_takes_blocks_that_divide_rows():
+    config = read_config("random:0.6b")
+    assert type_of("model.layers.0.mlp.down_proj.weight", (1024, 3072), config, "q4_k_m") == "Q6_K"
+    assert type_of("model.layers.4.mlp.down_proj.weight", (1024, 3072), config, "q4_k_m") == "Q4_K"
+    assert type_of("model.layers.4.mlp.up_proj.weight", (3072, 576), config, "q4_k_m") == "Q5_0"
+    assert type_of("model.embed_tokens.weight", (9, 576), config, "q4_k_m") == "Q8_0"  # the head is tied to it
+    assert type_of("model.layers.4.mlp.up_proj.weight", (3072, 40), config, "q4_k_m") == "F16"
+    assert type_of("model.norm.weight", (576,), config, "q4_k_m") == "F32"
+
+
+# -- What there is --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_leaves_what_its_limit_says(tmp_path, monkeypatch, version):
+    """Of the groups above a process the tightest counts; pages of files can be dropped, and are not in use."""
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), 2: ("memory.max", "memory.current", "")}[version]
+    root = tmp_path / ("memory" if version == 1 else "")
+    for path, limit in ((root / "a", 2**30), (root / "a" / "b", 2**31)):
+        path.mkdir(parents=True)
+        (path / names[0]).write_text(f"{limit}\n")
+        (path / names[1]).write_text(f"{2**29}\n")
+        (path / "memory.stat").write_text(f"cache 5\n{names[2]}inactive_file {2**28}\n{names[2]}active_file 4096\n")
+    said = tmp_path / "cgroup"
+    said.write_text("4:memory:/a/b\n" if version == 1 else "1:name=systemd:/\n0::/a/b\n")
+    monkeypatch.setattr(memory, "_CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", said)
+    monkeypatch.setattr(memory, "_kibibytes", lambda _: {})
+    assert memory.memory_limit() == 2**30
+    assert memory.available_memory() == 2**30 - (2**29 - 2**28 - 4096)
+
+
+def test_pages_of_a_file_are_counted(tmp_path):
+    import mmap
+
+    path = tmp_path / "f"
+    path.write_bytes(bytes(2**20))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[at] for at in range(0, 2**19, 4096)) == 0
+        assert 2**19 <= memory.mapped_memory(path) <= 2**20
+        assert memory.mapped_memory(tmp_path) == memory.mapped_memory(path)
+        assert memory.mapped_memory(tmp_path / "other") == 0
+    assert memory.mapped_memory(path) == 0
