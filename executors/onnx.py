@@ -97,7 +97,7 @@ class OnnxExecutor:
     ops = None
     simulated = False
     batches_alike = False
-    decode_step = most_by_stretches = None
+    decode_step = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:

@@ -35,7 +35,7 @@ class ReferenceExecutor:
     name = "reference"
     simulated = False
     batches_alike = False
-    decode_step = most_by_stretches = None
+    decode_step = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"
