@@ -127,11 +127,7 @@ class Exercise:
 
 
 def chosen_prompts(
-    tokenizer: Tokenizer,
-    config: ModelConfig,
-    plan: KVPlan,
-    steps: int,
-    decode_step: int | None = None,
+    tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int, decode_step: int | None = None
 ) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
