@@ -114,17 +114,18 @@ def test_a_small_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator
     assert check_layer("kept", simulator, toolchain, call, program) == 1
 
 
-def small_call(**kept):
-    """Five steps of keys, the last in the second stretch, beside shorter sequences."""
+def small_call(step=256, **kept):
+    """More than a stretch of keys, in five short steps or in one that holds two stretches, beside shorter sequences."""
     config = resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
     model = small_model(config, dtype=torch.bfloat16)
-    make = partial(programs.decode_program, step_tokens=256)
+    make = partial(programs.decode_program, step_tokens=step)
     return kept_call(config, make, [1, 1, 1], [1100, 60, 2], blocks=14, model=model, **kept)
 
 
-def test_a_small_decode_layer_reads_two_stretches(simulator, toolchain):
-    program, call = small_call()
-    assert check_layer("turned", simulator, toolchain, call, program) == 1
+@pytest.mark.parametrize(("step", "least"), [(256, 1), (2048, 0.85)], ids=["steps of 256", "one step"])
+def test_a_small_decode_layer_reads_two_stretches(step, least, simulator, toolchain):
+    program, call = small_call(step)
+    assert check_layer(f"turned {step}", simulator, toolchain, call, program) >= least
 
 
 def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, toolchain):
