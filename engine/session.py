@@ -25,7 +25,6 @@ from haarkv.models.footprint import WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.stretches import require_length
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
@@ -133,8 +132,6 @@ class Session:
             InputError: on this machine's own memory, it has no room; or the cache's learned keys hold for fewer tokens.
         """
         self.plan.require_context(max_context)
-        if (most := self.executor.most_by_stretches) is not None and self.plan.by_stretches:
-            require_length(self.executor.name, most, max_context)
         self._require_room(sequences, max_context)
         return new_cache(self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device)
 

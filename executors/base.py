@@ -30,7 +30,6 @@ class Executor(Protocol):
         batches_alike: with formats of ours, a token's logits have the same bits however its sequence was cut, and whatever
             runs beside it. Else sums change with the batch, and where two tokens nearly tie, either may come.
         decode_step: keys that a decode step takes at once, where more of them are another way through its program; else None.
-        most_by_stretches: tokens of a sequence whose keys are stored by stretches; None for any number.
         blocks: types of quantised blocks, by name, that it multiplies with as they lie, x rounded to 16-bit integers
             (`CpuOps.linear`); weights in other blocks are restored.
         weights: of the model, as they are on its device; a draft may share them.
@@ -50,9 +49,6 @@ class Executor(Protocol):
 
     @property
     def decode_step(self) -> int | None: ...
-
-    @property
-    def most_by_stretches(self) -> int | None: ...
 
     @property
     def blocks(self) -> tuple[str, ...]: ...

@@ -67,7 +67,7 @@ class CudaExecutor:
     name = "cuda"
     batches_alike = False
     blocks: tuple[str, ...] = ()
-    decode_step = most_by_stretches = None
+    decode_step = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, device: str | None = None, *, interpreted: bool = False) -> None:

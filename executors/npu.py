@@ -14,12 +14,11 @@ from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats.stretches import STRETCH, require_length
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
-from haarkv.tq_ops.npu import kept
+from haarkv.tq_ops.npu import kept, turns
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape
@@ -44,7 +43,6 @@ class NpuExecutor:
     batches_alike = False
     blocks: tuple[str, ...] = ()
     decode_step: int | None = programs.DECODE_STEP
-    most_by_stretches: int | None = STRETCH
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
@@ -81,7 +79,12 @@ class NpuExecutor:
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
-        return programs.unsupported(config) or unsupported(READS, plan, config.kv_shapes) or kept.unsupported(plan)
+        return (
+            programs.unsupported(config)
+            or unsupported(READS, plan, config.kv_shapes)
+            or kept.unsupported(plan)
+            or turns.unsupported(plan)
+        )
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
         """Compile what forwards with such a cache run, by a small prefill and a decode step on a cache that is thrown away.
@@ -119,8 +122,6 @@ class NpuExecutor:
         if cache.block_size != programs.BLOCK:
             raise InputError(f"executor npu needs a cache of {programs.BLOCK}-token blocks, not {cache.block_size}")
         cache.require_room(batch)
-        if cache.plan.by_stretches and len(batch.positions):
-            require_length(self.name, STRETCH, int(batch.positions.max()) + 1)
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
         build = programs.decode_program if one_each else programs.prefill_program
         tiling = inputs.tile(

@@ -98,7 +98,7 @@ class OnnxExecutor:
     simulated = False
     batches_alike = False
     blocks: tuple[str, ...] = ()
-    decode_step = most_by_stretches = None
+    decode_step = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:

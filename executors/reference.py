@@ -35,8 +35,8 @@ class ReferenceExecutor:
     name = "reference"
     simulated = False
     batches_alike = False
-    decode_step = most_by_stretches = None
     blocks: tuple[str, ...] = ()
+    decode_step = None
     compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"

@@ -206,7 +206,7 @@ class Table:
     """A model whose logits follow from the last token alone, so that every probability is known."""
 
     name, device, simulated, batches_alike = "table", torch.device("cpu"), False, True
-    decode_step = most_by_stretches = None
+    decode_step = None
 
     def __init__(self, seed, vocab=VOCAB):
         self.config = SimpleNamespace(

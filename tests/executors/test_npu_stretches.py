@@ -1,31 +1,237 @@
-"""Learned keys on the NPU: as long as their first stretch, and refused beyond."""
+"""Learned keys by stretches on the NPU programs: what the host hands over, layers in the interpreter, and planted faults."""
+
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from npu_checked import CONFIG as TWO_LAYERS
+from npu_checked import CONFIG as SHORT
+from npu_checked import check_layer, error_of_layer, filled
 from npu_learned import learned_spec
-from npu_programs import with_pypto
-from small_models import resized, small_model
+from npu_programs import needs_pypto, with_pypto
+from planted_programs import PlantedKeys
+from small_models import cache_tensors, random_tokens, resized, small_model
 
-from haarkv.engine.session import Session
+from haarkv.executors import catalog
 from haarkv.executors.npu import NpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.qwen3_14b.npu import inputs, programs
+from haarkv.models.qwen3_14b.npu.compile import wanted
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu import turns
+from haarkv.tq_ops.npu.device import open_runner
+from haarkv.tq_ops.npu.first_programs import StoreByProgram
+from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.validation.bounds import NPU_LAYER_ADDED
+from haarkv.validation.layers.runner import validate
 
-CONFIG = resized(TWO_LAYERS, num_layers=1)
-WORDS = r"executor npu stores learned keys of up to 1,024 tokens, and this sequence may have 1,0\d\d; take fewer"
+CONFIG = resized(SHORT, max_position_embeddings=4096)
+SMALLER = resized(CONFIG, num_heads=4)
+# New tokens and stored ones. Sequences of 1,023, 1,024 and 1,025 tokens and a short one; later steps of 2,048 keys, the second
+# of two stretches and of one; prompts that cross a border within a unit, stand at one, and end before one.
+AT_THE_BORDER = [1, 1, 1, 1], [1022, 1023, 1024, 5]
+BEYOND_A_STEP = [1, 1], [2100, 3080]
+PREFILL = [40, 3, 2], [1000, 1024, 7]
+FAR_PREFILL = [3, 2], [2300, 1500]
+CASES = {
+    "decode": AT_THE_BORDER,
+    "decode, two steps": BEYOND_A_STEP,
+    "prefill": PREFILL,
+    "prefill, three stretches": FAR_PREFILL,
+}
+
+
+def spec_of(kv="k=lr4,v=tq4", config=SMALLER, **kept):
+    return replace(learned_spec(config, kv, turning=True), **kept)
+
+
+# -- What the host hands over ----------------------------------------------------------------------------------------------
+def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
+    of = made_up.calibration().format(4).turns(0)
+    positions = torch.tensor([0, 1023, 1024, 2047, 2048, 70_000])
+    cos, sin = turns.turns_of_tokens(of, positions).split(64, 1)
+    x = torch.randn(6, 128)
+    turned = torch.cat([x[:, :64] * cos + x[:, 64:] * sin, x[:, 64:] * cos - x[:, :64] * sin], 1)
+    assert torch.equal(turned, of.back(x, positions))
+    assert torch.equal(turned[:2], x[:2])
+    assert not torch.equal(turned[2], x[2])
+
+
+def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
+    plan, still = spec_of().plan(2), learned_spec(SMALLER).plan(2)
+    assert sides_of(plan, 0)[0] == replace(sides_of(still, 0)[0], turning=True)
+    _, paging, sequences = filled(SMALLER, spec_of(), [1023], seed=1)
+    batch = paging.batch(sequences, [2])
+    program = programs.prefill_program(SMALLER, *sides_of(plan, 0))
+    tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
+    rows = inputs.back_argument(tiling, plan, 0)
+    assert rows is inputs.back_argument(tiling, plan, 1)
+    assert torch.equal(rows[:2], turns.turn_table(plan.k(0).turns(0), rows.device)[:2])
+    assert len(inputs.back_argument(tiling, still, 0)) == 1
+
+
+def test_keys_that_turn_in_part_are_refused_by_name():
+    learned = made_up.calibration()
+    bases = tuple(replace(basis, inv_freq=basis.inv_freq[:32]) for basis in learned.k)
+    part = KVSpec("k=lr4,v=tq4", calibration=replace(learned, k=bases)).plan(2)
+    assert NpuExecutor.supports(SMALLER, spec_of().plan(2)) is None
+    said = "its programs turn all 128 numbers of a key, and lr4 turns 64 of them"
+    assert NpuExecutor.supports(SMALLER, part) == said
+    with pytest.raises(InputError, match=said):
+        wanted(SMALLER, ["decode"], part)
+
+
+# -- In the interpreter ------------------------------------------------------------------------------------------------------
+@with_pypto
+@pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.npu_long) for bits in (2, 3, 5))])
+def test_the_store_alone_turns_keys_as_the_reference_does(bits):
+    """Tokens around two borders: every byte."""
+    generator = torch.Generator().manual_seed(0)
+    spec = spec_of(f"k=lr{bits},v=tq4", CONFIG)
+    k, v = (torch.randn(25, 2, 128, generator=generator) for _ in "kv")
+    stored = []
+    for store in (StoreByProgram(open_runner("sim")), lambda k, v, cache, layer, batch: cache.write(layer, k, v, batch)):
+        cache, paging, sequences = filled(CONFIG, spec, [2040, 1019], seed=1)
+        store(k, v, cache, 1, paging.batch(sequences, [15, 10]))
+        stored.append([tensor for *_, tensor in cache_tensors(cache)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*stored, strict=True))
 
 
 @with_pypto
-def test_a_text_beyond_the_first_stretch_is_refused_before_it_begins():
-    plan = learned_spec(CONFIG, turning=True).plan(1)
-    executor = NpuExecutor(small_model(CONFIG, dtype=torch.bfloat16), "sim")
-    session = Session(name="small", config=CONFIG, executor=executor, tokenizer=None, plan=plan)
-    session.new_cache(1, 1024)
-    with pytest.raises(InputError, match=WORDS):
-        session.new_cache(1, 1025)
-    cache, paging = PagedKVCache(plan, CONFIG.kv_shapes, num_blocks=9), PagedSequences(9, 128)
-    batch = paging.batch([paging.add()], [1040])
-    with pytest.raises(InputError, match=WORDS):
-        executor.forward(torch.zeros(1040, dtype=torch.int64), batch, cache)
+@pytest.mark.parametrize("case", [AT_THE_BORDER, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("kept", [{}, {"tail": 20, "sink": 3}], ids=["packed", "with a tail"])
+def test_a_layer_across_a_border_has_the_bytes_and_the_hidden_state_of_the_reference(case, kept):
+    check_layer((4, 2), *case, spec_of(**kept), config=CONFIG)
+
+
+@needs_pypto[1]
+@pytest.mark.npu_long
+@pytest.mark.parametrize("kv", ["k=lr2,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4_seed", "k=lr4,v=tq4"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_layer_of_other_widths_does_so_too(case, kv):
+    check_layer((4, 2), *case, spec_of(kv), config=CONFIG)
+
+
+@needs_pypto[1]
+@pytest.mark.npu_long
+@pytest.mark.parametrize("case", [BEYOND_A_STEP, FAR_PREFILL], ids=["decode", "prefill"])
+def test_a_layer_keeps_its_default_tail_in_far_stretches(case):
+    check_layer((10, 2), *case, spec_of(config=resized(CONFIG, num_heads=10), tail=128, sink=4), config=CONFIG)
+
+
+# -- Faults ------------------------------------------------------------------------------------------------------------------
+def first(faults):
+    """Names of faults, all but the first for long runs only."""
+    return [name if i == 0 else pytest.param(name, marks=pytest.mark.npu_long) for i, name in enumerate(faults)]
+
+
+def still(table):
+    """No angle: cos, then sin."""
+    return torch.cat([torch.ones_like(table[:, :64]), torch.zeros_like(table[:, 64:])], 1)
+
+
+def other_way(table):
+    return torch.cat([table[:, :64], -table[:, 64:]], 1)
+
+
+OF_QUERIES = {
+    "the stretch before": lambda table: table.roll(1, 0),
+    "the stretch behind": lambda table: table.roll(-1, 0),
+    "queries not turned": still,
+    "queries turned the other way": other_way,
+}
+OF_KEYS = {"keys not turned": still, "keys turned the other way": other_way}
+# Text of `kernels.turned`.
+IN_THE_KERNEL = {
+    "the mean of the step's first stretch": ("+ of_mean[part]", "+ of_mean[0]"),
+    "the mean is not turned": ("pypto.sum(own * mean", "pypto.sum(plain * mean"),
+    "the mean is left out": (" + of_mean[part]", ""),
+    "queries of the step's first stretch": ("[part * rows, 0])\n            keys", "[0, 0])\n            keys"),
+    "keys of the step's first stretch": ("[0, part * tokens])\n            scales", "[0, 0])\n            scales"),
+    "scales of the step's first stretch": ("[0, part * tokens])\n            found", "[0, 0])\n            found"),
+    "a stretch of another length": ("STRETCH // BLOCK", "2 * STRETCH // BLOCK"),
+}
+
+
+@with_pypto
+@pytest.mark.parametrize("name", first(OF_QUERIES))
+def test_queries_turned_wrongly_are_far_beyond_the_bound(name, monkeypatch):
+    spoil_turns(monkeypatch, OF_QUERIES[name])
+    error, wrong = error_of_layer((4, 2), [1, 1], [1100, 5], spec_of(), config=CONFIG)
+    print(f"{name}: {error:.1e}")
+    assert not wrong
+    assert error > 5 * NPU_LAYER_ADDED
+
+
+def spoil_turns(monkeypatch, spoil):
+    honest = inputs.domain_arguments
+
+    def spoiled(plan, layer, device):
+        found = honest(plan, layer, device)
+        return found | {"k_turns": spoil(found["k_turns"]).contiguous()}
+
+    monkeypatch.setattr(inputs, "domain_arguments", spoiled)
+
+
+@with_pypto
+@pytest.mark.parametrize("name", OF_KEYS)
+def test_keys_turned_wrongly_are_other_bytes(name, monkeypatch):
+    spoil_back(monkeypatch, OF_KEYS[name])
+    error, wrong = error_of_layer((4, 2), [1, 1], [1100, 5], spec_of(), config=CONFIG)
+    print(f"{name}: {error:.1e}")
+    assert "k codes" in wrong
+
+
+def spoil_back(monkeypatch, spoil):
+    honest = inputs.back_argument
+    monkeypatch.setattr(inputs, "back_argument", lambda *call: spoil(honest(*call)))
+
+
+@with_pypto
+@pytest.mark.parametrize("name", first(IN_THE_KERNEL))
+def test_a_fault_in_what_queries_meet_is_far_beyond_the_bound(name):
+    """A step of two stretches and another of the third, and beside them a short sequence."""
+    plant = partial(PlantedKeys.of, **dict(zip(("honest", "faulty"), IN_THE_KERNEL[name], strict=True)))
+    error, wrong = error_of_layer((4, 2), [1, 1], [2100, 5], spec_of(), config=CONFIG, plant=plant)
+    print(f"{name}: {error:.1e}")
+    assert not wrong
+    assert error > 5 * NPU_LAYER_ADDED
+
+
+# -- As `tq validate` runs ---------------------------------------------------------------------------------------------------
+def validated(kept=None):
+    config = resized(SMALLER, num_layers=1)
+    model, plan = small_model(config, dtype=torch.bfloat16), spec_of(config=config, **(kept or {})).plan(1)
+    candidate = catalog.create("npu", model, plan, "sim")
+    prompts = [random_tokens(config, STRETCH + 3, 1), random_tokens(config, 5, 2)]
+    return validate(ReferenceExecutor(model), candidate, model, prompts, 1, plan, modes=("teacher-forced",))
+
+
+@needs_pypto[1]
+@pytest.mark.npu_long
+@pytest.mark.parametrize("kept", [{}, {"tail": 20, "sink": 3}], ids=["packed", "with a tail"])
+def test_a_validation_across_a_border_passes(kept):
+    report = validated(kept)
+    assert report.passed, report.first_divergence
+    assert f"keys of a second stretch (over {STRETCH:,} tokens)" in report.exercised
+    assert sum(row.unexplained for row in report.rows) == 0
+
+
+@needs_pypto[1]
+@pytest.mark.npu_long
+@pytest.mark.parametrize(
+    ("spoil", "fault", "stage"),
+    [
+        *((spoil_turns, fault, "attention_mlp") for fault in OF_QUERIES.values()),
+        *((spoil_back, fault, "store_kv.k") for fault in OF_KEYS.values()),
+    ],
+    ids=[*OF_QUERIES, *OF_KEYS],
+)
+def test_a_validation_finds_each_fault_at_its_stage(monkeypatch, spoil, fault, stage):
+    spoil(monkeypatch, fault)
+    report = validated()
+    assert not report.passed
+    assert (report.first_divergence.stage, report.first_divergence.reason) == (stage, "fault")

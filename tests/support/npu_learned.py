@@ -7,6 +7,10 @@ KV = "k=lr4,v=tq4"
 
 
 def learned_spec(config, kv=KV, seed=0, turning=False):
-    """Of a model of that shape; keys are stored as they stand, which the programs do at any length."""
+    """Of a model of that shape.
+
+    Args:
+        turning: keys are stored by stretches; else as they stand, by a program of its own.
+    """
     heads = config.heads.num_kv_heads
     return KVSpec(kv, calibration=made_up.calibration(config.num_layers, heads, seed=seed, turning=turning))

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 from npu_verify import check_verified
+from torch.nn.functional import pad
 
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import Layout, coordinates_of
 from haarkv.tq_ops.npu.program import Argument, ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import side_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
+from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
 
 needs_pypto = [
     pytest.mark.npu,
@@ -49,6 +52,7 @@ def verify(simulator, case):
     return check_verified(case.program, run, {i: tensors[i] for i in goldens}, goldens, case.atol), run
 
 
+CPU = torch.device("cpu")
 TQ4 = formats.get("tq4")
 MEAN_AT = 1
 """The token whose first key is the mean, where coordinates are learned."""
@@ -72,7 +76,8 @@ def empty_cache(blocks, kv_heads, pair=(TQ4, TQ4), layer=0):
             fractions = torch.rand(tensor.shape, generator=generator)
             tensor.copy_(fractions if tensor.is_floating_point() else whole)
         named |= side.tensors(prefix, fields)
-    return named | side_of(pair[0], layer).domain_tensors(pair[0], layer, torch.device("cpu"))
+    named["back"] = nothing_turned(CPU)
+    return named | side_of(pair[0], layer).domain_tensors(pair[0], layer, CPU)
 
 
 def scatter(case_cache, x, prefix, slots, layer, kv_heads, kv_format=TQ4):
@@ -106,7 +111,10 @@ def awkward(tokens, kv_heads, seed):
 
 
 def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4, TQ4), make=StoreProgram):
-    """A call of the store program, or of another that `make` makes, into a cache of other people's leftovers."""
+    """A call of the store program, or of another that `make` makes, into a cache of other people's leftovers.
+
+    Keys by stretches: the fifth token and those behind it are of the second stretch.
+    """
     k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
     for x, kv_format in zip((k, v), pair, strict=True):
         if of := coordinates_of(kv_format, 128, layer):
@@ -114,6 +122,10 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
     cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows
+    turns, positions, stored_k = pair[0].turns(layer), STRETCH - 4 + torch.arange(tokens), k
+    if turns:
+        cache["back"] = pad(turns_of_tokens(turns, positions), (0, 0, 0, padded - tokens))
+        stored_k = turns.back(k.transpose(0, 1), positions).transpose(0, 1)
 
     def whole_tiles(x):
         out = torch.zeros(padded, kv_heads, 128)
@@ -121,7 +133,7 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
         return out
 
     goldens = {}
-    for name, x, kv_format in (("k", k, pair[0]), ("v", v, pair[1])):
+    for name, x, kv_format in (("k", stored_k, pair[0]), ("v", v, pair[1])):
         goldens |= scatter(cache, x, name, slots, layer, kv_heads, kv_format)
     tensors = {"k": whole_tiles(k), "v": whole_tiles(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
     k_side, v_side = (side_of(kv_format, layer) for kv_format in pair)

@@ -1,5 +1,6 @@
 """Programs with a fault planted in them, which the checks of emitted text and its execution must find."""
 
+import sys
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
@@ -55,16 +56,30 @@ class Planted(LayerProgram):
     def build(self, **options):
         from haarkv.models.qwen3_14b.npu import layer_kernel
 
-        text = Path(layer_kernel.__file__).read_text(encoding="utf-8")
+        return self._spoiled(layer_kernel).build(self, with_tuned(options))
+
+    def _spoiled(self, module):
+        text = Path(module.__file__).read_text(encoding="utf-8")
         assert text.count(self.honest) == 1, f"the text to spoil is no longer there: {self.honest}"
         spoiled = text.replace(self.honest, self.faulty)
         # PyPTO reads a kernel's source from its file; the worker's folder goes with the worker.
         file = Path(f"planted_{sha256(spoiled.encode()).hexdigest()[:16]}.py").absolute()
         file.write_text(spoiled, encoding="utf-8")
         spec = spec_from_file_location(file.stem, file)
-        module = module_from_spec(spec)
+        module = sys.modules[file.stem] = module_from_spec(spec)
         spec.loader.exec_module(module)
-        return module.build(self, with_tuned(options))
+        return module
+
+
+@dataclass(frozen=True)
+class PlantedKeys(Planted):
+    """A layer with another text at one place of how it reads keys by stretches. To be built in a simulator of its own."""
+
+    def build(self, **options):
+        from haarkv.tq_ops.npu.kernels import sides, turned
+
+        sides.TurnedKeys = self._spoiled(turned).TurnedKeys
+        return LayerProgram.build(self, **options)
 
 
 def unordered(program):

@@ -59,7 +59,7 @@ class Altered:
     """The reference, whose logits a function of (logits, tokens fed, sequence lengths) replaces."""
 
     name, description, config, device, ops = "altered", "an altered reference", CONFIG, torch.device("cpu"), None
-    simulated, compiled, most_by_stretches = False, {}, None
+    simulated, compiled = False, {}
 
     def __init__(self, alter):
         self._alter, self._reference = alter, ReferenceExecutor(MODEL)

@@ -183,7 +183,7 @@ def test_every_op_is_judged_by_itself(op, spoil):
 
     # Its layers are right, its op table is not: what is wrong is seen in the replay alone.
     executor = ReferenceExecutor(MODEL)
-    names = ("name", "config", "device", "supports", "layers", "decode_step", "most_by_stretches", "blocks")
+    names = ("name", "config", "device", "supports", "layers", "decode_step", "blocks")
     lying = SimpleNamespace(**{name: getattr(executor, name) for name in names})
     lying.forward, lying.head, lying.ops = executor.forward, executor.head, table_with({op: wrong})
     assert where(run(lying, steps=0)) == (0, STAGE_OF_OP[op])

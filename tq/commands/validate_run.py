@@ -78,8 +78,7 @@ def validated(
         session = Session(model, loaded.config, trusted, tokenizer, plan)
         ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
     else:
-        limits = on_trial.decode_step, on_trial.most_by_stretches
-        ids = chosen_prompts(tokenizer, loaded.config, plan, steps, *limits)
+        ids = chosen_prompts(tokenizer, loaded.config, plan, steps, on_trial.decode_step)
     # Ranks make their executors once; on one rank there is a second run, of the same model with K and V of other lengths.
     scaled = (
         [] if texts or ranks.size > 1 or not any(kv_format.lossy for kv_format in plan.formats) else [ids[0][:_SCALED_TOKENS]]

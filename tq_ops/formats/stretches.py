@@ -14,8 +14,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.errors import InputError
-
 STRETCH = 1024
 """Positions of a stretch."""
 MOST_POSITIONS = 2**22
@@ -64,16 +62,3 @@ def _table(turns: Turns, stretches: int, device: torch.device) -> tuple[Tensor, 
     starts = STRETCH * torch.arange(stretches, dtype=torch.float64)
     angles = starts.unsqueeze(1) * torch.tensor(turns.inv_freq, dtype=torch.float64)
     return angles.cos().float().to(device), angles.sin().float().to(device)
-
-
-def require_length(executor: str, most: int, tokens: int) -> None:
-    """Refuse sequences whose keys an executor would have to store by more stretches than it can.
-
-    Raises:
-        InputError: naming both numbers of tokens.
-    """
-    if tokens > most:
-        raise InputError(
-            f"executor {executor} stores learned keys of up to {most:,} tokens, and this sequence may have {tokens:,}; "
-            "take fewer, another cache, or --executor cpu"
-        )

@@ -16,6 +16,7 @@ from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,12 @@ class StoreByProgram:
         matrix = READS.built_in(HEAD_DIM).transform.matrix(layer, HEAD_DIM)
         tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
         tensors |= k_side.domain_tensors(cache.plan.k(layer), layer, cache.device)
+        turns = cache.plan.k(layer).turns(layer)
+        missing = -k.shape[0] % program.rows
+        back = pad(turns_of_tokens(turns, batch.positions), (0, 0, 0, missing)) if turns else nothing_turned(cache.device)
+        tensors["back"] = back
         given = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
         for prefix, (side, x, fields) in zip("kv", given, strict=True):
-            missing = -x.shape[0] % program.rows
             tensors[prefix] = pad(x.float(), (0, 0, 0, 0, 0, missing))
             tensors |= side.tensors(prefix, fields)
         self._runner.call(program, ordered(program, tensors))

@@ -111,7 +111,7 @@ class StoreProgram:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         return (
-            *(Argument(name) for name in ("k", "v", "rotation", "slot")),
+            *(Argument(name) for name in ("k", "v", "rotation", "slot", "back")),
             *self.k.domain_arguments(),
             *self.k.arguments("k"),
             *self.v.arguments("v"),

@@ -19,6 +19,7 @@ from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.npu.learned import TRIES, Layout, coordinates_of, domain_tensors, layout_of
 from haarkv.tq_ops.npu.program import Argument
 from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
+from haarkv.tq_ops.npu.turns import turn_table
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Side:
         most_heads: KV heads of one iteration of decode, at most; the cost model likes so many.
         width: numbers of a vector as the cube meets it.
         layout: how levels of learned coordinates lie; None where nothing is learned.
+        turning: keys are stored by stretches.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Side:
     most_heads: int
     width: int = HEAD_DIM
     layout: Layout | None = None
+    turning: bool = False
 
     @property
     def scale_row(self) -> Stored:
@@ -78,19 +81,21 @@ class Side:
 
     @property
     def domain(self) -> tuple[Stored, ...]:
-        """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`; unread rows without any."""
+        """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`, and of stretches; else unread
+        rows."""
         return (
             Stored("forward", torch.bfloat16, HEAD_DIM), Stored("numbers", torch.float32, TRIES * HEAD_DIM),
             Stored("places", torch.float16, self.layout.nbytes(HEAD_DIM) if self.layout else HEAD_DIM),
-            Stored("rows", torch.float32, HEAD_DIM),
+            Stored("rows", torch.float32, HEAD_DIM), Stored("turns", torch.float32, HEAD_DIM),
         )  # fmt: skip
 
     def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
         """The arguments that `domain` describes, such as `k_forward`, of a layer; the same tensors each time."""
+        found = {stored.field: _unread_row(stored, device) for stored in self.domain}
         if self.layout:
-            found = domain_tensors(kv_format, HEAD_DIM, layer, device)
-        else:
-            found = {stored.field: _unread_row(stored, device) for stored in self.domain}
+            found |= domain_tensors(kv_format, HEAD_DIM, layer, device)
+        if turns := kv_format.turns(layer):
+            found["turns"] = turn_table(turns, device)
         return {f"k_{name}": tensor for name, tensor in found.items()}
 
     def domain_arguments(self) -> tuple[Argument, ...]:
@@ -113,11 +118,12 @@ SIDES = {side.name: side for side in (TQ4, PUBLISHED, BF16)}
 """Every side of a fixed format that programs read, by the name of its format."""
 
 
-def learned(kv_format: KVFormat) -> Side:
-    """The side of a format of learned keys."""
+def learned(kv_format: KVFormat, layer: int = 0) -> Side:
+    """The side of a format of learned keys in a layer."""
     layout = layout_of(kv_format, HEAD_DIM)
     codes = Stored("codes", torch.int8, layout.nbytes(HEAD_DIM))
-    return Side(kv_format.name, codes, Stored("scale", torch.float16, BLOCK_SIZE), 8, layout.width(HEAD_DIM), layout)
+    scales, turning = Stored("scale", torch.float16, BLOCK_SIZE), kv_format.turns(layer) is not None
+    return Side(kv_format.name, codes, scales, 8, layout.width(HEAD_DIM), layout, turning)
 
 
 def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:
@@ -134,5 +140,5 @@ def side_of(kv_format: KVFormat, layer: int = 0) -> Side:
     if misfit(READS, kv_format, HEAD_DIM) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
     if coordinates_of(kv_format, HEAD_DIM, layer):
-        return learned(kv_format)
+        return learned(kv_format, layer)
     return SIDES[kv_format.name] if kv_format in READS.also else TQ4

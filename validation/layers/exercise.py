@@ -127,12 +127,7 @@ class Exercise:
 
 
 def chosen_prompts(
-    tokenizer: Tokenizer,
-    config: ModelConfig,
-    plan: KVPlan,
-    steps: int,
-    decode_step: int | None = None,
-    most_by_stretches: int | None = None,
+    tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int, decode_step: int | None = None
 ) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
@@ -143,13 +138,11 @@ def chosen_prompts(
     Args:
         plan: of the cache; its context and the model's shorten the prompts.
         steps: decode steps that need room after them.
-        decode_step, most_by_stretches: of the executor on trial; the longest prompt is longer than the one, and with learned
-            keys none is longer than the other.
+        decode_step: of the executor on trial; the longest prompt is longer.
     Raises:
         InputError: the context is too short for two tokens and the steps.
     """
-    limits = (config.max_position_embeddings, plan.context, most_by_stretches if plan.by_stretches else None)
-    context = min(limit for limit in limits if limit is not None)
+    context = min(config.max_position_embeddings, plan.context or config.max_position_embeddings)
     room = context - Schedule.more(steps)
     if room < 2:
         raise InputError(f"the context of {context} tokens is too short for a prompt and {steps} steps; lower --steps")

@@ -110,7 +110,7 @@ class WholeLayers:
         self.compiled, self.supports, self.layers = executor.compiled, executor.supports, executor.layers
         self.forward, self.head = executor.forward, executor.head
         self.batches_alike, self.decode_step, self.weights = executor.batches_alike, executor.decode_step, executor.weights
-        self.most_by_stretches, self.blocks = executor.most_by_stretches, executor.blocks
+        self.blocks = executor.blocks
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None

@@ -26,6 +26,7 @@ from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.reads import FORMAT, READS
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.turns import unsupported as unturned
 
 _HEAD = "head"
 PLAN = KVPlan.uniform(FORMAT, FORMAT, 1)
@@ -83,7 +84,7 @@ def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tupl
         InputError: a config or a format that no program can be built for.
     """
     shapes = config.kv_shapes[: len(plan.layers)]
-    if reason := programs.unsupported(config) or unsupported(READS, plan, shapes) or unkept(plan):
+    if reason := programs.unsupported(config) or unsupported(READS, plan, shapes) or unkept(plan) or unturned(plan):
         raise InputError(f"nothing to compile: {reason}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):

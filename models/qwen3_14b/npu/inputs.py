@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram, MlpProgram
+from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -19,6 +20,7 @@ from haarkv.tq_ops.npu.kept import HIDDEN, Keeping, KeptShape, keeping
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
 from haarkv.tq_ops.weight import dense
 
 
@@ -45,6 +47,7 @@ class Tiling:
     block_table: Tensor
     batch: Batch
     _kept: dict[KeptShape, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    _back: dict[Turns, Tensor] = field(default_factory=dict, init=False)
 
     def spread(self, values: Tensor) -> Tensor:
         """[T, …] -> [rows, …], zeros in the padding."""
@@ -166,6 +169,16 @@ def _none_kept(step: int, device: torch.device) -> dict[str, Tensor]:
     return {"k_kept": plain, "v_kept": plain, **named, **floats}
 
 
+def back_argument(tiling: Tiling, plan: KVPlan, layer: int) -> Tensor:
+    """By what each row's keys are turned back, [rows, 128] fp32, once for all layers alike; else a row that nobody reads."""
+    turns = plan.k(layer).turns(layer)
+    if turns is None:
+        return nothing_turned(tiling.row.device)
+    if turns not in tiling._back:
+        tiling._back[turns] = tiling.spread(turns_of_tokens(turns, tiling.batch.positions))
+    return tiling._back[turns]
+
+
 def domain_arguments(plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
     """What a layer's program takes of learned coordinates, on its device; the same tensors each time."""
     return sides_of(plan, layer)[0].domain_tensors(plan.k(layer), layer, device)
@@ -188,6 +201,7 @@ def layer_call(
         **constants,
         **tiling.tokens,
         **domain_arguments(cache.plan, layer, hidden.device),
+        "back": back_argument(tiling, cache.plan, layer),
         **cache_arguments(cache, layer),
         **kept_arguments(program, tiling, cache, layer),
         "hidden": hidden,

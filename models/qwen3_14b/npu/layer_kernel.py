@@ -44,11 +44,11 @@ def _project_qkv(x, projections, norms, cos, sin, outputs, query, layer, tiles):
     outputs[2][:] = pypto.clone(pypto.reshape(projected[2], [rows, kv_heads, HEAD_DIM]))
 
 
-def _quantize(x, stored, new, layer):
-    """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills `new` with what its side stores."""
+def _quantize(x, stored, new, back, layer):
+    """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills `new` with what its side stores; `back` as its `store` takes it."""
     kv_heads = layer.attention.num_kv_heads
     pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-    stored.store(x, layer.rows, kv_heads, new)
+    stored.store(x, layer.rows, kv_heads, new, back)
 
 
 def _ready(q, stored_k, q_ready, attended, layer):
@@ -138,6 +138,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         cos: pypto.Tensor([pypto.DYNAMIC, HALF], pypto.DT_FP32),
         sin: pypto.Tensor([pypto.DYNAMIC, HALF], pypto.DT_FP32),
         tile_tokens: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
+        back: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_FP32),
         slot: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         position: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         sequence: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
@@ -146,6 +147,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         k_numbers: parameter(side_k.domain[1]),
         k_places: parameter(side_k.domain[2]),
         k_rows: parameter(side_k.domain[3]),
+        k_turns: parameter(side_k.domain[4]),
         k_vectors: parameter(side_k.vectors),
         k_scales: parameter(side_k.scale_row),
         v_vectors: parameter(side_v.vectors),
@@ -160,7 +162,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         sinks: pypto.Tensor([1, step], pypto.DT_FP32),
         out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
     ):
-        domain_k = Domain(rotation, rotation_fp16, k_forward, k_numbers, k_places, k_rows)
+        domain_k = Domain(rotation, rotation_fp16, k_forward, k_numbers, k_places, k_rows, k_turns)
         stored_k = kernel_k(side_k, k_vectors, k_scales, domain_k, kept is not None)
         stored_v = kernel_v(side_v, v_vectors, v_scales, Domain(rotation, rotation_fp16))
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
@@ -169,7 +171,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
             q = pypto.tensor([rows, heads, HEAD_DIM], stored_k.kept_dtype, "q")
             k = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "k")
             v = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "v")
-            q_ready = pypto.tensor([rows, heads, side_k.width], stored_k.query_dtype, "q_ready")
+            q_ready = stored_k.room_for_queries(q, rows, heads)
             new_k = stored_k.room(vectors, "new_k")
             new_v = stored_v.room(vectors, "new_v")
             attended = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_BF16, "attended")
@@ -179,8 +181,9 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 s = pypto.view(sin, [rows, HALF], [base, 0])
                 _project_qkv(x, (q_proj, k_proj, v_proj), (q_norm, k_norm), c, s, (q, k, v), stored_k.query, layer, tiles)
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i2"):
-                _quantize(k, stored_k, new_k, layer)
-                _quantize(v, stored_v, new_v, layer)
+                by = pypto.view(back, [rows, HEAD_DIM], [base, 0]) if side_k.turning else None
+                _quantize(k, stored_k, new_k, by, layer)
+                _quantize(v, stored_v, new_v, None, layer)
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
                 stored_k.append(i, slot[base + i], new_k, kv_heads)
                 stored_v.append(i, slot[base + i], new_v, kv_heads)
@@ -205,7 +208,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                         # Row r of the table is 0 up to column step + its token, then -1e30.
                         seen = (start - tail - t * step).min(step).max(-unit)
                         hidden_keys = pypto.view(mask, [queries, step], [0, step - seen])
-                        queries_of_unit = _queries(q_ready, side_k.width, u * unit, g * at_once, shape)
+                        queries_of_unit = _queries(q_ready, stored_k.query_width, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
                             first_keys = sinks if has_sinks else None
                             attend_step(

@@ -44,8 +44,8 @@ class LayerProgram:
     def arguments(self) -> tuple[Argument, ...]:
         names = (
             "hidden", "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj", "post_norm", "gate_proj",
-            "up_proj", "down_proj", "rotation", "rotation_fp16", "mask", "cos", "sin", "tile_tokens", "slot", "position",
-            "sequence", "block_table",
+            "up_proj", "down_proj", "rotation", "rotation_fp16", "mask", "cos", "sin", "tile_tokens", "back", "slot",
+            "position", "sequence", "block_table",
         )  # fmt: skip
         cache = (*self.k.arguments("k"), *self.v.arguments("v"))
         in_bf16 = tuple(Argument(name, output=self.kept is not None) for name in ("k_kept", "v_kept"))

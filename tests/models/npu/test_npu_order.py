@@ -166,7 +166,7 @@ def test_prefill_leaves_no_access_unordered_that_matters():
 
 
 def learned_plan_spec():
-    return learned_spec(resized(read_config("tiny"), num_layers=1))
+    return learned_spec(resized(read_config("tiny"), num_layers=1), turning=True)
 
 
 def learned_plan():

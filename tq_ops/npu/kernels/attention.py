@@ -84,25 +84,21 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first, al
 
     Args:
         softmax: of `softmaxes`.
-        queries: one [M, K's width] a head, as the cube takes them.
+        queries: one [M, K's `query_width`] a head, as K's side takes them.
         keys, values: `CacheSide`s.
         mask: [M, step] FP32, added to the logits.
         first: whether this is the unit's first step.
         also: [1, step] FP32, added as well.
     Rounding points: probability times scale to FP16.
     """
-    step = shape.step_tokens
     key_tiles, key_scales = keys.tiles(place, shape), keys.scales(place, shape)
     value_tiles, value_scales = values.tiles(place, shape), values.scales(place, shape)
     for head in range(shape.heads_at_once):
-        pypto.set_cube_tile_shapes(*shape.score_cube(keys.side.width))
-        raw = pypto.matmul(queries[head], key_tiles[head], pypto.DT_FP32, b_trans=keys.by_token)
-        pypto.set_vec_tile_shapes(16, step)
-        score = _scaled(raw, keys.scale_row(key_scales, place, head, shape, HEAD_DIM**-0.5)) + mask
+        score = keys.scores(queries[head], key_tiles[head], key_scales, place, head, shape) + mask
         score = score if also is None else score + also
 
         def weigh(p, head=head):
-            scaled = values.probabilities(_scaled(p, values.scale_row(value_scales, place, head, shape, 1.0)))
+            scaled = values.probabilities(scaled_by(p, values.scale_row(value_scales, place, head, shape, 1.0)))
             pypto.set_cube_tile_shapes(*shape.weigh_cube())
             out = pypto.matmul(scaled, value_tiles[head], pypto.DT_FP32)
             pypto.set_vec_tile_shapes(16, HEAD_DIM)
@@ -114,7 +110,7 @@ def attend_step(softmax, queries, keys, values, place, mask, shape, *, first, al
             softmax[head].go_on(score, weigh)
 
 
-def _scaled(x, by):
+def scaled_by(x, by):
     """x [M, step] FP32 times a number or a row of them, None for 1."""
     return x if by is None else x * by
 

@@ -12,7 +12,7 @@ from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
 from haarkv.tq_ops.npu.kernels.tq4 import LARGEST_FP16, LEAST_NORM, STEEP
 from haarkv.tq_ops.npu.learned import LEVEL_ROWS, LIFT, MEAN, SHARED, SPAN, TRIES, WEIGHTS, cubic_of, pieces
 
-_VECTORS = 8  # of a vector tile of FP32
+VECTORS = 8  # of a vector tile of FP32
 _ALL_TRIES = TRIES * HEAD_DIM
 _UNITS = HEAD_DIM // EIGHTHS
 # Adding and subtracting it rounds FP32 to whole numbers; FP16 to multiples of a step if it is that many steps.
@@ -29,18 +29,22 @@ class LearnedKeys(ScaledSide):
     by_token = False
 
     # -- Storing -------------------------------------------------------------------------------------------------------
-    def store(self, x, tokens, kv_heads, new):
+    def store(self, x, tokens, kv_heads, new, back):
         """Head by head: each has its own coordinates, and its vectors are rows of one matrix."""
         # Tiles are not merged into one task: they are few and long, and run side by side.
         pypto.set_pass_options(vec_nbuffer_setting={-1: 1})
         flat = pypto.reshape(x, [tokens, kv_heads * HEAD_DIM])
         whole = self.room(tokens * kv_heads, "whole")
         for head in range(kv_heads):
-            own = pypto.view(flat, [tokens, HEAD_DIM], [0, head * HEAD_DIM])
+            own = self.as_stored(pypto.view(flat, [tokens, HEAD_DIM], [0, head * HEAD_DIM]), back, tokens)
             for field, values in zip(whole, self._quantize(own, head, tokens, kv_heads), strict=True):
                 pypto.assemble(values, [head * tokens, 0], field)
         for field, values in zip(new, whole, strict=True):
             field[:] = values
+
+    def as_stored(self, x, back, tokens):
+        """Keys [tokens, 128] FP32 of one head as their stretch stores them; as they are where nobody knows how they turn."""
+        return x
 
     def row_of(self, token, head, tokens, kv_heads):
         """The tokens of a head one after the other."""
@@ -56,7 +60,7 @@ class LearnedKeys(ScaledSide):
         Rounding points: (x - mean) / length to BF16; scale to FP16. Boundaries and centroids are FP32 cubics, off by up to
             3e-7 from the reference's tables.
         """
-        rows = _fitting(tokens, _VECTORS)
+        rows = fitting(tokens, VECTORS)
 
         def numbers(kind, width=HEAD_DIM):
             return pypto.view(self.domain.numbers, [1, width], [kind * kv_heads + head, 0])
@@ -101,7 +105,7 @@ class LearnedKeys(ScaledSide):
         pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [_UNITS, _UNITS])
         places = pypto.view(self.domain.places, [width, nbytes], [0, 0])
         byte = pypto.matmul(levels, places, pypto.DT_FP32)
-        pypto.set_vec_tile_shapes(_fitting(tokens, 32), whole_lines(nbytes))
+        pypto.set_vec_tile_shapes(fitting(tokens, 32), whole_lines(nbytes))
         signed = byte - pypto.clip(byte - 127.0, 0.0, 1.0) * 256.0
         return pypto.cast(pypto.cast(signed, pypto.DT_FP16), pypto.DT_INT8)
 
@@ -137,14 +141,18 @@ class LearnedKeys(ScaledSide):
         for head in range(shape.num_kv_heads):
             pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
             own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
-            lanes = min(width & -width, HEAD_DIM)
-            pypto.set_cube_tile_shapes([_sixteens(rows * group)] * 2, [64, HEAD_DIM], [lanes, lanes])
-            coordinates = pypto.view(self.domain.rows, [width, HEAD_DIM], [head * width, 0])
-            flat = pypto.reshape(own, [rows * group, HEAD_DIM])
-            ready = pypto.matmul(flat, coordinates, pypto.DT_FP32, b_trans=True)
+            ready = self.products(pypto.reshape(own, [rows * group, HEAD_DIM]), head, _sixteens(rows * group))
             pypto.set_vec_tile_shapes(4, group, width)
             ready = pypto.cast(pypto.reshape(ready, [rows, group, width]), pypto.DT_FP16)
             pypto.assemble(ready, [0, head * group, 0], out)
+
+    def products(self, queries, head, cube_rows):
+        """Queries [M, 128] FP32 by the rows of one of the KV heads, [M, width] FP32: what meets its tiles, over its lift."""
+        width = self.side.width
+        lanes = min(width & -width, HEAD_DIM)
+        pypto.set_cube_tile_shapes([cube_rows] * 2, [64, HEAD_DIM], [lanes, lanes])
+        rows = pypto.view(self.domain.rows, [width, HEAD_DIM], [head * width, 0])
+        return pypto.matmul(queries, rows, pypto.DT_FP32, b_trans=True)
 
 
 # -- Restoring centroids ---------------------------------------------------------------------------------------------------
@@ -254,7 +262,7 @@ def _kept_and_fit(restored, weighted, y):
 # -- Sizes -----------------------------------------------------------------------------------------------------------------
 
 
-def _fitting(count, most):
+def fitting(count, most):
     """The largest power of two up to `most` that divides a count."""
     size = 1
     while size * 2 <= most and count % (size * 2) == 0:

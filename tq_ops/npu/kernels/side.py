@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pypto
 import torch
 
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, bf16_as_fp16, rotate_queries, unrotate
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, bf16_as_fp16, rotate_queries, scaled_by, unrotate
 
 _LINE = 32
 DTYPES = {
@@ -27,6 +27,7 @@ class Domain:
     Attributes:
         rotation, rotation_fp16: [128, 128] BF16 and FP16.
         forward, numbers, places, rows: of learned keys, as `tq_ops.npu.learned.domain_tensors` makes them.
+        turns: of keys by stretches, as `tq_ops.npu.turns.turn_table` makes it.
     """
 
     rotation: object
@@ -35,6 +36,7 @@ class Domain:
     numbers: object = None
     places: object = None
     rows: object = None
+    turns: object = None
 
 
 def whole_lines(count):
@@ -63,6 +65,11 @@ class CacheSide:
         self.keeps = keeps
         self.side, self.stored_vectors, self.stored_scales, self.domain = side, vectors, scales, domain
 
+    @property
+    def query_width(self):
+        """Numbers of a query as `scores` takes it."""
+        return self.side.width
+
     # -- Storing -------------------------------------------------------------------------------------------------------
     def room(self, count, name):
         """Tensors for what is stored of `count` new vectors: [count, width], and [count, 1] where there are scales."""
@@ -72,8 +79,12 @@ class CacheSide:
             room.append(pypto.tensor([count, 1], DTYPES[scales.dtype], f"{name}_{scales.field}"))
         return room
 
-    def store(self, x, tokens, kv_heads, new):
-        """Fill `new`, of `room`, with what is stored of x [tokens, Hkv, 128] FP32."""
+    def store(self, x, tokens, kv_heads, new, back):
+        """Fill `new`, of `room`, with what is stored of x [tokens, Hkv, 128] FP32.
+
+        Args:
+            back: [tokens, 128] FP32, by what keys by stretches are turned; None for all others.
+        """
         count = tokens * kv_heads
         for field, values in zip(new, self.quantize(pypto.reshape(x, [count, HEAD_DIM]), count), strict=True):
             field[:] = values
@@ -141,6 +152,20 @@ class CacheSide:
         """
         return None if factor == 1.0 else factor
 
+    def scores(self, queries, tile, scales, place, head, shape):
+        """Logits [M, step] FP32 of a step of keys, not masked yet.
+
+        Args:
+            queries: [M, query_width], as the side takes them.
+            tile: of `tiles`, of that head.
+            scales: of `scales`.
+            head: of the iteration.
+        """
+        pypto.set_cube_tile_shapes(*shape.score_cube(self.side.width))
+        raw = pypto.matmul(queries, tile, pypto.DT_FP32, b_trans=self.by_token)
+        pypto.set_vec_tile_shapes(16, shape.step_tokens)
+        return scaled_by(raw, self.scale_row(scales, place, head, shape, HEAD_DIM**-0.5))
+
     def probabilities(self, p):
         """FP32 -> as the cube takes them beside the tiles."""
         return pypto.cast(p, self.query_dtype)
@@ -150,8 +175,12 @@ class CacheSide:
         """Queries BF16 -> as they are kept."""
         return values
 
+    def room_for_queries(self, q, rows, heads):
+        """A tensor for queries [rows, heads, query_width] as `scores` takes them; q itself where those are the kept ones."""
+        return pypto.tensor([rows, heads, self.side.width], self.query_dtype, "q_ready")
+
     def ready(self, q, rows, shape, out):
-        """Fill `out` [rows, heads, width] with kept queries [rows, heads, 128] as the cube takes them; once a query.
+        """Fill `out`, of `room_for_queries`, with kept queries [rows, heads, 128] as the cube takes them; once a query.
 
         The vector tile is for [rows, heads, 128].
         """

@@ -7,6 +7,7 @@ from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
 from haarkv.tq_ops.npu.kernels.side import DTYPES
 from haarkv.tq_ops.npu.kernels.tq4 import Packed
 from haarkv.tq_ops.npu.kernels.tq4_seed import SeedBytes
+from haarkv.tq_ops.npu.kernels.turned import TurnedKeys
 from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
 
 _KERNELS = {TQ4: Packed, PUBLISHED: SeedBytes, BF16: Plain}
@@ -14,7 +15,9 @@ _KERNELS = {TQ4: Packed, PUBLISHED: SeedBytes, BF16: Plain}
 
 def kernel_of(side):
     """The class of a `Side`'s `CacheSide`."""
-    return LearnedKeys if side.layout else _KERNELS[side]
+    if side.layout:
+        return TurnedKeys if side.turning else LearnedKeys
+    return _KERNELS[side]
 
 
 def parameter(stored):

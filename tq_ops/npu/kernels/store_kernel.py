@@ -22,27 +22,31 @@ def build(program: Any, options: dict[str, Any]) -> Any:
         v: pypto.Tensor([pypto.DYNAMIC, kv_heads, HEAD_DIM], pypto.DT_FP32),
         rotation: pypto.Tensor([HEAD_DIM, HEAD_DIM], pypto.DT_BF16),
         slot: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
+        back: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_FP32),
         k_forward: parameter(side_k.domain[0]),
         k_numbers: parameter(side_k.domain[1]),
         k_places: parameter(side_k.domain[2]),
         k_rows: parameter(side_k.domain[3]),
+        k_turns: parameter(side_k.domain[4]),
         k_vectors: parameter(side_k.vectors),
         k_scales: parameter(side_k.scale_row),
         v_vectors: parameter(side_v.vectors),
         v_scales: parameter(side_v.scale_row),
     ):
         tokens = slot.shape[0]
-        stored_k = kernel_k(side_k, k_vectors, k_scales, Domain(rotation, None, k_forward, k_numbers, k_places, k_rows))
+        domain_k = Domain(rotation, None, k_forward, k_numbers, k_places, k_rows, k_turns)
+        stored_k = kernel_k(side_k, k_vectors, k_scales, domain_k)
         stored_v = kernel_v(side_v, v_vectors, v_scales, Domain(rotation))
         for tile in pypto.loop((tokens + rows - 1) // rows, name="TILE", idx_name="tile"):
             new_k = stored_k.room(count, "new_k")
             new_v = stored_v.room(count, "new_v")
             base = tile * rows
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i1"):
+                by = pypto.view(back, [rows, HEAD_DIM], [base, 0]) if side_k.turning else None
                 pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-                stored_k.store(pypto.view(k, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_k)
+                stored_k.store(pypto.view(k, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_k, by)
                 pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-                stored_v.store(pypto.view(v, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_v)
+                stored_v.store(pypto.view(v, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_v, None)
             for i in pypto.loop((tokens - base).min(rows), name="APPEND", idx_name="i2"):
                 stored_k.append(i, slot[base + i], new_k, kv_heads)
                 stored_v.append(i, slot[base + i], new_v, kv_heads)

@@ -19,6 +19,7 @@ from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
@@ -64,9 +65,10 @@ def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(sim
 @pytest.mark.aicore_long
 @pytest.mark.parametrize("kv", ["bf16", "k=tq4,v=bf16", "tq4_seed", "k=lr4,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4"])
 def test_a_decode_layer_of_other_formats_does_so_too(kv, simulator, toolchain):
-    """Two steps of keys. Learned keys have products in FP32, the cube's adding up of bytes, and transposed tiles."""
+    """Two steps of keys. Learned keys have products in FP32, the cube's adding up of bytes, and transposed tiles; their
+    queries are turned for three stretches."""
     config = load_model("tiny", "bfloat16").config
-    spec = learned_spec(config, kv) if "lr" in kv else KVSpec(kv)
+    spec = learned_spec(config, kv, turning=True) if "lr" in kv else KVSpec(kv)
     program = programs.decode_program(config, *sides_of(spec.plan(config.num_layers), LAYER))
     call = layer_call(program, [1, 1], [2200, 17], blocks=24, spec=spec)
     assert check_layer(kv, simulator, toolchain, call, program) >= 0.85
@@ -77,11 +79,11 @@ KEPT = {"tail": 128, "sink": 4}
 
 def kept_call(config, make, new, stored, blocks=12, model=None, **kept):
     """A layer of learned keys with tokens in BF16 beside them, about to run."""
-    spec = replace(learned_spec(config), **kept)
+    spec = replace(learned_spec(config, turning=True), **kept)
     plan = spec.plan(config.num_layers)
     program = make(config, *sides_of(plan, LAYER), kept_shape(plan, LAYER))
     call = layer_call(program, new, stored, blocks, model, spec)
-    assert len(call[1]) == 6
+    assert len(call[1]) == (6 if kept else 4)
     return program, call
 
 
@@ -96,16 +98,43 @@ def test_a_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, tool
 
 @pytest.mark.aicore_long
 def test_a_prefill_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
-    program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [530, 2], **KEPT)
+    program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2], **KEPT)
     assert check_layer("kept prefill", simulator, toolchain, call, program) >= 0.85
 
 
+@pytest.mark.aicore_long
+def test_a_prefill_layer_of_learned_keys_reads_two_stretches(simulator, toolchain):
+    """A unit of 32 tokens on both sides of the border."""
+    program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2])
+    assert check_layer("turned prefill", simulator, toolchain, call, program) >= 0.85
+
+
 def test_a_small_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
+    program, call = small_call(tail=20, sink=4)
+    assert check_layer("kept", simulator, toolchain, call, program) == 1
+
+
+def small_call(step=256, **kept):
+    """More than a stretch of keys, in five short steps or in one that holds two stretches, beside shorter sequences."""
     config = resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
     model = small_model(config, dtype=torch.bfloat16)
-    make = partial(programs.decode_program, step_tokens=128)
-    program, call = kept_call(config, make, [1, 1, 1], [300, 60, 2], model=model, tail=20, sink=4)
-    assert check_layer("kept", simulator, toolchain, call, program) == 1
+    make = partial(programs.decode_program, step_tokens=step)
+    return kept_call(config, make, [1, 1, 1], [1100, 60, 2], blocks=14, model=model, **kept)
+
+
+@pytest.mark.parametrize(("step", "least"), [(256, 1), (2048, 0.85)], ids=["steps of 256", "one step"])
+def test_a_small_decode_layer_reads_two_stretches(step, least, simulator, toolchain):
+    program, call = small_call(step)
+    assert check_layer(f"turned {step}", simulator, toolchain, call, program) >= least
+
+
+def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, toolchain):
+    case = store_case(16, pair=(made_up.calibration().format(4), formats.get("tq4")))
+    assert case.program.k.turning
+    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    wrong = wrong_stores(emission, emission.machine(toolchain).run(), case.goldens)
+    assert not any(wrong.values()), wrong
+    assert note("turned store", emission, emission.machine(toolchain), "all bytes equal")
 
 
 @pytest.mark.aicore_long

@@ -1,0 +1,90 @@
+"""Learned keys by stretches on the device: K is turned back before it is quantized, and queries for each stretch they read.
+
+A stretch is 1,024 positions. Its keys are stored as RoPE would have turned them had it come first, and R(-s) turns a query
+back by the stretch's first position s:  logit = (R(-s) q) · stored,  stored = scale * centroids @ back + mean.
+"""
+
+from dataclasses import replace
+
+import pypto
+
+from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
+from haarkv.tq_ops.npu.kernels.learned import VECTORS, LearnedKeys, fitting
+from haarkv.tq_ops.npu.learned import MEAN
+
+_HALF = HEAD_DIM // 2
+
+
+class TurnedKeys(LearnedKeys):
+    """`LearnedKeys` of stretches. Queries stay as they are until a step of keys says by how much they are turned."""
+
+    query_dtype = pypto.DT_BF16
+    query_width = HEAD_DIM
+
+    def as_stored(self, x, back, tokens):
+        """In FP32, as the reference turns them: the same bytes follow."""
+        return turned_back(x, back, 0, tokens, fitting(tokens, VECTORS))
+
+    def room_for_queries(self, q, rows, heads):
+        return q
+
+    def ready(self, q, rows, shape, out):
+        """Nothing: see `scores`."""
+
+    def left_out(self, queries, head, kv_heads):
+        """Nothing: what queries make of the mean is another number in each stretch, so `scores` have it."""
+        return
+
+    def scores(self, queries, tile, scales, place, head, shape):
+        """Logits of a step; one longer than a stretch holds whole ones, whose queries go through the cube together.
+
+        Args:
+            queries: [M, 128] BF16 in the model's own domain.
+        Rounding points: queries by rows to FP16, as those of `LearnedKeys`.
+        """
+        parts = max(1, shape.step_tokens // STRETCH)
+        part_shape = replace(shape, step_tokens=shape.step_tokens // parts)
+        queries_of, of_mean = self._turned(queries, parts, place, head, shape)
+        rows, width, tokens = shape.queries, self.side.width, part_shape.step_tokens
+        found = []
+        for part in range(parts):
+            own = pypto.view(queries_of, [rows, width], [part * rows, 0])
+            keys = pypto.view(tile, [width, tokens], [0, part * tokens])
+            scales_of = pypto.view(scales, [shape.heads_at_once, tokens], [0, part * tokens])
+            found.append(super().scores(own, keys, scales_of, place, head, part_shape) + of_mean[part])
+        pypto.set_vec_tile_shapes(16, shape.step_tokens)
+        return pypto.concat(found, 1) if parts > 1 else found[0]
+
+    def _turned(self, queries, parts, place, head, shape):
+        """Queries [parts * M, width] FP16 as the cube takes them beside each stretch of a step, and the mean's logits."""
+        rows, kv_head = shape.queries, place.head + head
+        first = place.block // (STRETCH // BLOCK)
+        turned = pypto.tensor([parts * rows, HEAD_DIM], pypto.DT_FP32, f"turned{head}")
+        mean = pypto.view(self.domain.numbers, [1, HEAD_DIM], [MEAN * shape.num_kv_heads + kv_head, 0])
+        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        plain = pypto.cast(queries, pypto.DT_FP32)
+        of_mean = []
+        for part in range(parts):
+            own = turned_back(plain, self.domain.turns, first + part, 1, 16)
+            of_mean.append(pypto.sum(own * mean, dim=-1, keepdim=True) * HEAD_DIM**-0.5)
+            pypto.assemble(own, [part * rows, 0], turned)
+        products = self.products(turned, kv_head, 16)
+        pypto.set_vec_tile_shapes(16, self.side.width)
+        return pypto.cast(products, pypto.DT_FP16), of_mean
+
+
+def turned_back(x, table, row, count, tile):
+    """x [n, 128] FP32 turned back by angles in rows of a table [.., 128] FP32, cos and then sin.
+
+    Args:
+        row: the first.
+        count: one for all, or one for each of x.
+        tile: vectors of a tile.
+    """
+    pypto.set_vec_tile_shapes(tile, _HALF)
+    low, high = (pypto.view(x, [x.shape[0], _HALF], [0, at]) for at in (0, _HALF))
+    cos, sin = (pypto.view(table, [count, _HALF], [row, at]) for at in (0, _HALF))
+    halves = [low * cos + high * sin, high * cos - low * sin]
+    pypto.set_vec_tile_shapes(tile, HEAD_DIM)
+    return pypto.concat(halves, 1)
