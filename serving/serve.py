@@ -20,7 +20,9 @@ from haarkv.serving.vllm_plugin import (
     KV,
     PER_LAYER,
     PLAN,
+    SINK,
     SKIP_LAYERS,
+    TAIL,
 )
 from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers, spec_from
 from haarkv.tq_ops.errors import InputError
@@ -42,6 +44,7 @@ class Cache:
         balance: scale uneven channels.
         allow_collapse: only warn where text would be garbage.
         per_layer: whether `/metrics` tells of each layer.
+        tail, sink: newest and first tokens of a sequence that are read in BF16; None for no tail.
     """
 
     kv: str | None = None
@@ -51,6 +54,8 @@ class Cache:
     balance: bool = True
     allow_collapse: bool = False
     per_layer: bool = False
+    tail: int | None = None
+    sink: int = 0
 
     @property
     def vllms_own(self) -> bool:
@@ -68,6 +73,8 @@ class Cache:
             BALANCE: None if self.balance else False,
             ALLOW_COLLAPSE: self.allow_collapse or None,
             PER_LAYER: self.per_layer or None,
+            TAIL: self.tail,
+            SINK: self.sink or None,
         }
         return {key: value for key, value in said.items() if value is not None and value != []}
 

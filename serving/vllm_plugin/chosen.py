@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haarkv.models.parallel import kv_heads_of
-from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SKIP_LAYERS
+from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SINK, SKIP_LAYERS, TAIL
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
@@ -139,6 +139,8 @@ class _Asked(NamedTuple):
     calibration: str | None
     plan: str | None
     skipped: tuple[int, ...]
+    tail: int | None
+    sink: int
 
 
 def _asked(options: Mapping[str, Any]) -> _Asked:
@@ -148,17 +150,22 @@ def _asked(options: Mapping[str, Any]) -> _Asked:
     skipped = options.get(SKIP_LAYERS, [])
     if not isinstance(skipped, list) or not all(type(layer) is int for layer in skipped):
         raise InputError(f"{SKIP_LAYERS} is a list of layers, not {skipped!r}")
-    return _Asked(options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped))
+    tail, sink = options.get(TAIL), options.get(SINK, 0)
+    for key, count in ((TAIL, 0 if tail is None else tail), (SINK, sink)):
+        if type(count) is not int:
+            raise InputError(f"{key} is a number of tokens, not {count!r}")
+    return _Asked(options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped), tail, sink)
 
 
 @cache
 def _spec(asked: _Asked) -> KVSpec:
     if asked.plan is not None:
-        if asked.kv or asked.calibration or asked.skipped:
-            raise InputError(f"{PLAN} sets the whole cache; leave out {FORMAT}, {CALIBRATION} and {SKIP_LAYERS}")
+        if asked.kv or asked.calibration or asked.skipped or asked.tail is not None or asked.sink:
+            *others, last = FORMAT, CALIBRATION, SKIP_LAYERS, TAIL, SINK
+            raise InputError(f"{PLAN} sets the whole cache; leave out {', '.join(others)} and {last}")
         return plan_file.load(asked.plan)
     learned = KVSpec() if asked.calibration is None else calibration_file.load(asked.calibration).spec
-    spec = replace(learned, kv=asked.kv or KV, skip_layers=asked.skipped)
+    spec = replace(learned, kv=asked.kv or KV, skip_layers=asked.skipped, tail=asked.tail, sink=asked.sink)
     formats.parse(spec.kv, spec.calibration)  # an unknown format is told of before anything else
     return spec
 
