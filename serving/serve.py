@@ -24,9 +24,10 @@ from haarkv.serving.vllm_plugin import (
     SKIP_LAYERS,
     TAIL,
 )
-from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers, spec_from
+from haarkv.serving.vllm_plugin.chosen import exact_pair, plan_of, sliding_layers, spec_from, tail_tokens
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
 VLLMS_OWN = "bf16"
@@ -172,7 +173,21 @@ def _stored_as(config: Any) -> str:
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
     shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
     taken, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
-    return f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token, {bf16 / taken:.2f} times less than BF16"
+    each = f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token"
+    if not plan.keeps_tokens:
+        return f"{each}, {bf16 / taken:.2f} times less than BF16"
+    return f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
+
+
+def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
+    """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
+    packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
+    kept = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
+    exact = kept * page_bytes(exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
+    size = tail_tokens(packed, exact, block_size)
+    # So many tokens, wherever among blocks they begin.
+    blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
+    return blocks * max(packed, size * exact)
 
 
 def _reached_by(parsed: Namespace) -> str:

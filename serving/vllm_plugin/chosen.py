@@ -101,6 +101,29 @@ def default_pair() -> Pair:
     return KVSpec(KV).plan(1).layers[0]
 
 
+def exact_pair() -> Pair:
+    """How tokens that stay in BF16 lie in pages of their own."""
+    return formats.parse("bf16")
+
+
+LEAST_TOKENS = 16
+"""Of a block of tokens in BF16."""
+
+
+def tail_tokens(packed: int, exact: int, block_size: int) -> int:
+    """Tokens of a block of those in BF16: the largest power of two with which all layers take no more than packed; 16 at least.
+
+    Both are groups of one pool of vLLM's, whose blocks are as large as the largest group needs.
+
+    Args:
+        packed: bytes of a block of packed tokens, all layers.
+        exact: bytes of one token in BF16, in all layers that keep some.
+        block_size: tokens of a packed block.
+    """
+    most = max(LEAST_TOKENS, min(packed // exact, block_size))
+    return int(1 << (most.bit_length() - 1))
+
+
 def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
     """What K and V of one token and KV head take.
 

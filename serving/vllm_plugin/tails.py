@@ -25,9 +25,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend
-from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes
+from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, exact_pair, tail_tokens
 from haarkv.serving.vllm_plugin.tail_blocks import TailSpec
-from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.kept_blocks import KeptBlocks
 from haarkv.tq_ops.kv.pages import fields_in, page_bytes
@@ -37,13 +36,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".tail"
 """Of a tail's name, behind that of its layer."""
-_LEAST_TOKENS = 16
-"""Of a block."""
-
-
-def exact_pair() -> Pair:
-    """How a tail's pages hold K and V."""
-    return formats.parse("bf16")
 
 
 @dataclass
@@ -63,6 +55,9 @@ class TailMetadataBuilder(AttentionMetadataBuilder[TailMetadata]):
     """Takes the block table of a group of tails."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -135,10 +130,7 @@ class Tail(AttentionLayerBase):
 
 
 def tails_beside(specs: dict[str, AttentionSpec], kept: Sequence[str], tokens: int, sinks: int) -> dict[str, Tail]:
-    """Tails for some layers, by their own names.
-
-    Their blocks have the largest power of two of tokens with which all tails together are no larger than all packed pages, or
-    `_LEAST_TOKENS`: both are groups of one pool, whose blocks are as large as the largest group's.
+    """Tails for some layers, by their own names; in blocks of `tail_tokens`.
 
     Args:
         specs: packed pages of all layers, by name.
@@ -146,16 +138,16 @@ def tails_beside(specs: dict[str, AttentionSpec], kept: Sequence[str], tokens: i
         tokens, sinks: newest and first ones that each keeps.
     """
     packed, block_size = sum(spec.page_size_bytes for spec in specs.values()), specs[kept[0]].block_size
-    size = 1 << block_size.bit_length() - 1
-    while size > _LEAST_TOKENS and sum(_spec(specs[name], size, tokens, sinks).page_size_bytes for name in kept) > packed:
-        size //= 2
+    exact = sum(_spec(specs[name], 1, tokens, sinks).page_size_bytes for name in kept)
+    size = tail_tokens(packed, exact, block_size)
     tails = (Tail(name + SUFFIX, tokens, _spec(specs[name], size, tokens, sinks)) for name in kept)
     return {tail.name: tail for tail in tails}
 
 
 def _spec(packed: AttentionSpec, block_size: int, tokens: int, sinks: int) -> TailSpec:
-    # Bytes, as packed pages are: of two dtypes in one pool, vLLM clears every block before it is used.
+    # Bytes, as packed pages are: of two dtypes in one pool, vLLM clears every block before it is used. And a window of at least
+    # two: of one token, no block is worth keeping to vLLM, and no prefix would ever be known.
     return TailSpec(
         block_size=block_size, num_kv_heads=packed.num_kv_heads, head_size=packed.head_size, dtype=torch.uint8,
-        state_content_bytes=content_bytes(exact_pair(), packed.head_size), sliding_window=max(tokens, 1), sinks=sinks,
+        state_content_bytes=content_bytes(exact_pair(), packed.head_size), sliding_window=max(tokens, 2), sinks=sinks,
     )  # fmt: skip
