@@ -176,7 +176,9 @@ def _stored_as(config: Any) -> str:
     each = f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token"
     if not plan.keeps_tokens:
         return f"{each}, {bf16 / taken:.2f} times less than BF16"
-    return f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
+    return (
+        f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
+    )
 
 
 def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:

@@ -3,8 +3,8 @@
 vllm serve MODEL --attention-backend CUSTOM        # or: tq serve MODEL --kv tq4
 
 Of vLLM's extension points it uses six: a general plug-in that names the attention backend, a platform plug-in that lets a CPU
-choose it, the backend's hook for the size of a page, a worker class that gives each layer pages of its own size, the platform's
-hook for who keeps blocks of a new kind, and a logger of statistics for `/metrics`. Nothing of vLLM is replaced.
+choose it, the backend's hook for the size of a page, a worker class that gives each layer pages of its own size, the
+platform's hook for who keeps blocks of a new kind, and a logger of statistics for `/metrics`. Nothing of vLLM is replaced.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ LEAST_TOKENS = 16
 
 
 def tail_tokens(packed: int, exact: int, block_size: int) -> int:
-    """Tokens of a block of those in BF16: the largest power of two with which all layers take no more than packed; 16 at least.
+    """Tokens of a block of those in BF16: the largest power of two with which they take no more than a packed block, or 16.
 
     Both are groups of one pool of vLLM's, whose blocks are as large as the largest group needs.
 

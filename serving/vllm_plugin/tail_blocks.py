@@ -67,7 +67,11 @@ class TailManager(SlidingWindowManager):
         cls, start_block: int, end_block: int, alignment_tokens: int | None, kv_cache_spec: KVCacheSpec, **others: Any
     ) -> list[bool] | None:
         mask = super().reachable_block_mask(
-            start_block=start_block, end_block=end_block, alignment_tokens=alignment_tokens, kv_cache_spec=kv_cache_spec, **others
+            start_block=start_block,
+            end_block=end_block,
+            alignment_tokens=alignment_tokens,
+            kv_cache_spec=kv_cache_spec,
+            **others,
         )
         assert isinstance(kv_cache_spec, TailSpec)
         for index in range(start_block, min(end_block, kv_cache_spec.first_blocks) if mask else 0):

@@ -1,9 +1,9 @@
 """The newest tokens of a layer in BF16 beside its packed pages: to vLLM a layer of its own, with a sliding window.
 
-vLLM hands out such a layer's pages by a block table of its own, frees what has left the window, and takes a prefix for known only
-where the window before its end is still there. So prefix hits, preemption and reuse of blocks are right as they are for a model
-that attends to windows. Every token is stored twice, packed for good and in BF16 for a while; attention reads it in BF16 while it
-is one of the newest.
+vLLM hands out such a layer's pages by a block table of its own, frees what has left the window, and takes a prefix for known
+only where the window before its end is still there. So prefix hits, preemption and reuse of blocks are right as they are for a
+model that attends to windows. Every token is stored twice, packed for good and in BF16 for a while; attention reads it in BF16
+while it is one of the newest.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def tails_beside(specs: dict[str, AttentionSpec], kept: Sequence[str], tokens: i
 
 
 def _spec(packed: AttentionSpec, block_size: int, tokens: int, sinks: int) -> TailSpec:
-    # Bytes, as packed pages are: of two dtypes in one pool, vLLM clears every block before it is used. And a window of at least
-    # two: of one token, no block is worth keeping to vLLM, and no prefix would ever be known.
+    # Bytes, as packed pages are: of two dtypes in one pool, vLLM clears every block before it is used. And a window of two
+    # tokens at least: for one, vLLM remembers no block, and no prefix would ever be known.
     return TailSpec(
         block_size=block_size, num_kv_heads=packed.num_kv_heads, head_size=packed.head_size, dtype=torch.uint8,
         state_content_bytes=content_bytes(exact_pair(), packed.head_size), sliding_window=max(tokens, 2), sinks=sinks,

@@ -1,4 +1,4 @@
-"""The real server with tokens in BF16: its text is the reference's with the same cache, however it cuts, shares or puts off."""
+"""The real server with tokens in BF16: its text is the reference's, however it cuts, shares or puts off its work."""
 
 from __future__ import annotations
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm_configs import assert_refused, offloading, write
 from vllm_paged import Shape
 from vllm_tails import CHUNK, Engine, KVOf, alone
 
 from haarkv.models.catalog import TINY
-from haarkv.serving.vllm_plugin import tails
+from haarkv.serving.serve import kept_bytes
+from haarkv.serving.vllm_plugin import SINK as SINK_KEY
+from haarkv.serving.vllm_plugin import TAIL as TAIL_KEY
+from haarkv.serving.vllm_plugin import chosen, limits, tails
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 pytestmark = pytest.mark.vllm_short
 
@@ -30,6 +40,10 @@ def config() -> VllmConfig:
         kv_cache_memory_bytes=2**24, max_model_len=1024, block_size=SHAPE.block_size,
     )  # fmt: skip
     return args.create_engine_config()
+
+
+def read_json(file: Path) -> dict[str, object]:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def engine(config: VllmConfig, pairs=PAIRS, tail: int = TAIL, sinks: int = SINKS, blocks: int = 40) -> Engine:
@@ -63,7 +77,7 @@ class Served:
 
 
 def scenario(engine: Engine) -> tuple[Served, list[int]]:
-    """Chunks, batches of unequal lengths, a known prefix, and a request that is put off and comes back; what was known of each."""
+    """Chunks, unequal lengths, a known prefix, and a request that is put off and comes back; what was known of each."""
     served, shared = Served(engine), tokens(300, 1)
     first, known_first = served.begin("first", shared)
     served.forward([first], [CHUNK])
@@ -176,3 +190,71 @@ def test_a_planted_fault_is_seen(config, monkeypatch, plant):
     plant(monkeypatch)
     served, _ = scenario(engine(config))
     assert not served.equal
+
+
+# -- What is refused ------------------------------------------------------------------------------------------------------
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+REFUSED = {
+    "drafts": ({"speculative_config": NGRAM}, "speculative decoding was not tried with a tail in BF16; leave it out"),
+    "offloading": (offloading(), "offloading was not tried with a tail in BF16; leave it out"),
+    "one table": (
+        {"disable_hybrid_kv_cache_manager": True},
+        "--disable-hybrid-kv-cache-manager was not tried with a tail in BF16; leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("kept", [{TAIL_KEY: 8}, {SINK_KEY: 4}], ids=["tail", "sinks"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_was_not_tried_beside_a_tail_is_refused(tmp_path, name, kept):
+    options, reason = REFUSED[name]
+    assert_refused(write(tmp_path / "model", read_json(TINY / "config.json")), reason, additional_config=kept, **options)
+
+
+def test_a_tail_beside_sliding_windows_is_refused(tmp_path):
+    windows = {
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    }
+    folder = write(tmp_path / "model", read_json(TINY / "config.json") | windows)
+    assert_refused(folder, "a tail in BF16 was not tried with sliding windows; leave it out", additional_config={TAIL_KEY: 8})
+
+
+def test_a_tail_on_a_gpu_is_refused(config, monkeypatch):
+    monkeypatch.setattr(limits, "_on_cpu", lambda: False)
+    monkeypatch.setattr(limits, "plan_of", lambda _: KVSpec("tq4", tail=8).plan(6))
+    assert limits._cache(config) == "a tail or sinks in BF16 are served on CPUs alone; leave them out"
+
+
+@pytest.mark.parametrize(("key", "value"), [(TAIL_KEY, "124"), (TAIL_KEY, True), (SINK_KEY, 1.5)])
+def test_a_tail_is_a_number(key, value):
+    with pytest.raises(InputError, match=f"{key} is a number of tokens, not"):
+        chosen.spec_from({key: value})
+
+
+# -- How much room it takes -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kv", "tokens"), [("tq2", 16), ("tq3", 16), ("tq4", 32), ("k=tq8,v=tq8", 64)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_of_a_tail_have_as_many_tokens_as_fit_beside_the_packed_ones(kv, tokens, head_dim):
+    packed = 6 * page_bytes(formats.parse(kv), 2, head_dim, 128)
+    exact = 6 * page_bytes(chosen.exact_pair(), 2, head_dim, 1)
+    assert chosen.tail_tokens(packed, exact, 128) == tokens
+    assert tokens * exact <= packed < 2 * tokens * exact
+
+
+def test_what_is_said_of_a_sequence_is_what_it_holds_at_most(config):
+    """At every length of a sequence that decodes."""
+    made = engine(config)
+    plan, shape = KVPlan(tuple(made.pairs), recent=TAIL, sink=SINKS), KVShape(SHAPE.kv_heads, SHAPE.head_dim)
+    size, held = next(iter(made.tails.values())).spec.block_size, 0
+    request = made.request("one", tokens(CHUNK, 7))
+    made.begin(request)
+    request.num_computed_tokens = CHUNK
+    for token in range(200):
+        request.append_output_token_ids(token)
+        made.go_on(request, 1)
+        request.num_computed_tokens += 1
+        held = max(held, sum(block > 0 for block in made.manager.get_block_ids("one")[1]))
+    assert size == 32
+    assert kept_bytes(plan, shape, SHAPE.block_size) == held * made.block_bytes

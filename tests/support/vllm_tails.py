@@ -1,9 +1,8 @@
-"""Layers with tokens in BF16 beside their packed pages, in pages that vLLM's own code groups, lays out, hands out and takes back."""
+"""Layers with tokens in BF16 beside their packed pages, in memory that vLLM's own code lays out, hands out and takes back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -182,9 +181,7 @@ def alone(engine: Engine, kv: KVOf, tokens: Sequence[int], chunk: int = CHUNK) -
 def batch_at(places: Sequence[tuple[int, int]], tables: Sequence[Tensor], size: int) -> Batch:
     """A batch of sequences that have so many tokens and get so many, over blocks of their own."""
     positions = [torch.arange(begin, begin + count) for begin, count in places]
-    slots = [
-        table[of // size].long() * size + of % size for of, table in zip(positions, tables, strict=True)
-    ]
+    slots = [table[of // size].long() * size + of % size for of, table in zip(positions, tables, strict=True)]
     starts = torch.tensor([0, *(count for _, count in places)]).cumsum(0).int()
     return Batch(
         positions=torch.cat(positions), slot_mapping=torch.cat(slots),

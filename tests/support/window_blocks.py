@@ -1,4 +1,4 @@
-"""Blocks of tokens in BF16 as vLLM hands them out: those of a window and the first ones; all others go to whoever asks next."""
+"""Blocks of tokens in BF16 as vLLM hands them out: a window's and the first stay; all others go to whoever asks next."""
 
 from __future__ import annotations
 

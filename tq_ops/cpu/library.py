@@ -96,8 +96,9 @@ class Attention(_Structure):
     _fields_ = (
         ("cache", Cache), ("stretches", Stretches), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix),
         ("rotation_back", Matrix), ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p),
-        ("rows", c_void_p), ("kept_table", c_void_p), ("sequences", c_int32), ("max_blocks", c_int32), ("kept_blocks", c_int32),
-        ("num_heads", c_int32), ("bf16", c_int32), ("window", c_int32), ("softmax_scale", c_float), ("isa", c_int32), ("threads", c_int32),
+        ("rows", c_void_p), ("kept_table", c_void_p), ("sequences", c_int32), ("max_blocks", c_int32),
+        ("kept_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("window", c_int32), ("softmax_scale", c_float),
+        ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 

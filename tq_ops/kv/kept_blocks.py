@@ -1,4 +1,4 @@
-"""Tokens in BF16 in blocks of their own, which another owner hands out, shares and takes back, as it does those of packed ones."""
+"""Tokens in BF16 in blocks of their own, which another owner hands out, shares and takes back as it does packed ones."""
 
 from __future__ import annotations
 

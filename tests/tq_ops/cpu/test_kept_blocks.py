@@ -56,7 +56,9 @@ class Both:
 
 
 @every_table
-@pytest.mark.parametrize(("kv", "tail", "sink"), [("tq4", 40, 3), ("k=tq5,v=tq3", 16, 0), ("tq4", 1, 9), ("k=bf16,v=tq4", 0, 3)])
+@pytest.mark.parametrize(
+    ("kv", "tail", "sink"), [("tq4", 40, 3), ("k=tq5,v=tq3", 16, 0), ("tq4", 1, 9), ("k=bf16,v=tq4", 0, 3)]
+)
 def test_blocks_are_read_as_a_ring_is(table, kv, tail, sink):
     both, ops, generator = Both(kv, tail, sink), table.open(), torch.Generator().manual_seed(0)
     blocks = both.blocks()
@@ -81,6 +83,9 @@ def test_a_fault_in_what_is_read_changes_the_output(fault):
         for cache in (both.ring, both.blocks()):
             reference.store_kv(k, v, cache, LAYER, batch)
         wrong, kept = FAULTS[fault](batch, both.kept)
-        outs = [reference.paged_attention(q, cache, LAYER, of, DIM**-0.5) for cache, of in ((both.ring, batch), (both.blocks(kept), wrong))]
+        outs = [
+            reference.paged_attention(q, cache, LAYER, of, DIM**-0.5)
+            for cache, of in ((both.ring, batch), (both.blocks(kept), wrong))
+        ]
         differ = differ or not torch.equal(*outs)
     assert differ
