@@ -49,7 +49,8 @@ class Places:
 
     def some(self, tokens: Tensor) -> Places:
         """Of some tokens, [T] bool."""
-        return Places(*(None if of is None else of[tokens] for of in (self.slots, self.positions, self.kept_slots)))
+        positions, kept = (None if of is None else of[tokens] for of in (self.positions, self.kept_slots))
+        return Places(self.slots[tokens], positions, kept)
 
 
 class Kernels(Protocol):

@@ -74,8 +74,9 @@ class TailManager(SlidingWindowManager):
             **others,
         )
         assert isinstance(kv_cache_spec, TailSpec)
-        for index in range(start_block, min(end_block, kv_cache_spec.first_blocks) if mask else 0):
-            mask[index - start_block] = True  # type: ignore[index]
+        if mask is not None:
+            for index in range(start_block, min(end_block, kv_cache_spec.first_blocks)):
+                mask[index - start_block] = True
         return mask
 
     def get_num_blocks_to_allocate(

@@ -174,18 +174,23 @@ def of_the_neighbour(monkeypatch):
     )
 
 
-def stale(monkeypatch):
-    """What a request keeps after it was put off stays as others left it."""
-    slots = tails.Tail.slots
+def of_the_forward_before(monkeypatch):
+    """A table that stays as it was when a request is put off and its blocks are another's."""
+    join, last = tails.Tail.join, {}
 
-    def nowhere(self):
-        found = slots(self)
-        return found if len(found) != 64 else torch.full_like(found, -1)
+    def stale(self, batch):
+        joined = join(self, batch)
+        table, before = joined.kept_table.clone(), last.get(self.name)
+        last[self.name] = joined.kept_table
+        if before is not None:
+            rows, columns = min(len(table), len(before)), min(table.shape[1], before.shape[1])
+            table[:rows, :columns] = before[:rows, :columns]
+        return replace(joined, kept_table=table)
 
-    monkeypatch.setattr(tails.Tail, "slots", nowhere)
+    monkeypatch.setattr(tails.Tail, "join", stale)
 
 
-@pytest.mark.parametrize("plant", [short, without_sinks, of_the_neighbour, stale])
+@pytest.mark.parametrize("plant", [short, without_sinks, of_the_neighbour, of_the_forward_before])
 def test_a_planted_fault_is_seen(config, monkeypatch, plant):
     plant(monkeypatch)
     served, _ = scenario(engine(config))
