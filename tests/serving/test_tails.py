@@ -261,5 +261,5 @@ def test_what_is_said_of_a_sequence_is_what_it_holds_at_most(config):
         made.go_on(request, 1)
         request.num_computed_tokens += 1
         held = max(held, sum(block > 0 for block in made.manager.get_block_ids("one")[1]))
-    assert size == 32
+    assert size == 64
     assert kept_bytes(plan, shape, SHAPE.block_size) == held * made.block_bytes
