@@ -20,11 +20,14 @@ from haarkv.serving.vllm_plugin import (
     KV,
     PER_LAYER,
     PLAN,
+    SINK,
     SKIP_LAYERS,
+    TAIL,
 )
-from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers, spec_from
+from haarkv.serving.vllm_plugin.chosen import exact_pair, plan_of, sliding_layers, spec_from, tail_tokens
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
 VLLMS_OWN = "bf16"
@@ -42,6 +45,7 @@ class Cache:
         balance: scale uneven channels.
         allow_collapse: only warn where text would be garbage.
         per_layer: whether `/metrics` tells of each layer.
+        tail, sink: newest and first tokens of a sequence that are read in BF16; None for no tail.
     """
 
     kv: str | None = None
@@ -51,6 +55,8 @@ class Cache:
     balance: bool = True
     allow_collapse: bool = False
     per_layer: bool = False
+    tail: int | None = None
+    sink: int = 0
 
     @property
     def vllms_own(self) -> bool:
@@ -68,6 +74,8 @@ class Cache:
             BALANCE: None if self.balance else False,
             ALLOW_COLLAPSE: self.allow_collapse or None,
             PER_LAYER: self.per_layer or None,
+            TAIL: self.tail,
+            SINK: self.sink or None,
         }
         return {key: value for key, value in said.items() if value is not None and value != []}
 
@@ -165,7 +173,23 @@ def _stored_as(config: Any) -> str:
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
     shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
     taken, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
-    return f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token, {bf16 / taken:.2f} times less than BF16"
+    each = f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token"
+    if not plan.keeps_tokens:
+        return f"{each}, {bf16 / taken:.2f} times less than BF16"
+    return (
+        f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
+    )
+
+
+def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
+    """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
+    packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
+    kept = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
+    exact = kept * page_bytes(exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
+    size = tail_tokens(packed, exact, block_size)
+    # So many tokens, wherever among blocks they begin.
+    blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
+    return blocks * max(packed, size * exact)
 
 
 def _reached_by(parsed: Namespace) -> str:

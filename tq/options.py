@@ -190,11 +190,11 @@ calibration_option = click.option(
 skip_layers_option = click.option(
     "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
 )
-_BESIDE = (
-    click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
-    click.option("--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."),
-    skip_layers_option,
+tail_option = click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
+sink_option = click.option(
+    "--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."
 )
+_BESIDE = (tail_option, sink_option, skip_layers_option)
 
 
 balance_option = click.option(

@@ -2,9 +2,9 @@
 
 vllm serve MODEL --attention-backend CUSTOM        # or: tq serve MODEL --kv tq4
 
-Of vLLM's extension points it uses five: a general plug-in that names the attention backend, a platform plug-in that lets a CPU
-choose it, the backend's hook for the size of a page, a worker class that gives each layer pages of its own size, and a logger
-of statistics for `/metrics`. Nothing of vLLM is replaced.
+Of vLLM's extension points it uses six: a general plug-in that names the attention backend, a platform plug-in that lets a CPU
+choose it, the backend's hook for the size of a page, a worker class that gives each layer pages of its own size, the
+platform's hook for who keeps blocks of a new kind, and a logger of statistics for `/metrics`. Nothing of vLLM is replaced.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ KV = "tq4"
 """The format that pages hold unless another is asked for, and that a draft's always hold."""
 FORMAT, SKIP_LAYERS = "haarkv_kv", "haarkv_kv_skip_layers"
 """Keys of vLLM's `--additional-config`: the format, as `--kv` takes it; a list of layers that stay in BF16."""
+TAIL, SINK = "haarkv_kv_tail", "haarkv_kv_sink"
+"""Keys of vLLM's `--additional-config`: how many of a sequence's newest and first tokens are read in BF16."""
 CALIBRATION, PLAN = "haarkv_calibration", "haarkv_kv_plan"
 """Keys of vLLM's `--additional-config`: paths of files that `tq calibrate` and `tq plan` wrote."""
 BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"

@@ -8,7 +8,7 @@ head of 128. vLLM allocates it, hands it out, shares it between requests and tak
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -30,13 +30,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
 from haarkv.serving.vllm_plugin.balance import scales_here
 from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of
-from haarkv.serving.vllm_plugin.kernels import kernels_on
+from haarkv.serving.vllm_plugin.kernels import Places, kernels_on
 from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.pages import page_bytes
-from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape
+from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.pages import fields_in, page_bytes
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 
 @dataclass
@@ -141,6 +141,19 @@ def batch_of(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
     )
 
 
+class Newest(Protocol):
+    """A layer's newest tokens in BF16; `tails.Tail`."""
+
+    def kept(self, pair: Pair) -> tuple[Kept | None, Kept | None]:
+        """Those of K and of V, in pages that stay where they are."""
+
+    def slots(self) -> Tensor:
+        """[T] where the running forward's tokens go; negative for padding."""
+
+    def join(self, batch: Batch) -> Batch:
+        """The running forward's batch with the block table of those."""
+
+
 class RotatedAttention(AttentionImpl[RotatedMetadata]):
     """One layer's attention over its pages; arguments are vLLM's.
 
@@ -168,6 +181,11 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self._cache: PagedKVCache | None = None
         self._index: int | None = None
         self._balance: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._newest: Newest | None = None
+
+    def keep_newest(self, newest: Newest) -> None:
+        """Also keep tokens in BF16 there; before any page is seen."""
+        self._newest = newest
 
     def store_in(self, pair: Pair) -> None:
         """Take formats for K and V of this rank's KV heads; before any page is seen."""
@@ -187,8 +205,11 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         k, v = _taken(key[:tokens]), _taken(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
-        positions = _positions_of(layer, slot_mapping) if self._pair[0].turns(index) else None
-        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, slot_mapping.long(), positions)
+        places = Places(
+            slot_mapping.long(), _positions_of(layer, slot_mapping) if self._pair[0].turns(index) else None,
+            None if self._newest is None else self._newest.slots()[:tokens].long(),
+        )  # fmt: skip
+        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, places)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RotatedMetadata | None,
@@ -202,6 +223,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         batch, index = attn_metadata.batch, self._index_of(layer)
         tokens = batch.positions.shape[0]
         paged = self._view(kv_cache, index)
+        batch = batch if self._newest is None else self._newest.join(batch)
         q = _taken(query[:tokens])
         out = kernels_on(kv_cache.device).attend(q * self._balance[2] if self._balance else q, paged, index, batch, self.scale)
         if self._balance:
@@ -231,10 +253,10 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
                     f"a page of layer {index} has {given} bytes, and {names} takes {needed}; serve with tq serve, or give "
                     f"--worker-cls {CPU_WORKER if kv_cache.device.type == 'cpu' else GPU_WORKER}"
                 )
-            self._cache = PagedKVCache(
-                KVPlan((self._pair,) * (index + 1)), KVShape(heads, self.head_size), num_blocks=num_blocks,
-                block_size=block_size, device=kv_cache.device,
-                pages={index: kv_cache.as_strided((num_blocks, needed), (kv_cache.stride(0), 1))},
+            pages = kv_cache.as_strided((num_blocks, needed), (kv_cache.stride(0), 1))
+            self._cache = PagedKVCache.over(
+                self._pair, index, fields_in(pages, self._pair, heads, self.head_size, block_size),
+                (None, None) if self._newest is None else self._newest.kept(self._pair), self.head_size,
             )  # fmt: skip
             self._pages = kv_cache
         return self._cache

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haarkv.models.parallel import kv_heads_of
-from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SKIP_LAYERS
+from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SINK, SKIP_LAYERS, TAIL
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
@@ -101,6 +101,29 @@ def default_pair() -> Pair:
     return KVSpec(KV).plan(1).layers[0]
 
 
+def exact_pair() -> Pair:
+    """How tokens that stay in BF16 lie in pages of their own."""
+    return formats.parse("bf16")
+
+
+LEAST_TOKENS = 16
+"""Of a block of tokens in BF16."""
+
+
+def tail_tokens(packed: int, exact: int, block_size: int) -> int:
+    """Tokens of a block of those in BF16: the largest power of two with which they take no more than a packed block, or 16.
+
+    Both are groups of one pool of vLLM's, whose blocks are as large as the largest group needs.
+
+    Args:
+        packed: bytes of a block of packed tokens, all layers.
+        exact: bytes of one token in BF16, in all layers that keep some.
+        block_size: tokens of a packed block.
+    """
+    most = max(LEAST_TOKENS, min(packed // exact, block_size))
+    return int(1 << (most.bit_length() - 1))
+
+
 def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
     """What K and V of one token and KV head take.
 
@@ -139,6 +162,8 @@ class _Asked(NamedTuple):
     calibration: str | None
     plan: str | None
     skipped: tuple[int, ...]
+    tail: int | None
+    sink: int
 
 
 def _asked(options: Mapping[str, Any]) -> _Asked:
@@ -148,17 +173,22 @@ def _asked(options: Mapping[str, Any]) -> _Asked:
     skipped = options.get(SKIP_LAYERS, [])
     if not isinstance(skipped, list) or not all(type(layer) is int for layer in skipped):
         raise InputError(f"{SKIP_LAYERS} is a list of layers, not {skipped!r}")
-    return _Asked(options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped))
+    tail, sink = options.get(TAIL), options.get(SINK, 0)
+    for key, count in ((TAIL, 0 if tail is None else tail), (SINK, sink)):
+        if type(count) is not int:
+            raise InputError(f"{key} is a number of tokens, not {count!r}")
+    return _Asked(options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped), tail, sink)
 
 
 @cache
 def _spec(asked: _Asked) -> KVSpec:
     if asked.plan is not None:
-        if asked.kv or asked.calibration or asked.skipped:
-            raise InputError(f"{PLAN} sets the whole cache; leave out {FORMAT}, {CALIBRATION} and {SKIP_LAYERS}")
+        if asked.kv or asked.calibration or asked.skipped or asked.tail is not None or asked.sink:
+            *others, last = FORMAT, CALIBRATION, SKIP_LAYERS, TAIL, SINK
+            raise InputError(f"{PLAN} sets the whole cache; leave out {', '.join(others)} and {last}")
         return plan_file.load(asked.plan)
     learned = KVSpec() if asked.calibration is None else calibration_file.load(asked.calibration).spec
-    spec = replace(learned, kv=asked.kv or KV, skip_layers=asked.skipped)
+    spec = replace(learned, kv=asked.kv or KV, skip_layers=asked.skipped, tail=asked.tail, sink=asked.sink)
     formats.parse(spec.kv, spec.calibration)  # an unknown format is told of before anything else
     return spec
 

@@ -7,6 +7,7 @@ the kernel itself puts the zeros and notes the vector on the device, and the lin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -23,17 +24,40 @@ logger = init_logger(f"vllm.{__name__}")
 STAND_IN = "zeros stand in for what is not finite"
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where T new tokens go.
+
+    Attributes:
+        slots: [T] int64; a negative one pads the batch.
+        positions: [T] int64, where K's format stores keys by their positions, else None.
+        kept_slots: [T] int64, where tokens are kept in BF16, else None.
+    """
+
+    slots: Tensor
+    positions: Tensor | None = None
+    kept_slots: Tensor | None = None
+
+    @property
+    def batch(self) -> Batch:
+        """As much of a batch as storing needs."""
+        nothing = self.slots.new_zeros(0)
+        return Batch(
+            positions=nothing if self.positions is None else self.positions, slot_mapping=self.slots, block_table=nothing,
+            seq_lens=nothing, query_start_loc=nothing, rows=nothing, kept_slots=self.kept_slots,
+        )  # fmt: skip
+
+    def some(self, tokens: Tensor) -> Places:
+        """Of some tokens, [T] bool."""
+        positions, kept = (None if of is None else of[tokens] for of in (self.positions, self.kept_slots))
+        return Places(self.slots[tokens], positions, kept)
+
+
 class Kernels(Protocol):
     """The ops of one device."""
 
-    def store(
-        self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor, positions: Tensor | None
-    ) -> None:  # fmt: skip
-        """Quantize and store k, v [T, Hkv, D] at slots [T]; a negative slot pads the batch.
-
-        Args:
-            positions: [T] int64, where K's format stores keys by their positions, else None.
-        """
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, places: Places) -> None:
+        """Quantize and store k, v [T, Hkv, D]."""
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         """Attention of q [T, Hq, D], of q's shape and dtype."""
@@ -54,13 +78,11 @@ class CpuKernels:
 
         self._ops = CpuOps()
 
-    def store(
-        self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor, positions: Tensor | None
-    ) -> None:  # fmt: skip
-        if (slots < 0).any():
-            real = slots >= 0
-            k, v, slots, positions = k[real], v[real], slots[real], None if positions is None else positions[real]
-        batch = _stored_at(slots, positions)
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, places: Places) -> None:
+        if (places.slots < 0).any():
+            real = places.slots >= 0
+            k, v, places = k[real], v[real], places.some(real)
+        batch = places.batch
         try:
             self._ops.store_kv(k, v, cache, layer, batch)
         except NonFiniteError as error:
@@ -92,10 +114,8 @@ class GpuKernels:
         self._seen = torch.full((1,), NO_FAULT, dtype=torch.int64, pin_memory=pinned)
         self._copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
-    def store(
-        self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, slots: Tensor, positions: Tensor | None
-    ) -> None:  # fmt: skip
-        self._ops.append(k, v, cache, layer, _stored_at(slots, positions), self._fault, stand_in=True)
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, places: Places) -> None:
+        self._ops.append(k, v, cache, layer, places.batch, self._fault, stand_in=True)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         out: Tensor = self._ops.paged_attention(q, cache, layer, batch, scale)
@@ -128,12 +148,3 @@ def kernels_on(device: torch.device) -> Kernels:
         KernelsMissingError: on a CPU, the C++ kernels are not built.
     """
     return CpuKernels() if device.type == "cpu" else GpuKernels(device)
-
-
-def _stored_at(slots: Tensor, positions: Tensor | None) -> Batch:
-    """Storing needs the slots, and positions where keys are stored by them."""
-    nothing = slots.new_zeros(0)
-    return Batch(
-        positions=nothing if positions is None else positions, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
-        query_start_loc=nothing, rows=nothing,
-    )  # fmt: skip

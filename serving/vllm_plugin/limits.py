@@ -90,8 +90,8 @@ def _cache(vllm_config: VllmConfig) -> str | None:
     model, plan = vllm_config.model_config, plan_of(vllm_config)
     if compared := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
         return f"{compared[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
-    if plan.keeps_tokens:
-        return "it keeps tokens in BF16 beside the packed ones, and vLLM's pages have no room for them; plan with --tails 0"
+    if plan.keeps_tokens and not _on_cpu():
+        return "a tail or sinks in BF16 are served on CPUs alone; leave them out"
     if reason := unsupported(reads_here(), plan, shape_of(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
     if (size := vllm_config.cache_config.block_size) and (reason := blocks_misfit(enumerate(k for k, _ in plan.layers), size)):
@@ -162,10 +162,13 @@ def _options(vllm_config: VllmConfig) -> str | None:
     if drafts is not None and drafts.method not in _DRAFTS:
         *others, last = _DRAFTS
         return f"speculative decoding by {drafts.method} is not supported; by {', '.join(others)} and {last} it is"
-    if not sliding_layers(vllm_config.model_config):
+    tail, windows = plan_of(vllm_config).keeps_tokens, bool(sliding_layers(vllm_config.model_config))
+    if not tail and not windows:
         return None
     beside = {
         "speculative decoding": drafts, "offloading": vllm_config.kv_transfer_config,
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "a tail in BF16": tail and windows,
     }  # fmt: skip
-    return next((f"{what} was not tried with sliding windows; leave it out" for what, given in beside.items() if given), None)
+    what = "sliding windows" if windows else "a tail in BF16"
+    return next((f"{flag} was not tried with {what}; leave it out" for flag, given in beside.items() if given), None)

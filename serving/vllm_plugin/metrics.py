@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from haarkv.serving.vllm_plugin import PER_LAYER
-from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers
+from haarkv.serving.vllm_plugin.chosen import LEAST_TOKENS, exact_pair, plan_of, sliding_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -30,6 +30,8 @@ _GAUGES = {
     "kv_held_tokens": "Tokens that those blocks have room for.",
     "kv_compression_ratio": "Bytes that BF16 would take, by the bytes that are taken.",
 }
+_OF_BYTES = ("kv_allocated_bytes", "kv_held_bytes")
+"""Those that are said where tokens stay in BF16: a block then holds more packed tokens than tokens in BF16."""
 _LAYER = "kv_layer_held_bytes"
 _RECOMPUTED = "recomputed_tokens", "Tokens of preempted requests whose K and V were computed again."
 
@@ -46,8 +48,10 @@ class RotatedStatLogger(StatLoggerBase):
             self._recomputed = _metric(Counter, *_RECOMPUTED, "model_name", "engine")
             if sliding_layers(vllm_config.model_config):
                 return  # a block then holds more tokens of some layers than of others
-            self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in _GAUGES.items()}
-            if vllm_config.additional_config.get(PER_LAYER):
+            kept = plan_of(vllm_config).keeps_tokens
+            said = {name: text for name, text in _GAUGES.items() if name in _OF_BYTES or not kept}
+            self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in said.items()}
+            if vllm_config.additional_config.get(PER_LAYER) and not kept:
                 self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", "model_name", "engine", "layer")
 
     def log_engine_initialized(self) -> None:
@@ -68,16 +72,17 @@ class RotatedStatLogger(StatLoggerBase):
             return
         cache, plan = self._config.cache_config, plan_of(self._config)
         blocks, pages = cache.num_gpu_blocks or 0, layer_page_bytes(self._config, plan)
-        held = round(usage * max(blocks - 1, 0))
+        held, block = round(usage * max(blocks - 1, 0)), max(sum(pages), least_of_tails(self._config, plan))
         bf16 = layer_page_bytes(self._config, KVSpec("bf16").plan(len(pages)))
         values = {
-            "kv_allocated_bytes": blocks * sum(pages),
-            "kv_held_bytes": held * sum(pages),
+            "kv_allocated_bytes": blocks * block,
+            "kv_held_bytes": held * block,
             "kv_held_tokens": held * cache.block_size,
             "kv_compression_ratio": sum(bf16) / sum(pages),
         }
-        for name, value in values.items():
-            self._gauges[name].labels(*self._labels).set(value)
+        for name, gauge in self._gauges.items():
+            if name in values:
+                gauge.labels(*self._labels).set(values[name])
         if _LAYER in self._gauges:
             for layer, page in enumerate(pages):
                 self._gauges[_LAYER].labels(*self._labels, str(layer)).set(held * page)
@@ -89,6 +94,14 @@ def layer_page_bytes(vllm_config: VllmConfig, plan: KVPlan) -> list[int]:
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     block_size = vllm_config.cache_config.block_size
     return [page_bytes(pair, heads, model.get_head_size(), block_size) for pair in plan.layers]
+
+
+def least_of_tails(vllm_config: VllmConfig, plan: KVPlan) -> int:
+    """Bytes of the smallest block of all layers' tokens in BF16, on all ranks: a block of vLLM's has room for it, too."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
+    layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
+    return layers * page_bytes(exact_pair(), heads, model.get_head_size(), LEAST_TOKENS)
 
 
 def recomputed_tokens(stats: SchedulerStats) -> int:

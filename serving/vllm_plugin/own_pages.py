@@ -12,7 +12,8 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
-from haarkv.serving.vllm_plugin.chosen import content_bytes, pair_of
+from haarkv.serving.vllm_plugin.chosen import content_bytes, pair_of, plan_of
+from haarkv.serving.vllm_plugin.tails import SUFFIX, tails_beside
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,10 +25,25 @@ class OwnPages:
     vllm_config: VllmConfig
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Each layer's pages by its name; those of vLLM's own backends as they are, but for windows, see `fitted`."""
+        """Each layer's pages by its name; those of vLLM's own backends as they are, but for windows, see `fitted`.
+
+        Where the plan keeps the newest tokens in BF16, tails are added to vLLM's layers, and their pages to those.
+        """
         with set_current_vllm_config(self.vllm_config):
             specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        return fitted({name: self._own(name, spec) for name, spec in specs.items()})
+        specs = {name: self._own(name, spec) for name, spec in specs.items() if not name.endswith(SUFFIX)}
+        return fitted(specs) | self._tails(specs)
+
+    def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
+        plan, layers = plan_of(self.vllm_config), self.vllm_config.compilation_config.static_forward_context
+        kept = [name for name in specs if any(map(plan.keeps, pair_of(self.vllm_config, name)))]
+        if not kept:
+            return {}
+        tails = tails_beside(specs, kept, plan.recent or 0, plan.sink)
+        for name in kept:
+            layers[name + SUFFIX] = tails[name + SUFFIX]
+            layers[name].impl.keep_newest(tails[name + SUFFIX])
+        return {name: tail.spec for name, tail in tails.items()}
 
     def _own(self, name: str, spec: Any) -> KVCacheSpec:
         layer = self.vllm_config.compilation_config.static_forward_context[name]

@@ -37,6 +37,13 @@ class RotatedCpuPlatform(CpuPlatform):
         return AttentionBackendEnum.CUSTOM.get_path()
 
     @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
+        from haarkv.serving.vllm_plugin import tail_blocks
+
+        super().register_custom_kv_cache_specs(vllm_config)
+        tail_blocks.register()
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
         if is_asked_for(vllm_config):

@@ -257,8 +257,6 @@ def test_a_cache_that_cannot_be_served_is_refused(name):
 
 
 PLANS = {
-    "tail": ({"recent": 64}, "the KV cache of .*: it keeps tokens in BF16 beside the packed ones.*plan with --tails 0"),
-    "sink": ({"sink": 4}, "it keeps tokens in BF16 beside the packed ones"),
     "groups": ({"layers": ("kvarn2", *MIXED[1:])}, "kvarn2 is here to compare with"),
 }
 

@@ -27,14 +27,15 @@ def learned() -> CalibrationFile:
     return subject.file_of(subject.learn(windows, []), {})
 
 
-def write_plan(path: Path, layers: Sequence[str], **changed: object) -> Path:
+def write_plan(path: Path, layers: Sequence[str], *, recent: int | None = None, sink: int = 0, **changed: object) -> Path:
     """A plan of these formats, layer by layer, with its calibration in one file.
 
     Args:
+        recent, sink: tokens in BF16, as of `KVPlan`.
         changed: fields of the file, such as `fingerprint`.
     """
     file = learned()
-    plan = KVPlan(tuple(formats.parse(kv, file.calibration) for kv in layers))
+    plan = KVPlan(tuple(formats.parse(kv, file.calibration) for kv in layers), recent, sink)
     fields: Mapping[str, object] = {**vars(file), "plan": plan_file.dumps(plan, file.shape), **changed}
     path.write_bytes(calibration_file.dumps(CalibrationFile(**fields)))
     return path

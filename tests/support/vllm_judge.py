@@ -107,7 +107,7 @@ class Judge:
         config, fed = self.model.config, torch.tensor([*prompt, *answer.token_ids[:-1]])
         cache = PagedKVCache(
             (self.spec or KVSpec(self.kv)).plan(config.num_layers), config.kv_shapes,
-            num_blocks=blocks_for(len(fed)),
+            num_blocks=blocks_for(len(fed)), chunk=len(fed),
         )  # fmt: skip
         paging = PagedSequences(cache.num_blocks, cache.block_size)
         batch = paging.batch([paging.add()], [len(fed)])

@@ -171,6 +171,10 @@ REFUSED = {
         ("--kv-plan empty", "is no KV plan"),
         ("--kv-plan empty --kv tq4", "--kv-plan sets the whole cache; leave out --kv"),
         ("--kv-plan empty --kv-skip-layers 0", "leave out --kv-skip-layers"),
+        ("--kv-plan empty --kv-tail 0", "leave out --kv-tail"),
+        ("--kv auto --kv-tail 3", "--kv auto sets the whole cache; leave out --kv-tail"),
+        ("--kv auto", "no cache was chosen for tiny yet; `tq generate --model tiny --kv auto --prompt Hello` chooses one"),
+        ("--kv tq4 --kv-loss 0.1", "--kv-loss says what --kv auto may lose"),
         ("--additional-config {}", "--additional-config is set by tq serve; leave it out, or give --kv bf16"),
     ],
 }

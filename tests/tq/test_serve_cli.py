@@ -9,7 +9,12 @@ import pytest
 from places import ROOT
 from sources import sources
 
+from haarkv.engine.plans import shape_of
+from haarkv.models.catalog import read_config
 from haarkv.serving import serve as serving
+from haarkv.tq_ops.kv import plan_file
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.planning import remembered
 from tq.cli import main
 
 
@@ -94,3 +99,39 @@ def test_code_that_comes_with_a_model_is_never_run():
         text = path.read_text(encoding="utf-8")
         assert "trust_remote_code" not in text, path.relative_to(ROOT)
         assert "trust-remote-code" not in text, path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("args", [["--kv", "auto"], [], ["--kv", "auto", "--kv-loss", "0.05"], ["--kv", "tq4"]])
+def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked_for(monkeypatch, tmp_path, capsys, args):
+    """As `--kv auto` of other commands left it; without one, no option means tq4, and it says how one is chosen."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    taken = []
+
+    def stand_in(model, cache, flags, *, say):
+        taken.append(cache)
+        say("it starts")
+
+    monkeypatch.setattr(serving, "serve", stand_in)
+    if "auto" not in args:
+        assert main(["serve", "tiny", *args]) == 0
+        assert taken.pop().plan is None
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (1 if args else 2)
+        assert args or "`tq generate --model tiny --kv auto --prompt Hello` chooses one" in lines[0]
+    file = remembered.file_for("tiny", 0.05 if "--kv-loss" in args else 0.01)
+    file.parent.mkdir(parents=True)
+    config = read_config("tiny")
+    file.write_text(
+        plan_file.dumps(KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_of(config)), encoding="utf-8"
+    )
+    assert main(["serve", "tiny", *args]) == 0
+    [cache] = taken
+    if args == ["--kv", "tq4"]:
+        assert (cache.kv, cache.plan) == ("tq4", None)
+    else:
+        assert (cache.kv, cache.plan) == (None, file)
+        assert capsys.readouterr().err.splitlines()[0].startswith("tq: this is the cache that --kv auto chose")
+
+
+def test_a_tail_and_sinks_reach_vllm():
+    assert serving.Cache(tail=0, sink=4).additional_config == {"haarkv_kv_tail": 0, "haarkv_kv_sink": 4}

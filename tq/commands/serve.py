@@ -12,19 +12,29 @@ from tq import options
 _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 
+_KV = (
+    "A format of `tq formats`, or k=NAME,v=NAME; bf16 is vLLM's own; auto is what `tq generate --kv auto` chose for this "
+    "model before [default: that, or tq4 where there is none]."
+)
+
+
 @click.command("serve", context_settings=_CONTEXT)
 @click.argument("model")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM FLAGS]...")
-@click.option("--kv", metavar="FORMAT", help="A format of `tq formats`, or k=NAME,v=NAME [default: tq4]; bf16 is vLLM's own.")
+@click.option("--kv", metavar="FORMAT", help=_KV)
+@options.loss_option
 @options.calibration_option
+@options.tail_option
+@options.sink_option
 @options.skip_layers_option
 @options.plan_option
 @options.balance_option
 @options.collapse_option
 @click.option("--kv-metrics-per-layer", is_flag=True, help="Also report each layer in /metrics.")
 def command(
-    model: str, flags: tuple[str, ...], kv: str | None, calibration: str | None, kv_skip_layers: tuple[int, ...],
-    kv_plan: str | None, balance: str, allow_collapse: bool, kv_metrics_per_layer: bool,
+    model: str, flags: tuple[str, ...], kv: str | None, kv_loss: float | None, calibration: str | None, kv_tail: int | None,
+    kv_sink: int, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
+    kv_metrics_per_layer: bool,
 ) -> None:  # fmt: skip
     """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny or a folder in Hugging Face format.
 
@@ -32,6 +42,7 @@ def command(
 
     \b
       tq serve tiny --port 8000
+      tq serve tiny --kv k=tq5,v=tq4 --kv-tail 124 --kv-sink 4
       tq serve tiny --kv-plan plan.safetensors
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
@@ -42,12 +53,58 @@ def command(
         raise click.UsageError(
             "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
-    given = {"--kv": kv, "--calibration": calibration, "--kv-skip-layers": kv_skip_layers}
-    if kv_plan is not None and (others := [option for option, value in given.items() if value]):
+    given = {
+        "--kv": kv, "--calibration": calibration, "--kv-tail": kv_tail, "--kv-sink": kv_sink or None,
+        "--kv-skip-layers": kv_skip_layers or None,
+    }  # fmt: skip
+    if kv_plan is not None and (others := [option for option, value in given.items() if value is not None]):
         raise click.UsageError(f"--kv-plan sets the whole cache; leave out {others[0]}")
+    notes = list[str]()
+
+    def say(sentence: str) -> None:
+        """Once it is clear that the server can start; before the first sentence, the notes."""
+        for line in (*notes, sentence):
+            print(f"tq: {line}", file=sys.stderr)
+        notes.clear()
+
+    if kv == "auto" or (kv_plan is None and not any(value is not None for value in given.values())):
+        if kv == "auto" and (others := [option for option, value in given.items() if value is not None and option != "--kv"]):
+            raise click.UsageError(f"--kv auto sets the whole cache; leave out {others[0]}")
+        kv, kv_plan = None, _remembered(model, kv_loss, kv == "auto", notes)
+    elif kv_loss is not None:
+        raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
     if model == "tiny":
         # Clients call it tiny too. A flag of the user comes later, and the last one counts.
         model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
     learned, plan = (None if file is None else Path(file) for file in (calibration, kv_plan))
-    cache = Cache(kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer)
-    serve(model, cache, flags, say=lambda sentence: print(f"tq: {sentence}", file=sys.stderr))
+    cache = Cache(
+        kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail, sink=kv_sink
+    )
+    serve(model, cache, flags, say=say)
+
+
+def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -> str | None:
+    """The file of the cache that `--kv auto` chose for a model before; None where there is none, and none was asked for.
+
+    Args:
+        notes: get a sentence on which of the two it is.
+    Raises:
+        InputError: there is none, and it says how one is chosen.
+    """
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.validation.planning.auto import LOSS
+    from haarkv.validation.planning.remembered import chosen_before, file_for
+
+    try:
+        file = file_for(model, LOSS if loss is None else loss)
+    except InputError:  # a name that only vLLM can load, or no model at all, which is said elsewhere
+        file = None
+    if file is not None and chosen_before(file) is not None:
+        notes.append("this is the cache that --kv auto chose for this model before; --kv tq4 is the plain one")
+        return str(file)
+    more = "" if loss is None else f" --kv-loss {loss:g}"
+    how = f"`tq generate --model {model} --kv auto{more} --prompt Hello` chooses one"
+    if asked or loss is not None:
+        raise InputError(f"no cache was chosen for {model} yet; {how}, which tq serve then takes")
+    notes.append(f"no cache was chosen for this model, so it gets tq4; {how}")
+    return None

@@ -17,6 +17,7 @@ from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept_blocks import KeptBlocks
 from haarkv.tq_ops.kv.reads import misfit, wrong_head_dim
 from haarkv.tq_ops.weight import Blocks, Weight
 
@@ -56,14 +57,14 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
         ),
         stretches=stretches, q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
         rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs),
-        block_table=0, query_start=0, positions=0, rows=0, sequences=0, max_blocks=0, num_heads=0, bf16=0,
-        window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
+        block_table=0, query_start=0, positions=0, rows=0, kept_table=0, sequences=0, max_blocks=0, kept_blocks=0, num_heads=0,
+        bf16=0, window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
     k_tables, v_tables = (tables(kv_format, layer, shape.head_dim) for kv_format in pair)
     store = library.Store(
         k=_store_side(k_fields, k_tables, k_kept, shape.head_dim, stretches),
         v=_store_side(v_fields, v_tables, v_kept, shape.head_dim, _stretches(None)),
-        slots=0, positions=0, query_start=0, rows=0, tokens=0, num_slots=cache.num_slots_of(layer), sequences=0,
+        slots=0, positions=0, query_start=0, rows=0, kept_slots=0, tokens=0, num_slots=cache.num_slots_of(layer), sequences=0,
         num_kv_heads=shape.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
     return Prepared(attention, store)
@@ -121,8 +122,11 @@ def has_kernel(weight: Weight) -> bool:
 
 def _kept(kept: Kept | None) -> library.Kept:
     if kept is None:
-        return library.Kept(vectors=0, tail=0, sink=0, ring=0)
-    return library.Kept(vectors=kept.vectors, tail=kept.tail, sink=kept.sink, ring=kept.ring)
+        return library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
+    stride, size = (kept.vectors.stride(0), kept.block_size) if isinstance(kept, KeptBlocks) else (0, 0)
+    return library.Kept(
+        vectors=kept.vectors, block_stride=stride, tail=kept.tail, sink=kept.sink, ring=kept.ring, block_size=size
+    )  # fmt: skip
 
 
 def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:

@@ -52,7 +52,10 @@ class _Structure(ctypes.Structure):
 class Kept(_Structure):
     """Tokens in BF16 beside what is packed; no vectors where there are none."""
 
-    _fields_ = (("vectors", c_void_p), ("tail", c_int32), ("sink", c_int32), ("ring", c_int32))
+    _fields_ = (
+        ("vectors", c_void_p), ("block_stride", c_int64), ("tail", c_int32), ("sink", c_int32), ("ring", c_int32),
+        ("block_size", c_int32),
+    )  # fmt: skip
 
 
 class SideArgs(_Structure):
@@ -93,8 +96,9 @@ class Attention(_Structure):
     _fields_ = (
         ("cache", Cache), ("stretches", Stretches), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix),
         ("rotation_back", Matrix), ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p),
-        ("rows", c_void_p), ("sequences", c_int32), ("max_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32),
-        ("window", c_int32), ("softmax_scale", c_float), ("isa", c_int32), ("threads", c_int32),
+        ("rows", c_void_p), ("kept_table", c_void_p), ("sequences", c_int32), ("max_blocks", c_int32),
+        ("kept_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("window", c_int32), ("softmax_scale", c_float),
+        ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 
@@ -122,8 +126,8 @@ class Store(_Structure):
 
     _fields_ = (
         ("k", StoreSide), ("v", StoreSide), ("slots", c_void_p), ("positions", c_void_p), ("query_start", c_void_p),
-        ("rows", c_void_p), ("tokens", c_int64), ("num_slots", c_int64), ("sequences", c_int32), ("num_kv_heads", c_int32),
-        ("block_size", c_int32), ("isa", c_int32), ("threads", c_int32),
+        ("rows", c_void_p), ("kept_slots", c_void_p), ("tokens", c_int64), ("num_slots", c_int64), ("sequences", c_int32),
+        ("num_kv_heads", c_int32), ("block_size", c_int32), ("isa", c_int32), ("threads", c_int32),
     )  # fmt: skip
 
 

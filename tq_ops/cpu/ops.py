@@ -245,6 +245,9 @@ class CpuOps:
         positions, starts, rows = (x.contiguous() for x in (batch.positions, batch.query_start_loc, batch.rows))
         call.positions, call.query_start, call.rows = positions.data_ptr(), starts.data_ptr(), rows.data_ptr()
         call.sequences = len(rows)
+        if batch.kept_slots is not None:
+            kept_slots = batch.kept_slots.contiguous()
+            call.kept_slots = kept_slots.data_ptr()
         if self._library.haarkv_store(ctypes.byref(call)):
             # Nothing was written. The reference meets the same fault and names it.
             reference.store_kv(k, v, cache, layer, given)
@@ -319,6 +322,9 @@ class CpuOps:
         rows = batch.rows.contiguous()
         call.bf16, call.softmax_scale, call.threads = is_bf16(q), softmax_scale, self.threads
         call.rows = rows.data_ptr()
+        if batch.kept_table is not None:
+            kept_table = batch.kept_table.contiguous()
+            call.kept_table, call.kept_blocks = kept_table.data_ptr(), kept_table.shape[1]
         self._library.haarkv_attention(ctypes.byref(call))
         return out
 

@@ -34,6 +34,8 @@ class Batch:
         seq_lens: [B] int32, tokens of each sequence after this forward.
         query_start_loc: [B + 1] int32, where each sequence's new tokens begin among the T.
         rows: [B] int64, each sequence's row among those that a cache holds: of tokens in BF16, of rings and of states.
+        kept_slots, kept_table: [T] int64 and [B, n] int32, as the slots and the table, of tokens in BF16 that lie in blocks of
+            their own (`KeptBlocks`); None where they lie in rows. A token whose slot is negative is not kept.
     """
 
     positions: Tensor
@@ -42,6 +44,8 @@ class Batch:
     seq_lens: Tensor
     query_start_loc: Tensor
     rows: Tensor
+    kept_slots: Tensor | None = None
+    kept_table: Tensor | None = None
     _in_rings: dict[tuple[int, int], Batch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

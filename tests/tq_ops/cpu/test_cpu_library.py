@@ -35,7 +35,8 @@ def test_a_structure_keeps_alive_what_it_points_to():
 def test_so_does_a_structure_around_it():
     inner, table = quantizer()
     empty = {name: 0 for name, _ in library.StoreSide._fields_ if name not in ("quantizer", "kept", "stretches")}
-    kept, stretches = library.Kept(vectors=0, tail=0, sink=0, ring=0), library.Stretches(cos=0, sin=0, half=0, count=0)
+    kept = library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
+    stretches = library.Stretches(cos=0, sin=0, half=0, count=0)
     outer = library.StoreSide(**empty, quantizer=inner, kept=kept, stretches=stretches)
     del inner
     gc.collect()

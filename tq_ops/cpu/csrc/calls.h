@@ -26,7 +26,8 @@ struct HaarkvAttention {
     const int32_t* query_start;  // [B + 1]
     const int64_t* positions;    // [T]
     const int64_t* rows;         // [B], of each sequence in `Kept`; looked at where tokens stay in BF16
-    int32_t sequences, max_blocks, num_heads, bf16;
+    const int32_t* kept_table;   // [B, kept_blocks], where those lie in blocks of their own
+    int32_t sequences, max_blocks, kept_blocks, num_heads, bf16;
     int32_t window;  // tokens that a query sees, itself among them; 0 for all
     float softmax_scale;
     int32_t isa, threads;
@@ -50,6 +51,7 @@ struct HaarkvStore {
     const int64_t* positions;  // [T], and so on as for attention; they are looked at where tokens stay in BF16
     const int32_t* query_start;
     const int64_t* rows;
+    const int64_t* kept_slots;  // [T], where those lie in blocks of their own
     int64_t tokens, num_slots;
     int32_t sequences, num_kv_heads, block_size, isa, threads;
 };

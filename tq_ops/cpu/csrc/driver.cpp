@@ -21,10 +21,16 @@ template <class T> bool within(const T* x, int64_t n, T size, T most) {
     return largest <= most;
 }
 
-// Keeps a vector x [dim] of the token at `position` of a sequence in BF16, if any is kept.
-void keep(const Kernels& kernels, const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t position, const float* x,
-          int64_t dim) {
-    if (!kept.vectors) return;
+// Keeps a vector x [dim] of a token in BF16, in the block of its slot. A negative slot is none.
+void keep_in_block(const Kernels& kernels, const Kept& kept, int64_t slot, int64_t head, const float* x, int64_t dim) {
+    if (slot < 0) return;
+    const int64_t block = slot / kept.block_size, offset = slot % kept.block_size;
+    kernels.narrow(x, dim, kept.vectors + block * kept.block_stride + (head * kept.block_size + offset) * dim);
+}
+
+// Keeps a vector x [dim] of the token at `position` of a sequence in BF16, in the sequence's row.
+void keep_in_row(const Kernels& kernels, const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t position,
+                 const float* x, int64_t dim) {
     uint16_t* of_head = kept.vectors + (row * heads + head) * (kept.sink + kept.ring) * dim;
     if (kept.ring) kernels.narrow(x, dim, of_head + (kept.sink + position % kept.ring) * dim);
     if (position < kept.sink) kernels.narrow(x, dim, of_head + position * dim);
@@ -146,8 +152,10 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         for (int r = 0; r < rows; ++r) {
             const int64_t token = by_head ? first + r : fixed, head = by_head ? fixed : first + r;
             widen(kernels, at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
-            if (side.kept.vectors)
-                keep(kernels, side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
+            if (side.kept.vectors && side.kept.block_size)
+                keep_in_block(kernels, side.kept, s->kept_slots[token], head, x + r * dim, dim);
+            else if (side.kept.vectors)
+                keep_in_row(kernels, side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
             if (side.stretches.cos) turn_back(side.stretches, s->positions[token] / kStretchKeys, x + r * dim);
             const int64_t vector = head * s->block_size + s->slots[token] % s->block_size;
             const Stored to = place_of(side, s->slots[token] / s->block_size, vector);

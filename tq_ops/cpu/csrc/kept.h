@@ -2,8 +2,10 @@
 
 // What the rows of a tile see in BF16 of K, or of V.
 template <int R> struct KeptRows {
-    const uint16_t* vectors = nullptr;  // [sink + ring, dim] of the sequence and KV head
-    int dim, sink = 0, ring = 1;
+    const uint16_t* vectors = nullptr;  // [sink + ring, dim] of the sequence and KV head, or what the table leads to
+    const int32_t* table = nullptr;
+    int64_t block_stride = 0;
+    int dim, sink = 0, ring = 1, block_size = 0;
     int from[R], first = INT32_MAX;  // row r sees keys before `sink` and from from[r] on; `first` is the least of these
 
     KeptRows(const Side& side, const Cache& cache, const Tile& tile) : dim(cache.head_dim) {
@@ -11,7 +13,9 @@ template <int R> struct KeptRows {
         for (int r = 0; r < R; ++r) from[r] = tile.limits[r];
         if (kept.vectors == nullptr) return;
         sink = kept.sink, ring = kept.ring > 0 ? kept.ring : 1;
-        vectors = kept.vectors + (tile.kept_row * cache.num_kv_heads + tile.kv_head) * (kept.sink + kept.ring) * dim;
+        block_size = kept.block_size, block_stride = kept.block_stride, table = tile.kept_table;
+        vectors = kept.vectors + (block_size ? static_cast<int64_t>(tile.kv_head) * block_size * dim
+                                             : (tile.kept_row * cache.num_kv_heads + tile.kv_head) * (sink + kept.ring) * dim);
         for (int r = 0; r < R; ++r) {
             const int behind = tile.limits[r] - 1 - kept.tail;  // the newest token that is no longer in the tail
             from[r] = behind < 0 ? 0 : behind + 1;
@@ -21,6 +25,11 @@ template <int R> struct KeptRows {
 
     // The vector of a token; `here` tokens lie side by side from it on.
     const uint16_t* vector(int token, int* here) const {
+        if (block_size) {
+            const int offset = token % block_size;
+            *here = block_size - offset;
+            return vectors + table[token / block_size] * block_stride + static_cast<int64_t>(offset) * dim;
+        }
         const int place = token < sink ? token : token % ring;
         *here = (token < sink ? sink : ring) - place;
         return vectors + static_cast<int64_t>(token < sink ? place : sink + place) * dim;

@@ -51,11 +51,13 @@ constexpr int boundaries_begin(int bits) { return (1 << bits) - 1 - bits; }
 constexpr int integers_begin(int bits) { return 32 * (bits - 1); }
 constexpr int kIntegers = integers_begin(kWidest) + 64;
 
-// Vectors that stay in BF16 beside what is packed: token j at `sink + j % ring`, and at j as well if it is one of the sinks.
+// Vectors that stay in BF16 beside what is packed: token j at `sink + j % ring` of its sequence's row, and at j as well if it
+// is one of the sinks. Or, where `block_size` is not 0, in the blocks of a table of their own.
 struct Kept {
-    uint16_t* vectors;  // [rows, Hkv, sink + ring, head_dim], or null
-    int32_t tail;       // tokens that a query sees in BF16, itself among them, beside the first `sink`
-    int32_t sink, ring;
+    uint16_t* vectors;     // [rows, Hkv, sink + ring, head_dim] or [blocks, Hkv, block_size, head_dim]; or null
+    int64_t block_stride;  // numbers from a block to the next
+    int32_t tail;          // tokens that a query sees in BF16, itself among them, beside the first `sink`
+    int32_t sink, ring, block_size;
 };
 
 // K or V of one layer, for every block and KV head. A block is contiguous; blocks may lie apart.
@@ -92,8 +94,9 @@ struct Cache {
 struct Tile {
     int32_t rows, kv_head, first_block, end_block;
     const int32_t* block_table;
-    int64_t kept_row;          // of the sequence, in `Kept`
-    int32_t starts[kMaxRows];  // row r sees keys starts[r] ... limits[r] - 1 of its sequence
+    const int32_t* kept_table;  // of the sequence, where tokens in BF16 lie in blocks
+    int64_t kept_row;           // of the sequence, where they lie in rows
+    int32_t starts[kMaxRows];   // row r sees keys starts[r] ... limits[r] - 1 of its sequence
     int32_t limits[kMaxRows];
     const float* q[kMaxRows];   // [k.levels] rotated, word order
     const void* own[kMaxRows];  // [head_dim] the same as it was given, BF16 or FP32

@@ -127,6 +127,7 @@ class Cutter {
         RowTile t;
         t.tile.rows = rows, t.tile.kv_head = head_;
         t.tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
+        t.tile.kept_table = a_.kept_table + static_cast<int64_t>(sequence_) * a_.kept_blocks;
         t.tile.kept_row = a_.cache.k.kept.vectors || a_.cache.v.kept.vectors ? a_.rows[sequence_] : 0;
         t.tile.softmax_scale = a_.softmax_scale, t.tile.bf16 = a_.bf16;
         for (int r = 0; r < rows; ++r) {

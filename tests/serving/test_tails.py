@@ -1,0 +1,265 @@
+"""The newest and the first tokens of a sequence in BF16, in blocks that vLLM's own manager keeps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm_configs import assert_refused, offloading, write
+from vllm_paged import Shape
+from vllm_tails import CHUNK, Engine, KVOf, alone
+
+from haarkv.models.catalog import TINY
+from haarkv.serving.serve import kept_bytes
+from haarkv.serving.vllm_plugin import SINK as SINK_KEY
+from haarkv.serving.vllm_plugin import TAIL as TAIL_KEY
+from haarkv.serving.vllm_plugin import chosen, limits, tails
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
+
+pytestmark = pytest.mark.vllm_short
+
+SHAPE = Shape(heads=4, block_size=128)
+TAIL, SINKS = 40, 3
+PAIRS = ("k=lr4,v=tq4", "bf16", "k=tq5,v=tq3")
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    args = EngineArgs(
+        model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", enforce_eager=True, load_format="dummy",
+        kv_cache_memory_bytes=2**24, max_model_len=1024, block_size=SHAPE.block_size,
+    )  # fmt: skip
+    return args.create_engine_config()
+
+
+def read_json(file: Path) -> dict[str, object]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def engine(config: VllmConfig, pairs=PAIRS, tail: int = TAIL, sinks: int = SINKS, blocks: int = 40) -> Engine:
+    learned = made_up.calibration(len(pairs), SHAPE.kv_heads, SHAPE.head_dim)
+    return Engine([formats.parse(pair, learned) for pair in pairs], tail, sinks, config, SHAPE, blocks)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Served:
+    """Requests of an engine, each judged by what a cache of our own makes of its tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.kv, self.right = engine, KVOf(SHAPE), {}
+        self.equal = True
+
+    def begin(self, name: str, of: list[int]):
+        """A request, and how many of its tokens were known."""
+        self.right[name] = alone(self.engine, self.kv, of)
+        request = self.engine.request(name, of)
+        return request, self.engine.begin(request)
+
+    def forward(self, requests, counts) -> None:
+        at = [request.num_computed_tokens for request in requests]
+        outs = self.engine.forward(requests, counts, self.kv)
+        for layer, out in enumerate(outs):
+            right = [self.right[r.request_id][layer][a : a + n] for r, a, n in zip(requests, at, counts, strict=True)]
+            self.equal = self.equal and torch.equal(out, torch.cat(right))
+
+
+def scenario(engine: Engine) -> tuple[Served, list[int]]:
+    """Chunks, unequal lengths, a known prefix, and a request that is put off and comes back; what was known of each."""
+    served, shared = Served(engine), tokens(300, 1)
+    first, known_first = served.begin("first", shared)
+    served.forward([first], [CHUNK])
+    other, known_other = served.begin("other", tokens(70, 2))
+    engine.go_on(first, 60)
+    served.forward([first, other], [60, CHUNK])
+    for counts in ((50, 1), (64, 1), (20, 1), (40, 2)):
+        for request, count in zip((first, other), counts, strict=True):
+            engine.go_on(request, count)
+        served.forward([first, other], counts)
+    second, known_second = served.begin("second", shared[:280] + tokens(40, 3))
+    served.forward([second], [min(CHUNK, 320 - known_second)])
+    engine.go_on(first, 2)
+    served.forward([first], [2])
+    engine.manager.free(other)  # put off; its blocks go to whoever asks
+    third, _ = served.begin("third", tokens(200, 4))
+    served.forward([third], [CHUNK])
+    back, known_back = served.begin("back", tokens(70, 2))
+    served.forward([third, back][1:], [min(CHUNK, 70 - known_back)])
+    for _ in range(2):
+        engine.go_on(third, 64)
+        served.forward([third], [64])
+    return served, [known_first, known_other, known_second, known_back]
+
+
+@pytest.mark.parametrize(("tail", "sinks"), [(TAIL, SINKS), (124, 0), (1, 20), (0, 4)])
+def test_attention_is_that_of_a_ring_of_our_own_whoever_has_the_blocks(config, tail, sinks):
+    served, known = scenario(engine(config, tail=tail, sinks=sinks))
+    assert served.equal
+    assert known == [0, 0, 256, 0]
+
+
+def test_layers_of_different_pages_share_a_pool_without_padding(config):
+    """One group packed and one of tails, in blocks as large as all layers' packed pages side by side."""
+    made = engine(config)
+    packed, kept = made.made.kv_cache_groups
+    assert [len(packed.layer_names), len(kept.layer_names)] == [3, 2]
+    assert made.made.num_blocks == 40
+    assert {tensor.block_stride for tensor in made.made.kv_cache_tensors} == {made.block_bytes}
+    sizes = [tail.spec.page_size_bytes for tail in made.tails.values()]
+    assert made.block_bytes / 2 < sum(sizes) <= made.block_bytes
+
+
+def test_blocks_behind_the_tail_are_given_back_and_the_first_stays(config):
+    made = engine(config)
+    served = Served(made)
+    request, _ = served.begin("long", tokens(600, 5))
+    served.forward([request], [CHUNK])
+    while request.num_computed_tokens < 600:
+        count = min(CHUNK, 600 - request.num_computed_tokens)
+        made.go_on(request, count)
+        held = made.manager.get_block_ids("long")[1]
+        size = next(iter(made.tails.values())).spec.block_size
+        first = max(0, request.num_computed_tokens - TAIL + 1) // size
+        assert [block > 0 for block in held] == [i < -(-SINKS // size) or i >= first for i in range(len(held))]
+        served.forward([request], [count])
+    assert served.equal
+
+
+def test_a_prefix_whose_first_tokens_are_gone_is_not_known(config):
+    made = engine(config)
+    served, text = Served(made), tokens(400, 6)
+    request, _ = served.begin("one", text)
+    served.forward([request], [CHUNK])
+    while request.num_computed_tokens < 400:
+        count = min(CHUNK, 400 - request.num_computed_tokens)
+        made.go_on(request, count)
+        served.forward([request], [count])
+    first = made.manager.get_block_ids("one")[1][0]
+    made.manager.free(request)
+    again, known = served.begin("again", text)
+    assert known == 384
+    assert made.manager.get_block_ids("again")[1][0] == first
+    made.manager.free(again)
+    made.manager.evict_blocks({first})
+    assert served.begin("once more", text)[1] == 0
+
+
+# -- Planted faults -------------------------------------------------------------------------------------------------------
+def short(monkeypatch):
+    kept = tails.KeptBlocks
+    monkeypatch.setattr(tails, "KeptBlocks", lambda of, *, tail, sink: kept(of, tail=tail - 1, sink=sink))
+
+
+def without_sinks(monkeypatch):
+    kept = tails.KeptBlocks
+    monkeypatch.setattr(tails, "KeptBlocks", lambda of, *, tail, sink: kept(of, tail=tail, sink=0))
+
+
+def of_the_neighbour(monkeypatch):
+    join = tails.Tail.join
+    monkeypatch.setattr(
+        tails.Tail, "join", lambda self, batch: replace(of := join(self, batch), kept_table=of.kept_table.roll(1, 0))
+    )
+
+
+def of_the_forward_before(monkeypatch):
+    """A table that stays as it was when a request is put off and its blocks are another's."""
+    join, last = tails.Tail.join, {}
+
+    def stale(self, batch):
+        joined = join(self, batch)
+        table, before = joined.kept_table.clone(), last.get(self.name)
+        last[self.name] = joined.kept_table
+        if before is not None:
+            rows, columns = min(len(table), len(before)), min(table.shape[1], before.shape[1])
+            table[:rows, :columns] = before[:rows, :columns]
+        return replace(joined, kept_table=table)
+
+    monkeypatch.setattr(tails.Tail, "join", stale)
+
+
+@pytest.mark.parametrize("plant", [short, without_sinks, of_the_neighbour, of_the_forward_before])
+def test_a_planted_fault_is_seen(config, monkeypatch, plant):
+    plant(monkeypatch)
+    served, _ = scenario(engine(config))
+    assert not served.equal
+
+
+# -- What is refused ------------------------------------------------------------------------------------------------------
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+REFUSED = {
+    "drafts": ({"speculative_config": NGRAM}, "speculative decoding was not tried with a tail in BF16; leave it out"),
+    "offloading": (offloading(), "offloading was not tried with a tail in BF16; leave it out"),
+    "one table": (
+        {"disable_hybrid_kv_cache_manager": True},
+        "--disable-hybrid-kv-cache-manager was not tried with a tail in BF16; leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("kept", [{TAIL_KEY: 8}, {SINK_KEY: 4}], ids=["tail", "sinks"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_was_not_tried_beside_a_tail_is_refused(tmp_path, name, kept):
+    options, reason = REFUSED[name]
+    assert_refused(write(tmp_path / "model", read_json(TINY / "config.json")), reason, additional_config=kept, **options)
+
+
+def test_a_tail_beside_sliding_windows_is_refused(tmp_path):
+    windows = {
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    }
+    folder = write(tmp_path / "model", read_json(TINY / "config.json") | windows)
+    assert_refused(folder, "a tail in BF16 was not tried with sliding windows; leave it out", additional_config={TAIL_KEY: 8})
+
+
+def test_a_tail_on_a_gpu_is_refused(config, monkeypatch):
+    monkeypatch.setattr(limits, "_on_cpu", lambda: False)
+    monkeypatch.setattr(limits, "plan_of", lambda _: KVSpec("tq4", tail=8).plan(6))
+    assert limits._cache(config) == "a tail or sinks in BF16 are served on CPUs alone; leave them out"
+
+
+@pytest.mark.parametrize(("key", "value"), [(TAIL_KEY, "124"), (TAIL_KEY, True), (SINK_KEY, 1.5)])
+def test_a_tail_is_a_number(key, value):
+    with pytest.raises(InputError, match=f"{key} is a number of tokens, not"):
+        chosen.spec_from({key: value})
+
+
+# -- How much room it takes -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kv", "tokens"), [("tq2", 16), ("tq3", 16), ("tq4", 32), ("k=tq8,v=tq8", 64)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_of_a_tail_have_as_many_tokens_as_fit_beside_the_packed_ones(kv, tokens, head_dim):
+    packed = 6 * page_bytes(formats.parse(kv), 2, head_dim, 128)
+    exact = 6 * page_bytes(chosen.exact_pair(), 2, head_dim, 1)
+    assert chosen.tail_tokens(packed, exact, 128) == tokens
+    assert tokens * exact <= packed < 2 * tokens * exact
+
+
+def test_what_is_said_of_a_sequence_is_what_it_holds_at_most(config):
+    """At every length of a sequence that decodes."""
+    made = engine(config)
+    plan, shape = KVPlan(tuple(made.pairs), recent=TAIL, sink=SINKS), KVShape(SHAPE.kv_heads, SHAPE.head_dim)
+    size, held = next(iter(made.tails.values())).spec.block_size, 0
+    request = made.request("one", tokens(CHUNK, 7))
+    made.begin(request)
+    request.num_computed_tokens = CHUNK
+    for token in range(200):
+        request.append_output_token_ids(token)
+        made.go_on(request, 1)
+        request.num_computed_tokens += 1
+        held = max(held, sum(block > 0 for block in made.manager.get_block_ids("one")[1]))
+    assert size == 64
+    assert kept_bytes(plan, shape, SHAPE.block_size) == held * made.block_bytes

@@ -1,0 +1,90 @@
+"""Tokens in BF16 in blocks of their own are read as those in a ring are, whoever owns the blocks that were given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from op_tables import LAYER, Case, every_table
+from window_blocks import WindowBlocks, spoil
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kept_blocks import KeptBlocks
+from haarkv.tq_ops.kv.shapes import KVShape
+
+CHUNK, HEADS, DIM, BLOCKS = 27, 2, 128, 60
+FORWARDS = [[27, 5, 0], [27, 20, 9], [27, 0, 1], [1, 1, 1], [27, 1, 27], *([[1, 1, 1]] * 12)]
+"""New tokens of three sequences; 0 sits a forward out."""
+FAULTS = {
+    "one token short": lambda batch, kept: (batch, [KeptBlocks(of.vectors, tail=of.tail - 1, sink=of.sink) for of in kept]),
+    "the neighbour's blocks": lambda batch, kept: (replace(batch, kept_table=batch.kept_table.roll(1, 0)), kept),
+    "a block behind": lambda batch, kept: (replace(batch, kept_table=batch.kept_table.roll(1, 1)), kept),
+    "no sinks": lambda batch, kept: (batch, [KeptBlocks(of.vectors, tail=of.tail) for of in kept]),
+}
+
+
+class Both:
+    """The same tokens in a cache of our own, with a ring, and in one of another's memory, with blocks."""
+
+    def __init__(self, kv: str, tail: int, sink: int) -> None:
+        case = Case(kv, DIM, 5, HEADS, 16, (), (), tail=tail, sink=sink)
+        self.ring = PagedKVCache(case.plan, KVShape(HEADS, DIM), block_size=16, num_blocks=BLOCKS, num_rows=3, chunk=CHUNK)
+        self.kept = [KeptBlocks(torch.empty(40, HEADS, 8, DIM).bfloat16(), tail=tail, sink=sink) for _ in range(2)]
+        self.pair = self.ring.plan.layers[LAYER]
+        fields = self.ring.k_fields(LAYER), self.ring.v_fields(LAYER)
+        self.fields = tuple({name: of.clone() for name, of in side.items()} for side in fields)
+        self.paging, self.windows = PagedSequences(BLOCKS, 16, num_rows=3), WindowBlocks(40, 8, tail, sink)
+        self.sequences = [self.paging.add() for _ in range(3)]
+        for of in self.kept:
+            of.vectors.fill_(float("nan"))
+
+    def blocks(self, kept=None) -> PagedKVCache:
+        k, v = kept or self.kept
+        kept = tuple(of if kv_format.lossy else None for of, kv_format in zip((k, v), self.pair, strict=True))
+        return PagedKVCache.over(self.pair, LAYER, self.fields, kept, DIM)
+
+    def batches(self):
+        for new in FORWARDS:
+            some = [sequence for sequence, count in zip(self.sequences, new, strict=True) if count]
+            batch = self.windows.place(self.paging.batch(some, [count for count in new if count]), some)
+            for of in self.kept:
+                spoil(of.vectors, self.windows.given_back)
+            yield batch
+
+
+@every_table
+@pytest.mark.parametrize(
+    ("kv", "tail", "sink"), [("tq4", 40, 3), ("k=tq5,v=tq3", 16, 0), ("tq4", 1, 9), ("k=bf16,v=tq4", 0, 3)]
+)
+def test_blocks_are_read_as_a_ring_is(table, kv, tail, sink):
+    both, ops, generator = Both(kv, tail, sink), table.open(), torch.Generator().manual_seed(0)
+    blocks = both.blocks()
+    for batch in both.batches():
+        tokens = len(batch.positions)
+        q, k, v = (torch.randn(tokens, n, DIM, generator=generator).bfloat16() for n in (10, HEADS, HEADS))
+        outs = []
+        for cache in (both.ring, blocks):
+            ops.store_kv(k, v, cache, LAYER, batch)
+            outs.append(ops.paged_attention(q, cache, LAYER, batch, DIM**-0.5))
+        assert torch.equal(*outs)
+    for of, expected in zip(both.fields, (both.ring.k_fields(LAYER), both.ring.v_fields(LAYER)), strict=True):
+        assert all(torch.equal(of[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_reference_reads_them_so_too_and_a_fault_changes_its_output(fault):
+    both, generator, differ = Both("tq4", 40, 3), torch.Generator().manual_seed(0), False
+    for batch in both.batches():
+        tokens = len(batch.positions)
+        q, k, v = (torch.randn(tokens, n, DIM, generator=generator).bfloat16() for n in (10, HEADS, HEADS))
+        for cache in (both.ring, both.blocks()):
+            reference.store_kv(k, v, cache, LAYER, batch)
+        right = [reference.paged_attention(q, cache, LAYER, batch, DIM**-0.5) for cache in (both.ring, both.blocks())]
+        assert torch.equal(*right)
+        wrong, kept = FAULTS[fault](batch, both.kept)
+        found = reference.paged_attention(q, both.blocks(kept), LAYER, wrong, DIM**-0.5)
+        differ = differ or not torch.equal(found, right[0])
+    assert differ
