@@ -131,7 +131,10 @@ def _own_run(option: str, dtype: str | None) -> tuple[list[DecoderModel], list[l
 def _self_test(*, dtype: str | None, as_json: bool) -> int:
     """Plant every fault and print what the validator said; 0 if each was found where it was planted, else 1."""
     models, prompts = _own_run("--self-test", dtype)
+    from haarkv.validation.layers.delta_faults import small_hybrid
     from haarkv.validation.layers.self_test import self_test
+
+    models += [small_hybrid(model.dtype, model.config.vocab_size) for model in models]
 
     rows = self_test(models, prompts, None if as_json else _show_fault)
     caught = sum(row.caught for row in rows)
