@@ -111,7 +111,8 @@ def choose(
         loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent, keep_blocks=kept)
         balanced = balanced_for(loaded, plan, KVSpec(), target.balance).model
         weights = _sharing(balanced.weights, executor.weights).to(executor.device)
-        model = replace(balanced, weights=weights, ropes=tables_of(config, executor.device))
+        ropes, keeping = tables_of(config, executor.device), balanced.config.for_drafts(spec.tokens)
+        model = replace(balanced, config=keeping, weights=weights, ropes=ropes)
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
         return ModelSource(spec.name, drafting, plan, shared_bytes(drafting.weights, executor.weights))
 

@@ -221,7 +221,7 @@ def small_hybrid(dtype: torch.dtype, vocab_size: int) -> DecoderModel:
     attention = Attention(4, 2, 64, Rope(1e4, 16), 64**-0.5, head_norms=True, gated=True)
     delta = DeltaNet(2, 4, 16, 24)
     layers = tuple(Layer(attention if index == 1 else delta, Dense(80), norm) for index in range(3))
-    config = ModelConfig("qwen3_5", layers, 48, vocab_size, norm, max_position_embeddings=512)
+    config = ModelConfig("hybrid", layers, 48, vocab_size, norm, max_position_embeddings=512)
     raw = random_weights(config, dtype, seed=0)
 
     def layer(index: int, weights: LayerWeights) -> LayerWeights:

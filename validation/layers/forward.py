@@ -133,8 +133,8 @@ class Schedule:
         return sum(self._blocks) + 1
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:
-        """An empty cache."""
-        return new_cache(self.plan, model.config, self.num_blocks)
+        """An empty cache, in which the drafted tokens can be taken back."""
+        return new_cache(self.plan, model.config.for_drafts(_DRAFTED), self.num_blocks)
 
     def paging(self) -> PagedSequences:
         """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
