@@ -10,7 +10,7 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import validate
+from haarkv.validation import bounds, validate
 from haarkv.validation.layers.delta_faults import delta_faults, small_hybrid
 from haarkv.validation.layers.exercise import OTHER_STATE, STATE_READ, with_extreme_scales
 from haarkv.validation.layers.faults import DRIVES, table_with
@@ -166,6 +166,28 @@ def test_a_state_that_is_forgotten_at_once_is_said():
     report = run(ReferenceExecutor(model), model)
     assert STATE_READ in report.exercised
     assert OTHER_STATE in report.not_exercised
+
+
+@pytest.mark.parametrize(("times", "fails"), [(0.5, False), (4.0, True)])
+def test_an_output_may_be_off_by_what_sums_of_its_terms_are(monkeypatch, times, fails):
+    """By a share of ||S|| ||q||, whatever is left of it; the bound of what is left is out of the way."""
+    from haarkv.tq_ops import reference
+
+    monkeypatch.setattr(bounds, "DELTA", 1e-9)
+
+    def gated_delta(*args):
+        out, batch, state = reference.gated_delta(*args), args[-1], args[6].states[args[7]]
+        if len(out) == len(batch.rows):  # a decode step, behind which each state is there
+            for token, (row, end) in enumerate(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)):
+                memory = state.tensors["delta"][row, int((state.seen[row] == end).nonzero()[0])]
+                unit = torch.nn.functional.normalize(torch.ones_like(out[token]), dim=-1)
+                size = memory.flatten(1).norm(dim=1) * 16**-0.5  # q is a unit vector over the root of its length
+                out[token] += times * bounds.DELTA_SUMS * size[:, None] * unit
+        return out
+
+    report = run(ReferenceExecutor(MODEL, table_with({"gated_delta": gated_delta})), modes=("teacher-forced",))
+    first = report.first_divergence
+    assert (first.stage, first.fails) == ("gated_delta", fails)
 
 
 def test_rows_of_other_sequences_are_watched():

@@ -47,12 +47,29 @@ class _Parts:
     def after(self, memory: Tensor, begin: int = 0, forget: int | None = None) -> Tensor:
         """The matrices [Hv, dk, dv] after all tokens from `begin` on; all zero before the token `forget`."""
         for t in range(begin, len(self.k)):
-            if t == forget:
-                memory = torch.zeros_like(memory)
-            kept = memory * self.decay[t][:, None, None]
-            change = (self.v[t] - (kept * self.k[t][..., None]).sum(1)) * self.beta[t][:, None]
-            memory = kept + self.k[t][..., None] * change[:, None]
+            memory = self.step(torch.zeros_like(memory) if t == forget else memory, t)
         return memory
+
+    def step(self, memory: Tensor, t: int) -> Tensor:
+        """The matrices after one token."""
+        kept = memory * self.decay[t][:, None, None]
+        change = (self.v[t] - (kept * self.k[t][..., None]).sum(1)) * self.beta[t][:, None]
+        return kept + self.k[t][..., None] * change[:, None]
+
+
+def of_sums(reference: Reference, call: Call, made: MadeLayer) -> Tensor:
+    """How far FP32 sums may move each output S^T q of the op, [T, Hv] fp64: by a share of ||S|| ||q||.
+
+    Its terms may nearly cancel; what is left is then off by more, relative to its own length, than any sum is.
+    """
+    sizes = []
+    for sequence in range(len(made.batch.rows)):
+        _, window, memory = _lying(reference, made, sequence)[0]
+        parts = _parts(call, slice(*made.batch.query_start_loc[sequence : sequence + 2].tolist()), window, memory)
+        for t in range(len(parts.k)):
+            memory = parts.step(memory, t)
+            sizes.append(memory.flatten(1).norm(dim=1) * parts.q[t].norm(dim=1))
+    return bounds.DELTA_SUMS * torch.stack(sizes)
 
 
 def explain_delta(reference: Reference, call: Call, made: MadeLayer, run: Run, verdicts: list[Verdict]) -> list[Verdict]:

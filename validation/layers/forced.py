@@ -16,7 +16,7 @@ from haarkv.validation.layers import slack
 from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.delta_causes import explain_delta, explain_delta_layer
+from haarkv.validation.layers.delta_causes import explain_delta, explain_delta_layer, of_sums
 from haarkv.validation.layers.forward import MadeLayer, Reference
 from haarkv.validation.layers.judge import StoredComparison, compare_both, judge_hidden, judge_op, judge_stored, together
 from haarkv.validation.layers.ledger import Ledger
@@ -247,6 +247,9 @@ class Forced:
         if call.op != "store_kv":
             judge = partial(judge_op, call, result, intact, self.limits)
             verdict, allowed = judge(None), None
+            if call.op == "gated_delta" and verdict.fails and _same_kind(call.result, result):
+                allowed = of_sums(self.reference, call, made)
+                verdict = judge(allowed)
             if call.op == "paged_attention" and verdict.reason and _same_kind(call.result, result):
                 verdict, allowed = slack.judged(judge, *slack.attending(call, self.reference.ops))
             if verdict.reason == "rounding" and self.ledger:
