@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from haarkv.engine.draft_models import ModelSource
+from haarkv.engine.draft_mtp import MTPSource
 from haarkv.engine.drafts import DraftSource, NgramSource
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models.base import tables_of
-from haarkv.models.catalog import load_model, read_config
+from haarkv.models.catalog import DTYPES, load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
+from haarkv.models.mtp import config_of_mtp, has_mtp, load_mtp
 from haarkv.models.parallel import Ranks
 from haarkv.models.text import load_tokenizer
 from haarkv.models.weights import EMBEDDING, HEAD, Weights
@@ -24,7 +26,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.weight import Weight, memory_of
 
-SELF, NGRAM = "self", "ngram"
+SELF, NGRAM, MTP_LAYER = "self", "ngram", "mtp"
 SELF_TAIL, SELF_SINK = 64, 4
 """Tokens that a coarser copy keeps in BF16, where the executor can: the newest, and the first."""
 MOST_TOKENS = 32
@@ -38,7 +40,7 @@ class DraftSpec:
     """A draft as it is asked for.
 
     Attributes:
-        name: `ngram`, `self`, or a smaller model's name.
+        name: `ngram`, `self`, `mtp`, or a smaller model's name.
         tokens: drafted a step at most.
         kv: format of the draft's own cache; None for the coarsest that there is of `self`, and `tq4` of a model.
     """
@@ -91,10 +93,12 @@ def choose(
     """
     if spec.name == NGRAM:
         return lambda _: NgramSource()
+    if spec.name == MTP_LAYER:
+        return _by_its_own_layer(spec, target, on_program)
     if spec.name == SELF:
         if target.config.state_shapes:
             raise InputError(
-                "--draft self copies K and V, and this model has layers with a recurrent state; take --draft ngram"
+                "--draft self copies K and V, and this model has layers with a recurrent state; take --draft mtp or ngram"
             )
         plan = _coarser(spec.kv, target)
         return lambda executor: ModelSource(SELF, executor, plan, executor.weights.nbytes, copies=True)
@@ -111,7 +115,8 @@ def choose(
         loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent, keep_blocks=kept)
         balanced = balanced_for(loaded, plan, KVSpec(), target.balance).model
         weights = _sharing(balanced.weights, executor.weights).to(executor.device)
-        model = replace(balanced, weights=weights, ropes=tables_of(config, executor.device))
+        ropes, keeping = tables_of(config, executor.device), balanced.config.for_drafts(spec.tokens)
+        model = replace(balanced, config=keeping, weights=weights, ropes=ropes)
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
         return ModelSource(spec.name, drafting, plan, shared_bytes(drafting.weights, executor.weights))
 
@@ -159,6 +164,28 @@ def _plans(kv: str | None, config: ModelConfig) -> Iterator[KVPlan]:
             except InputError:
                 if kv is not None and spec.tail is None:
                     raise
+
+
+def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | None) -> Callable[[Executor], DraftSource]:
+    if target.ranks.size > 1:
+        raise InputError("MTP runs on one rank; take --draft ngram, or leave out --tensor-parallel")
+    if not has_mtp(target.name):
+        raise InputError(
+            f"{target.name} has no layer that predicts several tokens (MTP): only a folder in Hugging Face format with mtp.* "
+            "tensors has one here; take --draft ngram, or leave out --draft"
+        )
+    config = config_of_mtp(target.config)
+    plan = _plan_of(spec, config, target)
+
+    def load(executor: Executor) -> DraftSource:
+        lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
+        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent)
+        running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
+        if running.ops is None or executor.ops is None:
+            raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")
+        return MTPSource(mtp, running, plan, executor, shared_bytes(running.weights, executor.weights))
+
+    return load
 
 
 # -- A smaller model ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,10 @@ class ModelSource:
     plan: KVPlan
     shared_bytes: int = 0
     copies: bool = False
+    paced: bool = False
+
+    def follow(self, sequences: int, max_context: int) -> None:
+        return None
 
     def begin(self, beginning: Beginning) -> Drafter:
         return _ModelDrafter(self, beginning)
@@ -98,7 +102,7 @@ class _ModelDrafter:
         proposals = {row: Proposal([], [] if self._draws else None) for row in rows}
         logits = self._read(unread)
         while True:
-            self._draw(logits, {row: proposals[row] for row in rows})
+            draw_next(self._sampler, logits, {row: proposals[row] for row in rows}, draws=self._draws)
             rows = [row for row in rows if len(proposals[row].token_ids) < wanted[row]]
             if not rows:
                 break
@@ -143,14 +147,19 @@ class _ModelDrafter:
         """As many logits as the model has; some models of one tokenizer round up the size of their vocabulary, some do not."""
         return pad(logits, (0, self._vocab - logits.shape[1]), value=-torch.inf)
 
-    def _draw(self, logits: Tensor, proposals: Mapping[int, Proposal]) -> None:
-        """Draw the next token of each sequence, from logits [n, vocab]."""
-        rows = list(proposals)
-        if not self._draws:
-            for row, token in zip(rows, self._sampler.next(logits, rows).tolist(), strict=True):
-                proposals[row].token_ids.append(token)
-            return
-        for row, weights in zip(rows, self._sampler.probabilities(logits, rows), strict=True):
-            proposal = proposals[row]
-            proposal.token_ids.append(self._sampler.draw(weights, row))
-            proposal.probabilities.append(weights)  # type: ignore[union-attr]
+
+def draw_next(sampler: BatchSampler, logits: Tensor, proposals: Mapping[int, Proposal], *, draws: bool) -> None:
+    """Add the next token to each sequence's proposal, from logits [n, vocab] in their order.
+
+    Args:
+        draws: tokens are drawn, and the distributions are kept; else the most likely ones are taken.
+    """
+    rows = list(proposals)
+    if not draws:
+        for row, token in zip(rows, sampler.next(logits, rows).tolist(), strict=True):
+            proposals[row].token_ids.append(token)
+        return
+    for row, weights in zip(rows, sampler.probabilities(logits, rows), strict=True):
+        proposal = proposals[row]
+        proposal.token_ids.append(sampler.draw(weights, row))
+        proposal.probabilities.append(weights)  # type: ignore[union-attr]

@@ -53,6 +53,7 @@ class Beginning:
         vocab_size: the model's; a drafter's distributions have as many numbers.
         sampling: how the model's tokens are drawn, and drafted tokens as well.
         cache, paging, sequences: where the model keeps them.
+        follower: of the draft's `follow`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -62,6 +63,17 @@ class Beginning:
     cache: PagedKVCache
     paging: PagedSequences
     sequences: Sequence[int]
+    follower: Follower | None = None
+
+
+class Follower(Protocol):
+    """Looks on as the model reads prompts and tokens, for a draft that goes on from its hidden states."""
+
+    def watching(self, executor: Executor) -> Executor:
+        """The same executor, whose forwards are noted."""
+
+    def stop(self) -> None:
+        """Nothing more will be drafted."""
 
 
 class Drafter(Protocol):
@@ -82,10 +94,17 @@ class DraftSource(Protocol):
     Attributes:
         name: as `--draft` takes it.
         shared_bytes: of the model's weights that it does not hold a second time.
+        paced: the number of tokens a step is chosen by measured gain, and may be none.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def paced(self) -> bool: ...
+
+    def follow(self, sequences: int, max_context: int) -> Follower | None:
+        """What looks on from the prompts on, if anything must."""
 
     @property
     def shared_bytes(self) -> int: ...
@@ -104,6 +123,10 @@ class NgramSource:
 
     name = "ngram"
     shared_bytes = 0
+    paced = False
+
+    def follow(self, sequences: int, max_context: int) -> None:
+        return None
 
     def begin(self, beginning: Beginning) -> Drafter:
         return _NgramDrafter(beginning)
@@ -161,12 +184,14 @@ class DraftCounts:
         proposed, accepted: drafted tokens, and those of them that the model took.
         steps: decode steps of a sequence, with drafted tokens or without.
         plain: seconds a token of steps in which nothing was drafted.
+        pace: what measured gain chose, in words; empty where the number is fixed.
     """
 
     proposed: int = 0
     accepted: int = 0
     steps: int = 0
     plain: list[float] = field(default_factory=list)
+    pace: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,6 +209,7 @@ class DraftReport:
             where two tokens nearly tie, either may come.
         shared_bytes: of the model's weights, which the draft does not hold a second time.
         kv_bytes: of the draft's own cache.
+        pace: how many tokens a step measured gain chose, in words; empty where the number is fixed.
     """
 
     name: str
@@ -197,6 +223,7 @@ class DraftReport:
     same_text: bool
     shared_bytes: int
     kv_bytes: int
+    pace: str = ""
 
     @property
     def acceptance(self) -> float | None:
@@ -215,7 +242,7 @@ class DraftReport:
 
     def describe(self) -> str:
         """In one line."""
-        parts = [self._taken(), self._gain()]
+        parts = [self._taken(), self.pace, self._gain()]
         if not self.same_text:
             parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
         if self.shared_bytes:
@@ -250,5 +277,5 @@ def report_of(
         ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
         plain_ms_per_token=1e3 * statistics.median(counts.plain) if counts.plain else None,
         executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
-        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
+        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context), pace=counts.pace,
     )  # fmt: skip

@@ -139,13 +139,21 @@ def generate(
             count = reusable(known, prompt, cache) if known else 0
             sequences.append(put(known, cache, paging, count) if known and count else paging.add())
             texts.append(Growing(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
+        follower = draft.follow(len(prompts), max_context) if draft and max_new_tokens > 1 else None
+        if follower:
+            executor = follower.watching(executor)
+            prefiller = follower.watching(prefiller) if prefiller else None
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
         timing, sampler = Timing(prefill_tokens=sum(map(len, rest))), BatchSampler(sampling, prompts)
         logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill)
         speculation = None
         if draft and max_new_tokens > 1:
-            beginning = Beginning(prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences)
-            speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens)
+            beginning = Beginning(
+                prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences, follower
+            )
+            speculation = Speculation(
+                executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.paced, follower
+            )
             timing.drafts = speculation.cost
         running = list(range(len(prompts)))
         drawn = sampler.next(logits, running)

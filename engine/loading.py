@@ -119,8 +119,9 @@ def load(
         guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
+    keeping = loaded.config.for_drafts(drafts.tokens) if drafts else loaded.config
     return Session(
-        name=name, config=loaded.config, executor=running, tokenizer=tokenizer, plan=plan,
+        name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,
         generation=generation, passed_over=selected.passed_over, ranks=ranks, weight_bytes=loaded.weights.nbytes,
         loaded=counted,
         uneven=balanced.uneven, guard=guard, weights=weights, draft=make_draft(running) if make_draft else None,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from haarkv.engine.drafts import DraftCounts, Drafter, Proposal
+from haarkv.engine.draft_pace import Pace
+from haarkv.engine.drafts import DraftCounts, Drafter, Follower, Proposal
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
@@ -35,19 +36,24 @@ class Speculation:
         cache, paging: where the sequences are.
         drafter: of these sequences.
         tokens: drafted at most, of each sequence and step.
+        paced: how many is chosen by what steps take; else as many as may be.
+        follower: is told when nothing more is drafted.
     Attributes:
         cost: so far.
     """
 
     def __init__(
         self, executor: Executor, cache: PagedKVCache, paging: PagedSequences, sampler: BatchSampler, drafter: Drafter,
-        tokens: int,
+        tokens: int, paced: bool = False, follower: Follower | None = None,
     ) -> None:  # fmt: skip
         self._executor, self._cache, self._paging = executor, cache, paging
         self._sampler, self._drafter = sampler, drafter
         limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
         self._tokens = min(tokens, *limits) if limits else tokens
+        self._pace = Pace(self._tokens) if paced and self._tokens > 0 else None
+        self._follower = follower
         self._advance: Advance | None = None
+        self._drafted: list[int] = []
         self.cost = DraftCounts()
 
     def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
@@ -58,12 +64,27 @@ class Speculation:
             sequences: their ids in the cache.
             texts: what they are so far; the last token is not stored yet.
         """
-        most = {row: min(self._tokens, text.room) for row, text in zip(rows, texts, strict=True)}
+        if self._pace is None:
+            return self._step(rows, sequences, texts, self._tokens)
+        began, tokens = time.perf_counter(), self._pace.tokens()
+        if self._pace.stopped and self._follower is not None:
+            self._follower.stop()
+            self._follower = None
+        came = self._step(rows, sequences, texts, tokens)
+        took = time.perf_counter() - began
+        self._pace.took(took, tokens, [(n, len(new) - 1) for n, new in zip(self._drafted, came, strict=True)])
+        self.cost.pace = self._pace.describe()
+        return came
+
+    def _step(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing], tokens: int) -> list[list[int]]:
+        """A step of at most so many drafts a sequence."""
+        most = {row: min(tokens, text.room) for row, text in zip(rows, texts, strict=True)}
         proposals = self._drafter.propose({row: text.token_ids for row, text in zip(rows, texts, strict=True)}, most)
         began = time.perf_counter()
         proposed = [proposals.get(row, _NOTHING) for row in rows]
+        self._drafted = [len(drafts.token_ids) for drafts in proposed]
         new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]
-        token_ids = uploaded(torch.tensor([token for tokens in new for token in tokens]), self._cache.device)
+        token_ids = uploaded(torch.tensor([token for one in new for token in one]), self._cache.device)
         self.cost.steps += len(rows)
         if len(token_ids) == len(rows):  # a token that was chosen is never taken back
             batch = self._paging.batch(sequences, [1] * len(rows)).to(self._cache.device)
@@ -75,7 +96,7 @@ class Speculation:
         logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
         came = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
         self.cost.proposed += len(token_ids) - len(rows)
-        self.cost.accepted += sum(len(tokens) - 1 for tokens in came)
+        self.cost.accepted += sum(len(one) - 1 for one in came)
         return came
 
     def keep(self, counts: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from haarkv.tq_ops.kv.recurrent import StateShape
+from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
 from haarkv.tq_ops.kv.shapes import KVShape
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -227,7 +227,7 @@ class ModelConfig:
 
     @property
     def state_bytes(self) -> int:
-        """Of those, one sequence's."""
+        """Of those, one sequence's, in as many versions as are kept."""
         return sum(shape.nbytes for shape in self.state_shapes.values())
 
     @property
@@ -257,6 +257,17 @@ class ModelConfig:
         if len(set(self.layers)) != 1:
             raise ValueError("its layers differ")
         return self.layers[0]
+
+    def for_drafts(self, tokens: int) -> ModelConfig:
+        """The same model, whose states are kept in enough versions to take back so many drafted tokens and the one before."""
+
+        def keeping(layer: Layer) -> Layer:
+            if layer.mixer.state_shape is None:
+                return layer
+            mixer: Any = layer.mixer
+            return replace(layer, mixer=replace(mixer, versions=VERSIONS + tokens))
+
+        return replace(self, layers=tuple(map(keeping, self.layers)))
 
     def with_layers(self, count: int) -> ModelConfig:
         """The same model with its first layers alone."""

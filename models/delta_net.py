@@ -17,13 +17,10 @@ from torch import Tensor
 
 from haarkv.models.config import Norm
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
-from haarkv.tq_ops.kv.recurrent import StateShape
+from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
 
 if TYPE_CHECKING:
     from haarkv.models.mixers import Step
-
-_VERSIONS = 6
-"""Of a state: the 4 drafted tokens that a step has by default, and the token before them, may all be taken back."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class DeltaNet:
         key_dim, value_dim: of one head.
         taps: newest tokens that the convolution sums, the token itself among them.
         by_key_head: the checkpoint stacks its projections key head by key head (Qwen3-Next), instead of one after the other.
-        versions: of its state.
+        versions: of its state, which `ModelConfig.for_drafts` makes more.
     """
 
     num_key_heads: int
@@ -45,7 +42,7 @@ class DeltaNet:
     value_dim: int
     taps: int = 4
     by_key_head: bool = False
-    versions: int = _VERSIONS
+    versions: int = VERSIONS
     kv_shape: None = None
 
     @property

@@ -27,8 +27,8 @@ _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`: several times those of the largest that models come with."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors of what a model has beside its text model; none is read."""
-_MORE_TOKENS = "mtp."
-"""How names of layers begin that predict several tokens at once; as in transformers, none is read."""
+MORE_TOKENS = "mtp."
+"""How names of layers begin that predict several tokens at once: `models.mtp` reads them, as in transformers nobody else."""
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
@@ -56,16 +56,20 @@ class HFFolder:
         files = _files_of_tensors(self.path)
         headers = {path: read_header(path) for path in sorted(set(files.values()))}
         for stored, path in files.items():
-            if _BESIDE_TEXT.match(stored) or stored.startswith(_MORE_TOKENS):
+            if (known := self.name_of(stored)) is None:
                 continue
             held = _held(stored, path, headers[path])
-            for name, within, one in _unstacked(_text_name(stored), held):
+            for name, within, one in _unstacked(known, held):
                 if name in self._tensors:
                     raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
                 self._stored_names[name], self._tensors[name] = stored, one
                 if within:
                     self._within[name] = within
         return self._tensors
+
+    def name_of(self, stored: str) -> str | None:
+        """Hugging Face's name of a stored tensor in a model that reads text alone; None of what is not read."""
+        return None if _BESIDE_TEXT.match(stored) or stored.startswith(MORE_TOKENS) else _text_name(stored)
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         path = self.tensors()[name].file

@@ -299,7 +299,8 @@ sampling_options = together(
 draft_options = together(
     click.option(
         "--draft", metavar="NAME",
-        help="Guess tokens ahead and check them together: ngram, self, or a smaller model of the same tokenizer.",
+        help="Guess tokens ahead and check them together: ngram, self, mtp (the model's own layer for it), or a smaller model "
+        "of the same tokenizer.",
     ),
     click.option(
         "--draft-tokens", type=click.IntRange(1, 32), metavar="K", help="Guess at most K tokens a step [default: 4]."

@@ -107,13 +107,14 @@ def next_token_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Ten
 
 def train(
     model: Qwen3ForCausalLM, tokens: torch.Tensor, args: argparse.Namespace, loss_of: Callable[[torch.Tensor], torch.Tensor],
-    ahead: int = 1, held_out: torch.Tensor | None = None,
+    ahead: int = 1, held_out: torch.Tensor | None = None, on_step: Callable[[int], object] = lambda _: None,
 ) -> None:  # fmt: skip
     """Run `--steps` optimiser steps in place, printing the loss and, every 200 steps, the held-out loss.
 
     Args:
         loss_of: of windows [n, length + ahead].
         held_out: tokens; None prints no held-out loss.
+        on_step: called with the number of steps so far, after each.
     """
     learned = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -141,6 +142,7 @@ def train(
             print(f"step {step + 1}/{args.steps} loss {loss.item():.3f} {rate:.0f} tokens/s", flush=True)
         if held_out is not None and (step + 1) % 200 == 0:
             print(f"  held-out loss {held_out_loss(model, held_out):.4f}", flush=True)
+        on_step(step + 1)
 
 
 def recipe_parser(description: str | None, out: Path, ships: str, resume: str) -> argparse.ArgumentParser:

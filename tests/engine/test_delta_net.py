@@ -32,7 +32,7 @@ TEXT = random.Random(0).choices(range(61), k=90)
 
 def hybrid(mlp=DENSE, by_key_head=False):
     """Layers as Qwen3.5 or Qwen3-Next has them: three of DeltaNet, one of attention, twice."""
-    delta = DeltaNet(2, 4, 48, 32, by_key_head=by_key_head)
+    delta = DeltaNet(2, 4, 48, 32, by_key_head=by_key_head, versions=6)
     layers = tuple(Layer(ATTENTION if index % 4 == 3 else delta, mlp, NORM) for index in range(8))
     model = small_model(ModelConfig("qwen3_5", layers, 48, 61, NORM, max_position_embeddings=512))
     for index, weights in enumerate(model.weights.layers):
@@ -145,6 +145,27 @@ def test_a_cache_file_goes_on_with_the_state(tmp_path):
     other.paging.free(other.sequence)
     other.sequence = put(cache_file.load_for(tmp_path / "c", origin, other.plan), other.cache, other.paging)
     assert torch.equal(other.read(TEXT[41:50]), whole(TEXT[:50], "experts")[41:])
+
+
+def test_without_drafts_two_versions_are_kept_and_what_is_stored_fits_both(tmp_path):
+    """A session with drafts keeps a version for each token that it may take back; a file of either goes on in the other."""
+    config = MODELS["dense"].config
+    few, many = config.for_drafts(0), config.for_drafts(4)
+    assert {shape.versions for shape in few.state_shapes.values()} == {2}
+    assert {shape.versions for shape in many.state_shapes.values()} == {6}
+    assert 3 * few.state_bytes == many.state_bytes
+    plan = Run().plan
+    for source, target in ((few, many), (many, few)):
+        caches = [new_cache(one, plan, sequences=1, tokens=128) for one in (source, target)]
+        executor, ((cache, paging), (other, places)) = Run().executor, caches
+        sequence = paging.add()
+        for begin, end in ((0, 20), (20, 21)):
+            verify(executor, torch.tensor(TEXT[begin:end]), paging.batch([sequence], [end - begin]), cache)
+        origins = [cache_file.origin_of(plan, shape_of(one), "weights") for one in (source, target)]
+        cache_file.save(tmp_path / "c", take(cache, paging, sequence, TEXT[:21]), origins[0])
+        goes_on = put(cache_file.load_for(tmp_path / "c", origins[1], plan), other, places)
+        logits = verify(executor, torch.tensor(TEXT[21:23]), places.batch([goes_on], [2]), other)
+        assert torch.equal(logits, whole(TEXT[:23])[21:])
 
 
 def test_the_cpu_is_near_the_reference():

@@ -76,7 +76,10 @@ def drafting(session, spec):
 class Wrong:
     """Drafts tokens that the model does not like best, after one that it does."""
 
-    name, shared_bytes = "wrong", 0
+    name, shared_bytes, paced = "wrong", 0, False
+
+    def follow(self, sequences, max_context):
+        return None
 
     def __init__(self, texts):
         self._texts = texts

@@ -186,7 +186,6 @@ def test_the_gpu_refuses_by_name():
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["validate", "--executor", "cpu", "--prompt", "ab"], "layer 0 of this model, are not validated yet"),
         (["calibrate", "--out", "c.safetensors"], "layer 0 of this model has no keys"),
         (["generate", "--prompt", "ab", "--draft", "self"], "take --draft ngram"),
         (["export", "--out", "graphs"], "it mixes tokens by DeltaNet"),
@@ -201,11 +200,37 @@ def test_commands_that_need_k_and_v_of_every_layer_refuse_in_one_line(saved, tmp
     assert_refused((main([name, "--model", str(folder), *options]), *capsys.readouterr()), words)
 
 
+def test_validate_judges_a_checkpoint(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = saved("qwen3_5")[0]
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    command = [
+        "validate",
+        "--model",
+        str(folder),
+        "--executor",
+        "cpu",
+        "--prompt",
+        "ab",
+        "--prompt",
+        "c",
+        "--steps",
+        "1",
+        "--json",
+    ]
+    assert main(command) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["passed"]
+    assert {row["layer"] for row in said["rows"] if row["state_err"] is not None} == {0, 1, 2}
+
+
 def test_info_tells_a_state_from_k_and_v(capsys):
     assert main(["info", "random:qwen3.5-0.8b"]) == 0
     said = capsys.readouterr().out
     assert "24, 18 of them with a state in place of K and V" in said
-    assert "20.2 MB a sequence, whatever its length" in said
+    assert (
+        "20.2 MB a sequence, whatever its length; kept 2 times, 40.4 MB; with --draft once more for each drafted token" in said
+    )
     assert main(["info", "random:qwen3.5-0.8b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state_bytes"] == read_config("random:qwen3.5-0.8b").state_bytes
     assert main(["info", "random:0.6b"]) == 0

@@ -9,6 +9,11 @@ class Often:
     def __init__(self, said):
         self.said, self.asked = said, 0
 
+    paced = False
+
+    def follow(self, sequences, max_context):
+        return None
+
     def begin(self, beginning):
         return self
 

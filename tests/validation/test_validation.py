@@ -340,7 +340,7 @@ def test_poison_differs_from_the_right_values_in_every_coordinate(kv):
     v[2, 0, :5] = 0
     v[3, 1] = 0
     paging = new_paging(cache)
-    bad = poison(cache, 1, k, v, paging.batch([paging.add()], [len(k)]))
+    bad = poison(cache, 1, (k, v), paging.batch([paging.add()], [len(k)]))
     for kv_format, side, x in ((cache.k_format(1), "k", k), (cache.v_format(1), "v", v)):
         right = kv_format.quantize(x, 1)
         levels = kv_format.levels(right)

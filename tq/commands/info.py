@@ -139,11 +139,14 @@ def _state_rows(config: ModelConfig) -> list[tuple[str, str]]:
     """What a sequence takes beside its K and V, however long it is."""
     if not config.state_shapes:
         return []
-    shapes = config.state_shapes.values()
-    versions = max(shape.versions for shape in shapes)
-    once = sum(shape.nbytes // shape.versions for shape in shapes)
-    kept = f"kept after each of its last {versions} tokens at most: {config.state_bytes / 1e6:,.1f} MB"
-    return [("state", f"{once / 1e6:,.1f} MB a sequence, whatever its length; {kept}")]
+    from haarkv.engine.draft_choice import DraftSpec
+
+    once = sum(shape.nbytes // shape.versions for shape in config.state_shapes.values())
+    versions = max(shape.versions for shape in config.state_shapes.values())
+    drafted = config.for_drafts(DraftSpec.tokens).state_bytes
+    kept = f"kept {versions} times, {config.state_bytes / 1e6:,.1f} MB"
+    drafts = f"with --draft once more for each drafted token, {drafted / 1e6:,.1f} MB with {DraftSpec.tokens}"
+    return [("state", f"{once / 1e6:,.1f} MB a sequence, whatever its length; {kept}; {drafts}")]
 
 
 def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:

@@ -145,6 +145,7 @@ def _self_test(model: str, *, dtype: str | None, as_json: bool) -> int:
     _alone(_OWN | {"model"}, "--self-test uses its own prompts and executor")
     from haarkv.executors.catalog import NAMES, block_types
     from haarkv.validation.layers.block_faults import runner_of_blocks
+    from haarkv.validation.layers.delta_faults import small_hybrid
     from haarkv.validation.layers.self_test import self_test, self_test_of_blocks
 
     on_row, rows = None if as_json else _show_fault, []
@@ -157,6 +158,7 @@ def _self_test(model: str, *, dtype: str | None, as_json: bool) -> int:
             )
         rows += self_test_of_blocks(models, prompts, on_row)
     models, prompts = _first_layers("tiny", dtype, (), _SELF_TEST_TOKENS)
+    models += [small_hybrid(model.dtype, model.config.vocab_size) for model in models]
     rows += self_test(models, prompts, on_row)
     caught = sum(row.caught for row in rows)
     if as_json:

@@ -65,7 +65,8 @@ def validated(
         check(selected.name, part, plan_here, device, ranks)
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
-        kept = block_types(selected.name)
+        # Recurrent states are not judged beside rounded products.
+        kept = () if config.state_shapes else block_types(selected.name)
         here = load_model(model, dtype or shared, layers, progress, ranks, keep_blocks=kept)
         on_trial = create(selected.name, here, plan_here, device, compiling)
         if ranks.rank:

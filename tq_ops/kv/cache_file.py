@@ -29,7 +29,7 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json, size_of
 from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVPlan, ModelShape
-from haarkv.tq_ops.kv.recurrent import StateShape
+from haarkv.tq_ops.kv.recurrent import MOST_VERSIONS, StateShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, start_of
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
 from haarkv.tq_ops.kv.stored import StoredSequence, in_blocks
@@ -246,7 +246,7 @@ def _expected_state(
     """
     seen = stored.tensors.get(f"layers.{layer}.seen", torch.empty(0))
     counts = seen.tolist() if seen.dtype == torch.int64 and seen.ndim == 1 else []
-    if not 0 < len(counts) <= state.versions or counts[-1] != stored.length or counts != sorted(set(counts)):
+    if not 0 < len(counts) < MOST_VERSIONS or counts[-1] != stored.length or counts != sorted(set(counts)):
         raise InputError(f"{name} does not fit this cache: the state of layer {layer} is not that of {stored.length} tokens")
     tensors = {key: ((len(counts), *size), dtype) for key, size, dtype in state.tensors}
     return tensors | {"seen": ((len(counts),), torch.int64)}

@@ -8,7 +8,7 @@ and a forward can be run again. A version that is not there is an error, never a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.shapes import Place
 
-VERSIONS = 10
-"""Of a state, at least 2: one more than the tokens that can be taken back."""
+VERSIONS = 2
+"""Of a state, at least: one to go on from, and one to write. Each token that may be taken back takes one more."""
+MOST_VERSIONS = 2**16
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class StateShape:
 
     Attributes:
         tensors: name -> shape and dtype of one sequence's part.
-        versions: that are kept.
+        versions: that are kept. Another number of them is the same state.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    versions: int = VERSIONS
+    versions: int = field(default=VERSIONS, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
@@ -46,7 +47,7 @@ class StateShape:
             ValueError: it is not what `as_json` writes.
         """
         match raw:
-            case {"versions": int(versions), "tensors": [*entries]} if 2 <= versions < 2**16:
+            case {"versions": int(versions), "tensors": [*entries]} if VERSIONS <= versions < MOST_VERSIONS:
                 return cls(tuple(map(_tensor_of, entries)), versions)
         raise ValueError("a state of its model is not described")
 
@@ -80,7 +81,7 @@ class Recurrent:
     """
 
     def __init__(self, shape: StateShape, num_rows: int, device: torch.device | str = "cpu") -> None:
-        if shape.versions < 2:
+        if shape.versions < VERSIONS:
             raise ValueError("a state needs a version to read and one to write")
         self.shape, self._nobody = shape, num_rows
         self.tensors = {

@@ -154,9 +154,10 @@ _COLUMNS = (
 
 def _row(kv: str, report: Report) -> tuple[str, ...]:
     rows = report.rows
+    levels = [[share for row in rows if (share := getattr(row, name)) is not None] for name in ("k_match", "v_match")]
     same, predictions = (sum(getattr(row, name) for row in report.logits) for name in ("same_token", "predictions"))
     return (
-        kv, str(len(rows)), f"{100 * min(r.k_match for r in rows):.3f} %", f"{100 * min(r.v_match for r in rows):.3f} %",
+        kv, str(len(rows)), *(f"{100 * min(of_side):.3f} %" for of_side in levels),
         str(sum(r.unexplained for r in rows)), f"{min(r.hidden_cos for r in rows):.7f}", f"{max(r.rel_l2 for r in rows):.2e}",
         f"{same} of {predictions}" if predictions else "–",
     )  # fmt: skip

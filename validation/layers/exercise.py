@@ -30,10 +30,12 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.forward import Schedule
+from haarkv.validation.layers.forward import MadeLayer, Schedule
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.layers.record import watched
 
+STATE_READ = "a state that an earlier forward left"
+OTHER_STATE = "another state of as many tokens in its place (a prefix that is reused)"
 TINY, HUGE = 0.01, 1000.0
 """Lengths of K and V vectors below and above which their stored scales count as tiny and as huge."""
 TINY_SCALES, HUGE_SCALES = f"tiny scales (K or V shorter than {TINY})", f"huge scales (K or V longer than {HUGE:.0f})"
@@ -57,17 +59,26 @@ class Exercise:
         self._lengths, self._steps, self._plan = list(map(len, prompts)), steps, plan
         self._whole, self._chunk = whole_forwards, Schedule(prompts, steps, plan).chunk
         self._shortest, self._longest = float("inf"), 0.0
+        self._states = self._read_back = False
 
-    def saw(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Note the vectors [T, Hkv, D] that a layer stores; a format without loss has no scale."""
-        for kv_format, x in ((self._plan.k(layer), k), (self._plan.v(layer), v)):
+    def saw(self, made: MadeLayer) -> None:
+        """Note the vectors [T, Hkv, D] that a layer stores, of which a format without loss has no scale; or a state."""
+        if made.kv is None:
+            self._states = True
+            self._read_back |= bool((made.batch.seq_lens > made.batch.query_start_loc.diff()).any())
+            return
+        for kv_format, x in zip((self._plan.k(made.index), self._plan.v(made.index)), made.kv, strict=True):
             if kv_format.lossy:
                 lengths = lengths_of(x)
                 self._shortest = min(self._shortest, float(lengths.min()))
                 self._longest = max(self._longest, float(lengths.max()))
 
-    def result(self) -> dict[str, bool]:
-        """Whether each thing has been exercised by now, in words, in the order in which a forward meets it."""
+    def result(self, over_others: int = 0) -> dict[str, bool]:
+        """Whether each thing has been exercised by now, in words, in the order in which a forward meets it.
+
+        Args:
+            over_others: layers that ran over another state than their own as well.
+        """
         places = self._decoded()
         longest = max(self._lengths) + Schedule.more(self._steps)
         blocks, chunk = [blocks_for(length) for length in self._lengths], self._chunk
@@ -89,6 +100,8 @@ class Exercise:
             found[f"decode over a second step of keys (over {size:,} tokens)"] = max(keys, default=0) > size
         if self._plan.by_stretches:
             found[f"keys of a second stretch (over {STRETCH:,} tokens)"] = longest > STRETCH
+        if self._states:
+            found |= {STATE_READ: self._read_back, OTHER_STATE: over_others > 0}
         if any(kv_format.lossy for kv_format in self._plan.formats):
             found |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
         return found | self._of_windows()
@@ -186,6 +199,9 @@ def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[i
     kv = _stored_by(model, plan, token_ids)
     layers = []
     for index, layer in enumerate(model.weights.layers):
+        if index not in kv:  # it keeps a state
+            layers.append(layer)
+            continue
         for side, kv_format, x in (("K", plan.k(index), kv[index][0]), ("V", plan.v(index), kv[index][1])):
             tiny = (index % 2 == 0) == (side == "K")
             exponent = _exponent(kv_format, index, x, tiny)
@@ -194,15 +210,16 @@ def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[i
     return replace(model, weights=replace(model.weights, layers=tuple(layers)))
 
 
-def _stored_by(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """K and V [T, Hkv, D] of each layer."""
+def _stored_by(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """K and V [T, Hkv, D] of each layer that has them."""
     found: list[tuple[Tensor, Tensor]] = []
     ops = watched(cast(OpTable, reference), lambda k, v: found.append((k, v)))
     cache = new_cache(plan, model.config, blocks_for(len(token_ids)))
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     batch = paging.batch([paging.add()], [len(token_ids)])
     model.layers(model.embed(torch.tensor(token_ids)), range(model.config.num_layers), batch, cache, ops)
-    return found
+    having = [index for index, shape in enumerate(model.config.kv_shapes) if shape is not None]
+    return dict(zip(having, found, strict=True))
 
 
 def _exponent(kv_format: KVFormat, layer: int, x: Tensor, tiny: bool) -> int:

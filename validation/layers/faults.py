@@ -124,9 +124,12 @@ SEEN_AS = {
     K: ("input_norm", "k_proj", "k_norm", "k_rope", K),
     V: ("input_norm", "v_proj", V),
     OUT: (
-        "q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", "post_norm", "gate_proj", "up_proj", "silu_mul",
+        "q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", "in_proj_z", "gated_delta", "delta_norm", "delta_gate",
+        "out_proj", "post_norm", "gate_proj", "up_proj", "silu_mul",
         "down_proj",
     ),
+    "conv_state": ("in_proj_qkv", "in_proj_qkvz", "conv_state"),
+    "delta_state": ("in_proj_a", "in_proj_b", "in_proj_ba", "state_read", "convolution", "decay", "beta", "delta_state"),
     "head": ("final_norm", "forward"),
 }  # fmt: skip
 """What may be wrong where layers can only be run whole, by the stage that shows it; any other stage shows itself."""

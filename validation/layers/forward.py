@@ -17,12 +17,14 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, most, remembering
 from haarkv.validation.layers.parts import Stored, load, new_cache, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.report import Verdict
+from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, heads_of, left_after, state_of, with_others
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
 
@@ -64,8 +66,8 @@ class MadeLayer:
         calls: its ops; empty if the reference cannot be watched op by op.
         before: the layer's cache before it ran; what it must not read of that is far from what it was.
         hidden_in, hidden_out: [T, hidden].
-        k, v: [T, Hkv, D] fp32, what was quantized.
-        stored: K and V, every part, where the forward's tokens go.
+        kv: K and V [T, Hkv, D] fp32, what was quantized; None of a layer that keeps a state.
+        stored: K and V, every part, where the forward's tokens go; or the state of its sequences.
     """
 
     index: int
@@ -74,14 +76,25 @@ class MadeLayer:
     before: Stored
     hidden_in: Tensor
     hidden_out: Tensor
-    k: Tensor
-    v: Tensor
+    kv: tuple[Tensor, Tensor] | None
     stored: Stored
 
     @property
     def batch(self) -> Batch:
         """Of the forward."""
         return self.forward.batch
+
+    @property
+    def k(self) -> Tensor:
+        """What was quantized of K, [T, Hkv, D] fp32."""
+        assert self.kv is not None
+        return self.kv[0]
+
+    @property
+    def v(self) -> Tensor:
+        """The same of V."""
+        assert self.kv is not None
+        return self.kv[1]
 
 
 _DRAFTED = 2
@@ -124,8 +137,8 @@ class Schedule:
         return sum(self._blocks) + 1
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:
-        """An empty cache."""
-        return new_cache(self.plan, model.config, self.num_blocks)
+        """An empty cache, in which the drafted tokens can be taken back."""
+        return new_cache(self.plan, model.config.for_drafts(_DRAFTED), self.num_blocks)
 
     def paging(self) -> PagedSequences:
         """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
@@ -246,11 +259,13 @@ class Reference:
         """
         before, batch = snapshot(self.cache, index), forward.batch
         made, q = self._layer(index, hidden, forward, before)
+        if q is None:
+            return made
         older = batch.seq_lens - batch.query_start_loc.diff()
         return replace(made, before=without_unread(self.cache, index, before, batch, older, q))
 
-    def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Stored) -> tuple[MadeLayer, Tensor]:
-        """Run one layer on the cache as it is, which is `before`; also its queries [T, Hq, D]."""
+    def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Stored) -> tuple[MadeLayer, Tensor | None]:
+        """Run one layer on the cache as it is, which is `before`; also its queries [T, Hq, D], if it attends."""
         batch = forward.batch
         cache = self.cache
         if self._whole is not None:
@@ -265,12 +280,18 @@ class Reference:
                 raise InputError(f"the reference cannot be compared with: layer {index}: {outcome.problem}")
             out = outcome.result
             load(self.cache, index, snapshot(self._whole.cache, index))
-        k, v = next(call.args[:2] for call in calls if call.op == "store_kv")
-        q = next(call.args[0] for call in calls if call.op == "paged_attention")
-        for what, tensor in (("K", k.flatten(1)), ("V", v.flatten(1)), ("hidden state", out)):
+        stored, state = take(self.cache, index, batch), state_of(self.cache, index)
+        kv, q = None, None
+        if state is None:
+            kv = next(call.args[:2] for call in calls if call.op == "store_kv")
+            q = next(call.args[0] for call in calls if call.op == "paged_attention")
+            kept = {"K": kv[0].flatten(1), "V": kv[1].flatten(1)}
+        else:
+            self._require_states(index, state, stored[STATE], forward)
+            kept = {}
+        for what, tensor in {**kept, "hidden state": out}.items():
             self._require_something(f"{what} of layer {index}", tensor, forward)
-        stored = take(self.cache, index, batch)
-        return MadeLayer(index, forward, calls if self.records else [], before, hidden, out, k, v, stored), q
+        return MadeLayer(index, forward, calls if self.records else [], before, hidden, out, kv, stored), q
 
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
         """Another reference, with an empty cache of its own; of the same model unless one is given."""
@@ -281,6 +302,42 @@ class Reference:
         """Run a layer on what another reference ran it on; raises as `layer`."""
         load(self.cache, made.index, made.before)
         return self._layer(made.index, made.hidden_in, made.forward, made.before)[0]
+
+    def over_another_state(self, made: MadeLayer) -> MadeLayer | None:
+        """A layer that keeps a state, run over another one of as many tokens; None if no sequence has a state yet.
+
+        The cache is left as it was.
+        """
+        after, state = snapshot(self.cache, made.index), state_of(self.cache, made.index)
+        assert state is not None
+        load(self.cache, made.index, made.before)
+        found = None
+        if with_others(state, made.batch):
+            before = snapshot(self.cache, made.index)
+            found = self._layer(made.index, made.hidden_in, made.forward, before)[0]
+        load(self.cache, made.index, after)
+        return found
+
+    def unrounded(self, made: MadeLayer) -> Tensor:
+        """Hidden states in FP32 after a layer that keeps a state, of a model in BF16 without its rounding points."""
+        load(self._scratch, made.index, made.before)
+        span = range(made.index, made.index + 1)
+        return self.model.layers(made.hidden_in.float(), span, made.batch, self._scratch, self.ops)
+
+    def _require_states(self, index: int, state: Recurrent, fields: Fields, forward: Forward) -> None:
+        """Refuse a state of which a head is zero or not finite: whoever reads it, or does not, is right there."""
+        for row, counts in enumerate(left_after(state, forward.batch)):
+            version = int((fields[SEEN][row] == counts[-1]).nonzero()[0])
+            for name in state.tensors:
+                for head, part in enumerate(heads_of(name, fields[name][row, version][None], state)):
+                    newest = part[:, -1:] if name == CONV else part  # before its first tokens a convolution is fed zeros
+                    if not bool(torch.isfinite(newest).all() and newest.any()):
+                        what = "zero" if bool(torch.isfinite(newest).all()) else "not finite"
+                        where = f"sequence {row} of {forward.phase} {forward.step}"
+                        raise InputError(
+                            f"the reference's state ({name}, head {head}) of layer {index} is {what} in {where}; nothing can "
+                            "be compared with that"
+                        )
 
     def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""

@@ -27,6 +27,7 @@ from haarkv.validation.layers.judge import judge_logits, judge_op, judge_strays
 from haarkv.validation.layers.parts import Stored, load, parts_of, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.report import LogitRow, Verdict, first
+from haarkv.validation.layers.states import STATE, compare_states, state_of
 from haarkv.validation.layers.trial import Outcome, Repeats, Run, Trial, differing, differing_forward
 
 
@@ -155,6 +156,12 @@ class Free:
             return judge_strays(strays, None, "the whole forward")
         for index in layers:
             ours, theirs = (take(trial.cache, index, batch) for trial in (self._trial, self._whole))
+            if (state := state_of(self._reference.cache, index)) is not None:
+                for found in compare_states(state, batch, ours[STATE], theirs[STATE]):
+                    if found.problem or not found.error <= bounds.SAME_KV:
+                        detail = f"the whole forward leaves another {found.stage} in layer {index} than the layer run alone"
+                        words = f"{detail}: {found.problem}" if found.problem else detail
+                        return [Verdict(stage, "fault", found.error, bounds.SAME_KV, words)]
             for part in parts_of(self._reference.cache, index):
                 if not len(part.where(batch)[0]):
                     continue

@@ -18,6 +18,7 @@ from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Reason, Verdict
 from haarkv.validation.layers.slack import nearer
+from haarkv.validation.layers.states import STATE, StateComparison, compare_states, state_of
 from haarkv.validation.layers.trial import Strays
 
 
@@ -42,19 +43,24 @@ class PartComparison:
 
 @dataclass(frozen=True)
 class StoredComparison:
-    """K and V of one layer as two executors stored them, part by part; parts that no token goes to are left out."""
+    """What one layer stored of two executors, part by part; parts that no token goes to are left out.
+
+    Attributes:
+        parts: of K and V.
+        states: of a layer that keeps a state.
+    """
 
     parts: dict[str, PartComparison]
+    states: tuple[StateComparison, ...] = ()
+
+    def match(self, side: str) -> float | None:
+        """Share of equal levels of packed K or V; None where there are none."""
+        return self.parts[side].levels.match if side in self.parts else None
 
     @property
-    def k(self) -> LevelComparison:
-        """Packed K."""
-        return self.parts["k"].levels
-
-    @property
-    def v(self) -> LevelComparison:
-        """Packed V."""
-        return self.parts["v"].levels
+    def state_error(self) -> float | None:
+        """The largest of a state; None where there is none; NaN if one is."""
+        return float(torch.tensor([state.error for state in self.states]).max()) if self.states else None
 
     @property
     def different(self) -> int:
@@ -69,7 +75,7 @@ class StoredComparison:
     @property
     def length_error(self) -> float:
         """The largest; NaN if one is."""
-        return float(torch.tensor([part.length for part in self.parts.values()]).max())
+        return float(torch.tensor([0.0, *(part.length for part in self.parts.values())]).max())
 
 
 def bounds_of(dtype: torch.dtype) -> LayerBounds:
@@ -113,6 +119,8 @@ def judge_op(
         bound = limits.attention
     if steps is not None:
         return _judge_error(call.stage, torch.equal(ours, result), *beside(ours, result, bound, steps), "relative L2")
+    if call.op == "gated_delta":
+        bound = bounds.DELTA
     compared = compare_vectors(ours, result, allowed=allowed)
     verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
     if verdict.reason == "fault" and call.op == "paged_attention":
@@ -158,6 +166,8 @@ def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: No
         theirs: what `take` finds.
         noise: as in `KVFormat.choice`.
     """
+    if (state := state_of(cache, made.index)) is not None:
+        return StoredComparison({}, compare_states(state, made.batch, made.stored[STATE], theirs[STATE]))
     compared, by_side = {}, noise if isinstance(noise, Mapping) else {"k": noise, "v": noise}
     for part in parts_of(cache, made.index):
         tokens = part.where(made.batch)[0]
@@ -173,7 +183,7 @@ def judge_stored(
     compared: StoredComparison, strays: Strays, layer: int, limits: LayerBounds, kv_heads: int = 1
 ) -> list[Verdict]:
     """What a layer stored: places that it had no business with, then each part."""
-    verdicts = judge_strays(strays, layer)
+    verdicts = judge_strays(strays, layer) + [_judge_state(state, limits) for state in compared.states]
     for part in compared.parts.values():
         levels, length = part.levels, part.length
         sound = levels.unexplained == 0 and length <= limits.length
@@ -189,6 +199,14 @@ def judge_stored(
     return verdicts
 
 
+def _judge_state(state: StateComparison, limits: LayerBounds) -> Verdict:
+    if state.problem:
+        return Verdict.broken(state.stage, state.problem)
+    # Its numbers are FP32 sums, as attention's are in a model of FP32.
+    verdict = _judge_error(state.stage, state.identical, state.error, limits.state, "relative L2 of a head")
+    return replace(verdict, head=state.head) if verdict.fails else verdict
+
+
 def judge_strays(strays: Strays, layer: int | None, who: str = "") -> list[Verdict]:
     """The verdict on what changed where nothing was to be written, if anything did.
 
@@ -200,7 +218,7 @@ def judge_strays(strays: Strays, layer: int | None, who: str = "") -> list[Verdi
     found: dict[str, list[str]] = {}
     for number, parts in at.items():
         for name, places in parts.items():
-            stage = "untouched_slots" if name in ("k", "v") else "untouched_window"
+            stage = {"k": "untouched_slots", "v": "untouched_slots", STATE: "untouched_state"}.get(name, "untouched_window")
             found.setdefault(stage, []).append(f"layer {number}, {name}: {_some(places)}")
     words = f"{who} wrote" if who else "wrote"
     return [

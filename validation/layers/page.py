@@ -105,14 +105,14 @@ def _facts(report: Report, about: About) -> dict[str, str]:
 
 
 # -- Plots -----------------------------------------------------------------------------------------------------------------
-def _lines(report: Report, colour: str, name: str, figure: Callable[[LayerRow], float]) -> list[Line]:
-    """In each mode the largest figure of each layer; NaN if one is."""
+def _lines(report: Report, colour: str, name: str, figure: Callable[[LayerRow], float | None]) -> list[Line]:
+    """In each mode the largest figure of each layer that has one; NaN if one is."""
     lines = []
     for mode, words in _WORDS.items():
         found: dict[int, list[float]] = {}
         for row in report.rows:
-            if row.mode == mode:
-                found.setdefault(row.layer, []).append(figure(row))
+            if row.mode == mode and (value := figure(row)) is not None:
+                found.setdefault(row.layer, []).append(value)
         worst = {layer: math.nan if any(map(math.isnan, values)) else max(values) for layer, values in found.items()}
         lines.append(Line(f"{name}, {words}" if name else words, colour, mode == "free-running", worst))
     return lines
@@ -122,7 +122,8 @@ def _match_plot(report: Report) -> str:
     lines = [
         Line(line.name, line.colour, line.dashed, {layer: 100 * (1 - worst) for layer, worst in line.values.items()})
         for line in (
-            *_lines(report, "a", "K", lambda row: 1 - row.k_match), *_lines(report, "b", "V", lambda row: 1 - row.v_match),
+            *_lines(report, "a", "K", lambda row: None if row.k_match is None else 1 - row.k_match),
+            *_lines(report, "b", "V", lambda row: None if row.v_match is None else 1 - row.v_match),
         )
     ]  # fmt: skip
     least = min((v for line in lines for v in line.values.values() if math.isfinite(v)), default=0.0)

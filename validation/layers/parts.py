@@ -1,6 +1,7 @@
 """What a layer stores, part by part: packed K and V, the newest tokens in BF16, and the first ones in BF16.
 
-Each part is a format with places of its own. A forward's tokens go to some of them; what it must not read is known as well.
+Each part is a format with places of its own. A forward's tokens go to some of them; what it must not read is known as well. A
+layer without K and V has one part, its state (`validation.layers.states`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.validation.layers.states import STATE, put_rows, state_of, take_rows, tensors_of_state
 
 Stored = dict[str, dict[str, Tensor]]
-"""Fields by part ("k", "window.k", …) and field name."""
+"""Fields by part ("k", "window.k", …, or "state") and field name."""
 Where = tuple[Tensor, Tensor, Tensor]
 """Which tokens of a batch, and unit and offset of each."""
 
@@ -85,7 +87,9 @@ def stage_of(part: str) -> str:
 
 
 def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
-    """Every part of a layer: packed K and V, then their windows, then their sinks."""
+    """Every part of a layer: packed K and V, then their windows, then their sinks; none of one that keeps a state."""
+    if state_of(cache, layer) is not None:
+        return []
 
     def slots(batch: Batch) -> Where:
         slot = cache.placed(layer, batch).slot_mapping
@@ -149,6 +153,8 @@ def read_as(
 
 def tensors_of(cache: PagedKVCache, layer: int) -> Stored:
     """The very tensors of a layer."""
+    if (state := state_of(cache, layer)) is not None:
+        return {STATE: tensors_of_state(state)}
     return {part.name: part.fields for part in parts_of(cache, layer)}
 
 
@@ -168,7 +174,10 @@ def load(cache: PagedKVCache, layer: int, stored: Stored) -> None:
 
 
 def take(cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
-    """Fields [n, Hkv, *] of a batch's tokens (of sinks: of those that are among them), copied to the host."""
+    """Fields [n, Hkv, *] of a batch's tokens (of sinks: of those that are among them), copied to the host; of a state the
+    batch's rows."""
+    if (state := state_of(cache, layer)) is not None:
+        return {STATE: take_rows(state, batch)}
     taken: Stored = {}
     for part in parts_of(cache, layer):
         _, unit, offset = part.where(batch)
@@ -177,7 +186,11 @@ def take(cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
 
 
 def put(cache: PagedKVCache, layer: int, batch: Batch, stored: Stored) -> None:
-    """Write fields [n, Hkv, *] of a batch's tokens into the parts that are given; other parts stay as they are."""
+    """Write fields [n, Hkv, *] of a batch's tokens into the parts that are given; other parts stay as they are. A state is
+    written by rows, or spoilt where it has no fields."""
+    if (state := state_of(cache, layer)) is not None:
+        put_rows(state, batch, stored[STATE])
+        return
     for part in parts_of(cache, layer):
         if part.name in stored:
             _, unit, offset = (index.to(cache.device) for index in part.where(batch))
@@ -195,11 +208,14 @@ def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tenso
 
 
 # -- Poison ------------------------------------------------------------------------------------------------------------
-def poison(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, batch: Batch) -> Stored:
-    """What to find in a place that was not written: valid K and V that are far from the right ones.
+def poison(cache: PagedKVCache, layer: int, kv: tuple[Tensor, Tensor] | None, batch: Batch) -> Stored:
+    """What to find in a place that was not written: valid K and V that are far from the right ones; of a state without K and
+    V, that it is to be spoilt.
 
     Opposite vectors of another length fall into opposite levels. They are no garbage: a kernel that reads them before it has
     written is wrong, not out of bounds.
     """
-    bad_k, bad_v = (torch.where(x == 0, 1.0, -x / 3) for x in (k, v))
+    if kv is None:
+        return {STATE: {}}
+    bad_k, bad_v = (torch.where(x == 0, 1.0, -x / 3) for x in kv)
     return quantized(cache, layer, batch, bad_k, bad_v)

@@ -68,7 +68,12 @@ class Recorder:
         calls, self._calls = self._calls, []
         keys = [call.args[0] for call in calls if call.op == "store_kv"]
 
+        delta = next((place for place, call in enumerate(calls) if call.op == "gated_delta"), len(calls))
+        gate = next((call for call in calls[delta:] if call.op == "silu_mul"), None)
+
         def stage_of(call: Call) -> str:
+            if call is gate:  # of what the state gave; the MLP's comes later
+                return "delta_gate"
             # RoPE is given no weight: its result is stored as K, or it is Q's.
             is_k = any(call.result is k for k in keys)
             return call.stage if call.op != "rope" else "k_rope" if is_k else "q_rope"

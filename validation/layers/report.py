@@ -21,7 +21,9 @@ ASCEND_COLUMNS = (
 
 
 STAGES = (
-    "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots",
+    "input_norm", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "untouched_state",
+    "state_read", "convolution", "decay", "beta", "conv_state", "delta_state", "gated_delta", "delta_norm", "delta_gate",
+    "out_proj", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots",
     "untouched_window", "store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v", "paged_attention", "o_proj",
     "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "attention_mlp", "final_norm", "head", "forward",
 )  # fmt: skip
@@ -38,9 +40,11 @@ class LayerRow:
     Attributes:
         phase: "prefill", "decode" or "verify".
         step: of the phase, from 0; a long prompt takes several.
-        k_match, v_match: share of the just-stored levels (or numbers, where a format has no levels) that are equal.
+        k_match, v_match: share of the just-stored levels (or numbers, where a format has no levels) that are equal; None of a
+            layer that keeps a state.
         unexplained: levels of K and V that differ and are not a tie.
         scale_err: largest relative difference of a stored vector's length.
+        state_err: largest relative distance of a head's state, or of what its convolution keeps; None of a layer with K and V.
         hidden_cos: lowest cosine of a token's hidden state with the reference's.
         rel_l2: largest distance of a token's hidden state, relative to that token's own length.
         max_abs: largest difference of a number.
@@ -53,10 +57,11 @@ class LayerRow:
     step: int
     layer: int
     mode: Mode
-    k_match: float
-    v_match: float
+    k_match: float | None
+    v_match: float | None
     unexplained: int
     scale_err: float
+    state_err: float | None
     hidden_cos: float
     rel_l2: float
     max_abs: float
@@ -264,10 +269,15 @@ def row_cells(row: LayerRow) -> dict[str, str]:
     """A row by its columns, for a table."""
     return {
         "forward": f"{row.phase} {row.step}", "mode": row.mode, "layer": str(row.layer),
-        "K %": f"{100 * row.k_match:.3f}", "V %": f"{100 * row.v_match:.3f}", "unexplained": str(row.unexplained),
-        "scale": f"{row.scale_err:.1e}", "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}",
+        "K %": _percent(row.k_match), "V %": _percent(row.v_match), "unexplained": str(row.unexplained),
+        "scale": f"{row.scale_err:.1e}", "state": "–" if row.state_err is None else f"{row.state_err:.1e}",
+        "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}",
         "max abs": f"{row.max_abs:.2e}", "of the update": f"{row.update_err:.2e}",
     }  # fmt: skip
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.3f}"
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -296,4 +306,5 @@ def csv_rows(report: Report) -> Iterable[list[str]]:
     ours = [field.name for field in fields(LayerRow) if field.name != "ascend"]
     yield [*ours, *ASCEND_COLUMNS]
     for row in report.rows:
-        yield [*(str(getattr(row, name)) for name in ours), *(str(row.ascend[name]) for name in ASCEND_COLUMNS)]
+        values = (getattr(row, name) for name in ours)
+        yield [*("" if value is None else str(value) for value in values), *(str(row.ascend[name]) for name in ASCEND_COLUMNS)]

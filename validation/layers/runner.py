@@ -135,7 +135,7 @@ class _Validation:
         """One layer, teacher-forced, and nothing else."""
         load(self.reference.cache, index, before)
         made = self.reference.layer(index, hidden, forward)
-        self._teacher_forced(made, poison(self.reference.cache, index, made.k, made.v, forward.batch))
+        self._teacher_forced(made, poison(self.reference.cache, index, made.kv, forward.batch))
         return self._report(1)
 
     def _report(self, expected: int) -> Report:
@@ -143,7 +143,7 @@ class _Validation:
         if self.rows:
             last = self.rows[-1]
             self.found += [replace(verdict, phase=last.phase, step=last.step) for verdict in self.ledger.totals()]
-        exercised = self.exercise.result()
+        exercised = self.exercise.result(self.forced.over_others)
         faults = [found for found in (*self.found, *self.late) if found.fails]
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
@@ -165,8 +165,8 @@ class _Validation:
         drift = torch.zeros(len(hidden))
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
-            self.exercise.saw(index, made.k, made.v)
-            bad = poison(self.reference.cache, index, made.k, made.v, forward.batch)
+            self.exercise.saw(made)
+            bad = poison(self.reference.cache, index, made.kv, forward.batch)
             if "teacher-forced" in self.modes:
                 self._teacher_forced(made, bad)
             if "free-running" in self.modes:
@@ -212,7 +212,8 @@ class _Validation:
         hidden = compare_vectors(ours, theirs, made.hidden_in)
         row = LayerRow(
             made.forward.phase, made.forward.step, made.index, mode,
-            k_match=stored.k.match, v_match=stored.v.match, unexplained=stored.unexplained, scale_err=stored.length_error,
+            k_match=stored.match("k"), v_match=stored.match("v"), unexplained=stored.unexplained,
+            scale_err=stored.length_error, state_err=stored.state_error,
             hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
             passed=passed, ascend=ascend_metrics(theirs, ours),
         )  # fmt: skip
@@ -235,11 +236,6 @@ def _check(
                 f"{kv_format.name} is here to compare with: the reference's own ops run it, so there is nothing to validate; "
                 "tq eval measures it"
             )
-    if states := model.config.state_shapes:
-        raise InputError(
-            f"layers without K and V, such as layer {min(states)} of this model, are not validated yet; "
-            "`python -m haarkv.validation.ops --op gated_delta` checks the op that they run"
-        )
     if steps < 0:
         raise InputError(f"steps must be 0 or more, not {steps}")
     if not prompts or not all(prompts):

@@ -16,6 +16,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.block_faults import BlockFault, block_faults, runner_of_blocks
+from haarkv.validation.layers.delta_faults import delta_faults, delta_layers
 from haarkv.validation.layers.faults import (
     DRIVES,
     Fault,
@@ -82,6 +83,8 @@ class _Setting:
 
 _WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
 """Of prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+_STATE_TOKENS, _STATE_STEPS = (9, 4), 1
+"""Of prompts of a model with recurrent states: decode goes on from what they leave, and drafted tokens are taken back."""
 _WHOLE_TOKENS = (40, 30)
 """Of prompts that run as whole forwards."""
 
@@ -98,7 +101,8 @@ def self_test(
     Faults in learned coordinates are planted in made-up ones.
 
     Args:
-        models: of at least 3 layers.
+        models: of at least 3 layers. In one that keeps recurrent states, `delta_faults` alone are planted, in the last such
+            layer.
         prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
         part: of the slips, of the faults of machines, and of those in windows.
@@ -110,6 +114,10 @@ def self_test(
         return [prompt[:count] for prompt, count in zip(prompts, lengths, strict=False)]
 
     for model in models:
+        if kept := delta_layers(model):
+            states = _Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
+            rows += _planted(model, states, delta_faults(model, kept[-1]), on_row)
+            continue
         layer, config = model.config.num_layers // 2, model.config
         learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
         longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
@@ -131,15 +139,24 @@ def self_test(
             (_Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
         ]
         for setting, faults in every if kv == "tq4" else every[:1]:
-            controls = [
-                _control(f"none ({setting.control})"),
-                _control(f"none, sums in another order ({setting.control})", ops=vars(reordered())),
-            ]
-            for driven in DRIVES:
-                for fault in (*controls, *faults):
-                    rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
-                    if on_row:
-                        on_row(rows[-1])
+            rows += _planted(model, setting, faults, on_row)
+    return rows
+
+
+def _planted(
+    model: DecoderModel, setting: _Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
+) -> list[SelfTestRow]:
+    """Every fault of a setting, and its controls, in both ways of driving."""
+    controls = [
+        _control(f"none ({setting.control})"),
+        _control(f"none, sums in another order ({setting.control})", ops=vars(reordered())),
+    ]
+    rows = []
+    for driven in DRIVES:
+        for fault in (*controls, *faults):
+            rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
+            if on_row:
+                on_row(rows[-1])
     return rows
 
 

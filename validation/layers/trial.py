@@ -20,6 +20,7 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.parts import Part, Stored, load, parts_of, put, stage_of, take, tensors_of
 from haarkv.validation.layers.record import copied, unchanged
 from haarkv.validation.layers.report import Verdict
+from haarkv.validation.layers.states import STAGES_OF, STATE, changed_rows, state_of
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.forward import Forward
@@ -129,10 +130,18 @@ class Trial:
         """
         found: Strays = {}
         for layer in range(self.cache.num_layers):
+            at = batch if layer in written else None
+            if (now_state := state_of(self.cache, layer)) is not None:
+                expected = state_of(self._expected, layer)
+                assert expected is not None
+                if places := changed_rows(now_state, expected, at):
+                    found[layer] = {STATE: places}
+                load(self._expected, layer, tensors_of(self.cache, layer))
+                continue
             pairs = list(zip(parts_of(self.cache, layer), parts_of(self._expected, layer), strict=True))
             if all(torch.equal(now.fields[name], before.fields[name]) for now, before in pairs for name in now.fields):
                 continue
-            changed = {now.name: _changed(now, before, batch if layer in written else None) for now, before in pairs}
+            changed = {now.name: _changed(now, before, at) for now, before in pairs}
             if any(changed.values()):
                 found[layer] = {name: places for name, places in changed.items() if places}
             load(self._expected, layer, tensors_of(self.cache, layer))
@@ -184,6 +193,10 @@ def differing(runs: Sequence[Any]) -> Verdict | None:
     if not isinstance(one, Run):
         return unstable("", count, len(runs))
     parts = [part for part in one.stored if bits_of(one.stored[part]) != bits_of(other.stored[part])]
+    if STATE in parts:
+        mine, theirs = one.stored[STATE], other.stored[STATE]
+        name = next((name for name in STAGES_OF if bits_of(mine[name]) != bits_of(theirs[name])), "")
+        return unstable(STAGES_OF.get(name, STATE), count, len(runs))
     return unstable(stage_of(parts[0]) if parts else "attention_mlp", count, len(runs))
 
 

@@ -129,8 +129,8 @@ def loads(content: bytes, name: str) -> ReplayFile:
             raise ValueError("its content is not what its SHA-256 was taken of")
         case = _read_case(tensors, metadata)
         made = MadeLayer(
-            case.index, forward_of(case), [], case.before, case.hidden, tensors["expected.hidden"], tensors["expected.k"],
-            tensors["expected.v"], _read_stored(tensors, "expected"),
+            case.index, forward_of(case), [], case.before, case.hidden, tensors["expected.hidden"],
+            (tensors["expected.k"], tensors["expected.v"]), _read_stored(tensors, "expected"),
         )  # fmt: skip
         texts = (
             parse_json(metadata["finding"]),

@@ -1,0 +1,296 @@
+"""Drafts by the model's own layer: beside transformers' layer and plain torch, the text that comes, and when it stops."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+import transformers
+from checkpoints import byte_tokenizer
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import silu
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers_judge import draw_weights
+
+from haarkv.engine.draft_choice import DraftSpec
+from haarkv.engine.draft_mtp import MTPDrafter
+from haarkv.engine.draft_pace import Pace
+from haarkv.engine.loading import load
+from haarkv.engine.sampling import Sampling
+from haarkv.models.catalog import load_model
+from haarkv.models.mtp import load_mtp
+from haarkv.models.weights import EMBEDDING, HEAD
+from haarkv.tq_ops.errors import InputError
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+KINDS = {
+    "qwen3_5": ("Qwen3_5Text", modeling_qwen3_5.Qwen3_5DecoderLayer),
+    "qwen3_5_moe": ("Qwen3_5MoeText", modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer),
+    "qwen3_next": ("Qwen3Next", modeling_qwen3_next.Qwen3NextDecoderLayer),
+}
+TEXT = torch.randint(1, 300, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+PROMPTS = [TEXT[:9], TEXT[4:18], TEXT[2:3]]
+
+
+class Theirs:
+    """A model of transformers, and its drafting layer of transformers' own decoder layer and three tensors."""
+
+    def __init__(self, name):
+        torch.manual_seed(0)
+        kind, layer = KINDS[name]
+        config = getattr(transformers, f"{kind}Config")(**SHAPE, **(EXPERTS if name != "qwen3_5" else {}))
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        draw_weights(self.model)
+        config._attn_implementation = "eager"
+        self.layer = layer(config, 1).eval()
+        draw_weights(self.layer)
+        generator = torch.Generator().manual_seed(1)
+        self.fc = torch.randn(64, 128, generator=generator) / 8
+        self.norms = {
+            name: torch.randn(64, generator=generator) / 4 for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        }
+
+    def save(self, folder):
+        self.model.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors |= {f"mtp.layers.0.{name}": tensor for name, tensor in self.layer.state_dict().items()}
+        tensors |= {f"mtp.{name}.weight": tensor for name, tensor in self.norms.items()} | {"mtp.fc.weight": self.fc}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        byte_tokenizer().save(str(folder / "tokenizer.json"))
+
+    def normed(self, x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.norms[name])
+
+    @torch.inference_mode()
+    def drafted(self, text, count, layer=None):
+        """Logits [count, vocab] of `count` drafts behind a text: all states anew for each, the model's first."""
+        hidden = self.model.model(input_ids=torch.tensor([text])).last_hidden_state[0][:-1]
+        tokens, logits = list(text[1:]), []
+        for _ in range(count):
+            embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+            both = torch.cat([self.normed(embedded, "pre_fc_norm_embedding"), self.normed(hidden, "pre_fc_norm_hidden")], -1)
+            out = self.normed((layer or self.of_transformers)(both @ self.fc.T), "norm")
+            logits.append(self.model.lm_head(out[-1]))
+            tokens.append(int(logits[-1].argmax()))
+            hidden = torch.cat([hidden, out[-1:]])
+        return torch.stack(logits)
+
+    def of_transformers(self, x):
+        length = len(x)
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        rope = self.model.model.rotary_emb(x[None], torch.arange(length)[None])
+        found = self.layer(x[None], position_embeddings=rope, attention_mask=mask)
+        return (found[0] if isinstance(found, tuple) else found)[0]
+
+    def in_plain_torch(self, x):
+        """The dense layer, written out: gated attention with a quarter of each head turned, and a gated MLP."""
+        w = self.layer.state_dict()
+
+        def norm(x, name):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + w[f"{name}.weight"])
+
+        angles = torch.arange(len(x))[:, None] * 10000.0 ** -(torch.arange(8) / 8)
+        cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
+
+        def turned(y):
+            part, rest = y[..., :16], y[..., 16:]
+            half = torch.cat([-part[..., 8:], part[..., :8]], -1)
+            return torch.cat([part * cos + half * sin, rest], -1)
+
+        y = norm(x, "input_layernorm")
+        q, gate = (y @ w["self_attn.q_proj.weight"].T).view(len(x), 4, 2, 64).unbind(2)
+        k, v = ((y @ w[f"self_attn.{side}_proj.weight"].T).view(len(x), 2, 64) for side in "kv")
+        q, k = turned(norm(q, "self_attn.q_norm")), turned(norm(k, "self_attn.k_norm"))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("thd,shd->hts", q, k) / 8
+        scores = scores.masked_fill(torch.ones(len(x), len(x), dtype=torch.bool).triu(1), -torch.inf)
+        attended = torch.einsum("hts,shd->thd", scores.softmax(-1), v) * torch.sigmoid(gate)
+        x = x + attended.flatten(1) @ w["self_attn.o_proj.weight"].T
+        y = norm(x, "post_attention_layernorm")
+        up, gated = y @ w["mlp.up_proj.weight"].T, silu(y @ w["mlp.gate_proj.weight"].T)
+        return x + (up * gated) @ w["mlp.down_proj.weight"].T
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    @cache
+    def get(name):
+        theirs, folder = Theirs(name), tmp_path_factory.mktemp(name)
+        theirs.save(folder)
+        return theirs, folder
+
+    return get
+
+
+def session(folder, draft=None, executor="cpu"):
+    return load(folder, kv="fp32", executor=executor, draft=draft, dtype="float32", balance=False, allow_collapse=True)
+
+
+@pytest.fixture
+def proposals(monkeypatch):
+    """(text, proposal, logits) of each sequence that was asked, in order; the pace is fixed."""
+    seen, right = [], MTPDrafter.propose
+
+    def propose(self, texts, most):
+        made = right(self, texts, most)
+        seen.extend((list(texts[index]), proposal) for index, proposal in made.items())
+        return made
+
+    monkeypatch.setattr(MTPDrafter, "propose", propose)
+    monkeypatch.setattr(Pace, "tokens", lambda self: self._most)
+    return seen
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("executor", ["cpu", "reference"])
+def test_its_drafts_are_those_of_transformers_own_layer(saved, proposals, name, executor):
+    theirs, folder = saved(name)
+    session(folder, DraftSpec("mtp", 3, "fp32"), executor).generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
+    assert len(proposals) >= 6
+    for text, proposal in proposals:
+        logits = theirs.drafted(text, len(proposal.token_ids))
+        assert proposal.token_ids == logits.argmax(-1).tolist(), text
+    assert max(len(proposal.token_ids) for _, proposal in proposals) == 3
+
+
+def test_plain_torch_has_the_same_logits(saved):
+    """Two outside judges agree, so neither is wrong alone."""
+    theirs, _ = saved("qwen3_5")
+    torch.testing.assert_close(theirs.drafted(TEXT, 3), theirs.drafted(TEXT, 3, theirs.in_plain_torch), rtol=1e-4, atol=1e-4)
+
+
+def test_the_distributions_that_it_draws_from_are_its_own(saved, proposals):
+    theirs, folder = saved("qwen3_5")
+    ours = session(folder, DraftSpec("mtp", 2, "fp32"))
+    ours.generate(PROMPTS, max_new_tokens=6, sampling=Sampling(temperature=0.7, seed=3))
+    assert proposals
+    for text, proposal in proposals:
+        expected = (theirs.drafted(text, 1)[0] / 0.7).softmax(-1)
+        torch.testing.assert_close(proposal.probabilities[0].float(), expected, rtol=1e-3, atol=1e-5)
+        assert proposal.probabilities[0][proposal.token_ids[0]] > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_text_and_states_are_those_without(saved, name):
+    folder, found = saved(name)[1], []
+    for draft in (None, DraftSpec("mtp", 4)):
+        result = session(folder, draft).generate(PROMPTS, max_new_tokens=30, keep=True, sampling=Sampling())
+        found.append(
+            [(done.token_ids, stored.tensors) for done, stored in zip(result.completions, result.stored, strict=True)]
+        )
+    for (plain, before), (drafted, after) in zip(*found, strict=True):
+        assert plain == drafted
+        for key in before:
+            if key.endswith((".delta", ".conv")):  # of the newest token; drafts keep older ones as well
+                assert torch.equal(before[key][-1], after[key][-1])
+            elif not key.endswith(".seen"):
+                assert torch.equal(before[key], after[key])
+    assert result.drafting.proposed > 0
+    assert result.drafting.pace
+    assert "MTP" not in result.drafting.name
+    assert result.drafting.shared_bytes == 2 * 4 * 300 * 64
+
+
+def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, monkeypatch):
+    import haarkv.engine.generation as generation
+
+    folder = saved("qwen3_5")[1]
+    ours = session(folder, DraftSpec("mtp", 2))
+    whole = ours.generate([TEXT], max_new_tokens=12, keep=True, sampling=Sampling())
+    monkeypatch.setattr(generation.prefill_in_chunks, "__defaults__", (5, None))
+    pieces = ours.generate([TEXT], max_new_tokens=12, sampling=Sampling())
+    assert pieces.completions[0].token_ids == whole.completions[0].token_ids
+    (stored,) = whole.stored
+    more = [*stored.token_ids, 7, 8]
+    again = ours.generate([more], max_new_tokens=12, stored=stored, sampling=Sampling())
+    assert again.completions[0].reused_tokens == stored.length
+    plain = session(folder).generate([more], max_new_tokens=12, sampling=Sampling())
+    assert again.completions[0].token_ids == plain.completions[0].token_ids
+    assert again.drafting.proposed > 0
+
+
+def test_a_model_without_the_layer_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"has no layer that predicts several tokens \(MTP\)"):
+        load("tiny", draft="mtp")
+    with pytest.raises(InputError, match=r"has no layer that predicts several tokens \(MTP\)"):
+        load("random:0.6b", layers=1, draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("mtp.pre_fc_norm_hidden.weight"), "mtp.pre_fc_norm_hidden.weight is missing"),
+        (lambda t: t.update({"mtp.fc.weight": torch.zeros(64, 64)}), r"mtp.fc.weight has shape \[64, 64\], not \[64, 128\]"),
+        (lambda t: t.pop("mtp.layers.0.mlp.up_proj.weight"), "lacks the tensor model.layers.0.mlp.up_proj.weight"),
+        (lambda t: t.update({"mtp.layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}), "which the config does not know"),
+    ],
+)
+def test_a_damaged_layer_is_refused_by_name(saved, tmp_path, change, words):
+    folder = saved("qwen3_5")[1]
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    model = load_model(tmp_path)
+    with pytest.raises(InputError, match=words):
+        load_mtp(tmp_path, model.config, torch.float32, {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head})
+
+
+# -- How many a step ---------------------------------------------------------------------------------------------------------
+def driven(most, seconds, shares, steps, seed=0):
+    """A pace over simulated steps: `seconds(n)` of n drafts, the i-th taken with `shares[i]` once those before it were."""
+    generator, pace = torch.Generator().manual_seed(seed), Pace(most)
+    spent, tokens, chosen = 0.0, 0, []
+    for _ in range(steps):
+        count = pace.tokens()
+        draws = torch.rand(max(count, 1), generator=generator).tolist()
+        taken = next((i for i in range(count) if draws[i] >= shares[i]), count)
+        pace.took(seconds(count), count, [(count, taken)])
+        spent, tokens = spent + seconds(count), tokens + 1 + taken
+        chosen.append(count)
+    return pace, spent / tokens, chosen
+
+
+def test_the_number_that_pays_most_is_found():
+    """All where drafts are cheap and good; one where the second is hardly taken; none where they are dear."""
+    for seconds, shares, best in (
+        (lambda n: 1 + 0.05 * n, (0.9, 0.9, 0.9, 0.9), 4),
+        (lambda n: 1 + 0.3 * n, (0.8, 0.05, 0.05, 0.05), 1),
+        (lambda n: 1 + 0.9 * n, (0.5, 0.5, 0.5, 0.5), 0),
+    ):
+        pace, _, chosen = driven(4, seconds, shares, 150)
+        assert pace.best == best
+        assert sorted(chosen[20:])[len(chosen[20:]) // 2] == best
+
+
+def test_drafts_that_do_not_pay_cost_little_and_stop():
+    pace, per_token, chosen = driven(4, lambda n: 1 + 0.9 * n, (0.1, 0.1, 0.1, 0.1), 1000)
+    assert pace.stopped
+    assert not any(chosen[300:])
+    assert "turned itself off" in pace.describe()
+    assert per_token <= 1.02
+
+
+def test_drafts_that_come_to_pay_are_taken_up():
+    """Before it has stopped: a text that is hard at first."""
+    pace = Pace(2)
+    for step in range(160):
+        count = pace.tokens()
+        taken = count if step > 40 else 0
+        pace.took(1 + 0.1 * count, count, [(count, taken)])
+    assert pace.best == 2
+
+
+def test_its_report_is_written(saved):
+    ours = session(saved("qwen3_5")[1], DraftSpec("mtp", 2))
+    report = ours.generate(PROMPTS[:1], max_new_tokens=10, sampling=Sampling()).drafting
+    assert json.loads(json.dumps(report.as_json()))["pace"] == report.pace
+    assert report.pace in report.describe()

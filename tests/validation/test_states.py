@@ -1,0 +1,210 @@
+"""The validator on layers that keep a recurrent state: it passes what is right, and finds a wrong state where it arises."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import random_tokens
+
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation import bounds, validate
+from haarkv.validation.layers.delta_faults import delta_faults, small_hybrid
+from haarkv.validation.layers.exercise import OTHER_STATE, STATE_READ, with_extreme_scales
+from haarkv.validation.layers.faults import DRIVES, table_with
+from haarkv.validation.layers.report import as_json, csv_rows
+from haarkv.validation.layers.self_test import self_test
+
+MODELS = {dtype: small_hybrid(dtype, 61) for dtype in (torch.float32, torch.bfloat16)}
+MODEL = MODELS[torch.float32]
+PROMPTS = [random_tokens(MODEL.config, 11), random_tokens(MODEL.config, 5, seed=1)]
+FAULTS = {fault.name: fault for fault in delta_faults(MODEL, 2)}
+
+
+def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", **more):
+    plan = KVSpec(kv).plan(model.config.num_layers)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, **more)
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_the_reference_equals_itself(drive):
+    report = run(DRIVES[drive](ReferenceExecutor(MODEL)))
+    assert report.passed
+    assert report.first_divergence is None
+    of_state = {row.layer for row in report.rows if row.state_err is not None}
+    assert of_state == {0, 2} == {row.layer for row in report.rows if row.k_match is None}
+    stages = {stage.stage for stage in report.stages}
+    assert stages >= {"conv_state", "delta_state"}
+    if drive == "ops":
+        assert stages >= {
+            "in_proj_qkv",
+            "in_proj_z",
+            "in_proj_a",
+            "in_proj_b",
+            "gated_delta",
+            "delta_norm",
+            "delta_gate",
+            "out_proj",
+        }
+    assert {STATE_READ, OTHER_STATE} <= set(report.exercised)
+    assert as_json(report)["rows"][0]["k_match"] is None
+    header, *rows = csv_rows(report)
+    assert rows[0][header.index("k_match")] == ""
+
+
+@pytest.mark.parametrize("dtype", MODELS, ids=str)
+@pytest.mark.parametrize("drive", DRIVES)
+def test_the_cpu_executor_passes(dtype, drive):
+    report = run(DRIVES[drive](CpuExecutor(MODELS[dtype])), MODELS[dtype])
+    assert report.passed, report.first_divergence
+    assert 0 < max(row.state_err for row in report.rows if row.state_err is not None) < 1e-4
+
+
+def test_chunks_go_on_from_the_state_of_the_first(monkeypatch):
+    import haarkv.validation.layers.forward as forward
+
+    monkeypatch.setattr(forward, "PREFILL_CHUNK", 6)
+    report = run(CpuExecutor(MODEL), steps=0)
+    assert report.passed, report.first_divergence
+    assert {row.step for row in report.rows} == {0, 1}
+    report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0, modes=("teacher-forced",))
+    first = report.first_divergence
+    assert (first.phase, first.step, first.layer, first.stage) == ("prefill", 1, 2, "state_read")
+
+
+def test_every_fault_is_found_in_its_layer_and_stage():
+    """As `tq validate --self-test` plants them; that has BF16 as well."""
+    rows = self_test([MODEL], PROMPTS)
+    assert len(rows) == len(DRIVES) * (len(FAULTS) + 2)
+    assert all(row.caught for row in rows), [(row.driven, row.fault, row.found, row.how) for row in rows if not row.caught]
+
+
+def test_a_whole_layer_is_told_what_is_likely():
+    report = run(FAULTS["decay of another head"].executor(MODEL, "layers"), explains=1, modes=("teacher-forced",))
+    first = report.first_divergence
+    assert (first.layer, first.stage, first.stages) == (2, "delta_state", ("decay",))
+    assert "head 0 keeps" in first.causes[0]
+    assert "head 3 does so" in report.first_divergence.detail or "of its state" in first.causes[0]
+
+
+def test_a_wrong_head_is_named():
+    first = run(FAULTS["decay of the last head left out"].executor(MODEL)).first_divergence
+    assert (first.stage, first.head) == ("decay", 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "factor", "stage"),
+    [("in_proj_qkv", 1.001, "in_proj_qkv"), ("in_proj_a", 1.01, "in_proj_a"), ("out_proj", 0.99, "out_proj")],
+)
+def test_its_inputs_and_outputs_are_judged(field, factor, stage):
+    from haarkv.tq_ops import reference
+
+    weight = MODEL.weights.layers[2][field]
+    wrong = table_with({"linear": lambda x, w: reference.linear(x, w) * (factor if w is weight else 1.0)})
+    first = run(ReferenceExecutor(MODEL, wrong)).first_divergence
+    assert (first.layer, first.stage, first.reason) == (2, stage, "fault")
+
+
+@pytest.mark.parametrize("what", ["out", "state"])
+def test_zeros_are_found(what):
+    from haarkv.tq_ops import reference
+
+    def gated_delta(*args):
+        out = reference.gated_delta(*args)
+        if what == "out":
+            return torch.zeros_like(out)
+        args[6].states[args[7]].tensors["delta"].zero_()
+        return out
+
+    first = run(ReferenceExecutor(MODEL, table_with({"gated_delta": gated_delta}))).first_divergence
+    assert first.layer == 0
+    assert first.stage in {"out": ("gated_delta",), "state": ("untouched_state", "delta_state", "conv_state")}[what]
+
+
+def changed(**changes):
+    """The model, some fields of every layer being others."""
+
+    def change(field, tensor):
+        return changes[field](tensor) if field in changes else tensor
+
+    layers = tuple(layer.changed(change) for layer in MODEL.weights.layers)
+    return replace(MODEL, weights=replace(MODEL.weights, layers=layers))
+
+
+def test_a_state_of_zeros_proves_nothing():
+    def without_values(weight):
+        weight = weight.clone()
+        weight[-24:] = 0  # the last head of V
+        return weight
+
+    model = changed(in_proj_qkv=without_values)
+    with pytest.raises(InputError, match=r"state \(conv, head 7\) of layer 0 is zero in sequence 0 of prefill 0"):
+        run(ReferenceExecutor(model), model)
+
+
+def test_a_context_of_one_token_proves_nothing():
+    with pytest.raises(InputError, match="with a context of one token"):
+        run(ReferenceExecutor(MODEL), prompts=[[5]], steps=0)
+
+
+def test_a_state_that_is_never_read_back_is_said():
+    """One forward leaves a state that nobody reads: who never reads one is right so far."""
+    report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0)
+    assert report.passed
+    assert {STATE_READ, OTHER_STATE} <= set(report.not_exercised)
+
+
+def test_a_state_that_is_forgotten_at_once_is_said():
+    """And a convolution of one tap."""
+
+    def of_one_tap(conv):
+        return torch.cat([torch.zeros_like(conv[..., :-1]), conv[..., -1:]], -1)
+
+    model = changed(a_log=lambda a_log: torch.full_like(a_log, 6.0), conv1d=of_one_tap)
+    report = run(ReferenceExecutor(model), model)
+    assert STATE_READ in report.exercised
+    assert OTHER_STATE in report.not_exercised
+
+
+@pytest.mark.parametrize(("times", "fails"), [(0.5, False), (4.0, True)])
+def test_an_output_may_be_off_by_what_sums_of_its_terms_are(monkeypatch, times, fails):
+    """By a share of ||S|| ||q||, whatever is left of it; the bound of what is left is out of the way."""
+    from haarkv.tq_ops import reference
+
+    monkeypatch.setattr(bounds, "DELTA", 1e-9)
+
+    def gated_delta(*args):
+        out, batch, state = reference.gated_delta(*args), args[-1], args[6].states[args[7]]
+        if len(out) == len(batch.rows):  # a decode step, behind which each state is there
+            for token, (row, end) in enumerate(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)):
+                memory = state.tensors["delta"][row, int((state.seen[row] == end).nonzero()[0])]
+                unit = torch.nn.functional.normalize(torch.ones_like(out[token]), dim=-1)
+                size = memory.flatten(1).norm(dim=1) * 16**-0.5  # q is a unit vector over the root of its length
+                out[token] += times * bounds.DELTA_SUMS * size[:, None] * unit
+        return out
+
+    report = run(ReferenceExecutor(MODEL, table_with({"gated_delta": gated_delta})), modes=("teacher-forced",))
+    first = report.first_divergence
+    assert (first.stage, first.fails) == ("gated_delta", fails)
+
+
+def test_rows_of_other_sequences_are_watched():
+    from haarkv.tq_ops import reference
+
+    def gated_delta(*args):
+        out, batch = reference.gated_delta(*args), args[-1]
+        state = args[6].states[args[7]]
+        other = next(row for row in range(len(state.seen) - 1) if row not in batch.rows.tolist())
+        state.tensors["delta"][other] += 1
+        return out
+
+    first = run(ReferenceExecutor(MODEL, table_with({"gated_delta": gated_delta}))).first_divergence
+    assert (first.layer, first.stage) == (0, "untouched_state")
+
+
+def test_extreme_scales_leave_states_as_they_are():
+    plan = KVSpec("tq4").plan(3)
+    model = with_extreme_scales(MODEL, plan, PROMPTS[0])
+    assert run(CpuExecutor(model), model, PROMPTS[:1]).passed
