@@ -44,9 +44,12 @@ def asked(monkeypatch):
 def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
     assert remembered.default_cache("tiny") == remembered.default_cache("random:14b") == KVSpec()
     assert remembered.default_cache(str(folder)) is None
-    hybrid = read_config("random:qwen3.5-0.8b")
-    monkeypatch.setattr(remembered, "read_config", lambda *_: hybrid)
-    assert remembered.default_cache(str(folder)) == KVSpec("k=tq6,v=tq4", TAIL, SINKS)
+    for other in ("random:qwen3.5-0.8b", "random:14b"):  # keys that cannot be learned, and too much to wait for unasked
+        config = read_config(other)
+        monkeypatch.setattr(remembered, "read_config", lambda *_, config=config: config)
+        assert remembered.default_cache(str(folder)) == KVSpec("k=tq6,v=tq4", TAIL, SINKS)
+    monkeypatch.setattr(remembered, "chosen_before", lambda _: KVSpec("tq5"))
+    assert remembered.default_cache(str(folder)) is None
 
 
 def test_the_command_and_python_choose_for_a_model_of_yours(folder, asked, capsys):

@@ -15,6 +15,7 @@ from typing import Any
 
 from haarkv.engine.plans import SINKS, TAIL, default_spec, plan_for
 from haarkv.models.catalog import SHIPPED, path_of, read_config
+from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -33,10 +34,15 @@ from haarkv.validation.planning.calibrate import unlearnable
 _VERSION = 3
 
 
-def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
-    """The cache of a model where none is named; None where one is chosen for it, as `--kv auto` does.
+CHOSEN_UP_TO = 10**9
+"""Weights of a model whose cache is chosen unasked."""
 
-    Models that are there to try the product, tiny and random ones, take `tq4`: nothing that they say depends on it.
+
+def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
+    """The cache of a model where none is named; None where one is chosen for it, as `--kv auto` does, or was before.
+
+    Models that are there to try the product, tiny and random ones, take `tq4`: nothing that they say depends on it. For models
+    of more than `CHOSEN_UP_TO` numbers nobody waits unasked: a choice takes some 30,000 tokens' forwards.
 
     Raises:
         InputError: no such model.
@@ -44,7 +50,10 @@ def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
     config = read_config(model, layers)
     if model in SHIPPED or path_of(model) is None:
         return KVSpec()
-    return default_spec(learned=False, context=config.max_position_embeddings) if unlearnable(config) else None
+    chosen = chosen_before(file_for(model, LOSS, layers)) is not None
+    if not chosen and (unlearnable(config) or num_parameters(config) > CHOSEN_UP_TO):
+        return default_spec(learned=False, context=config.max_position_embeddings)
+    return None
 
 
 def home() -> Path:
