@@ -30,7 +30,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Weight
 
 TINY = Path(__file__).parent / "tiny_qwen3"
-SHIPPED = {"tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft"}
+_SHIPPED = {"tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft"}
 _TOKENIZERS = {"tiny-draft": TINY}
 """Shipped models whose tokenizer is another's."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,7 +49,7 @@ def path_of(name: str | Path) -> Path | None:
     if str(name).startswith(_RANDOM):
         return None
     try:
-        folder = SHIPPED[str(name)] if str(name) in SHIPPED else Path(name).expanduser()
+        folder = _SHIPPED[str(name)] if str(name) in _SHIPPED else Path(name).expanduser()
         # An empty name would be this folder. What is no regular file is refused as what it is.
         found = bool(str(name)) and (folder.is_dir() or (folder.suffix == GGUF and folder.exists()))
     except (OSError, ValueError, RuntimeError):  # a name that no folder can have, or no such home

@@ -48,7 +48,7 @@ def load(
         model: `tiny`, `random:SIZE`, a folder in Hugging Face format or a `.gguf` file (`~` is the home folder), or the Hub
             id of a model that was downloaded before.
         kv: a KV format, `k=NAME,v=NAME`, a `KVSpec`, or `auto`: the smallest cache that loses at most `kv_loss`. Choosing it
-            takes minutes, once for a model: it is remembered in `~/.cache/haarkv`. Unless given: tq4 for tiny and random
+            takes minutes, once for a model: it is remembered in `~/.cache/haarkv`. Unless given: tq4 for toys and random
             models; with a calibration k=lr4,v=tq4 with 124 recent and 4 first tokens in BF16; else auto, where the model's
             keys can be learned.
         tail: recent tokens that stay in BF16; the fewest that the format needs unless given.

@@ -177,7 +177,7 @@ def set_threads(threads: int | None) -> None:
 # -- The KV cache ----------------------------------------------------------------------------------------------------------
 
 kv_option = click.option(
-    "--kv", show_default="auto; of tiny and random models tq4",
+    "--kv", show_default="auto; of toys and random models tq4",
     help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
 )  # fmt: skip
 loss_option = click.option(

@@ -22,8 +22,9 @@ from tq.loading import load
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model that is no toy by its name, and a home of its own."""
+    """A model that counts as no toy, and a home of its own."""
     monkeypatch.setattr(remembered, "home", lambda: tmp_path / "kv-auto")
+    monkeypatch.setattr(remembered, "TOY", 10**6)
     return shutil.copytree(TINY, tmp_path / "model")
 
 
@@ -42,8 +43,11 @@ def asked(monkeypatch):
 
 
 def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
-    assert remembered.default_cache("tiny") == remembered.default_cache("random:14b") == KVSpec()
+    assert remembered.default_cache("random:14b") == KVSpec()
     assert remembered.default_cache(str(folder)) is None
+    monkeypatch.setattr(remembered, "TOY", 10**7)
+    assert remembered.default_cache(str(folder)) == remembered.default_cache("tiny") == KVSpec()
+    monkeypatch.setattr(remembered, "TOY", 10**6)
     for other in ("random:qwen3.5-0.8b", "random:14b"):  # keys that cannot be learned, and too much to wait for unasked
         config = read_config(other)
         monkeypatch.setattr(remembered, "read_config", lambda *_, config=config: config)
@@ -57,7 +61,6 @@ def test_the_command_and_python_choose_for_a_model_of_yours(folder, asked, capsy
     assert '"format": "tq5"' in capsys.readouterr().out
     assert load(folder).plan.describe() == "tq5"
     assert asked == [(str(folder), auto.LOSS)] * 2
-    assert load("tiny").plan.describe() == "tq4"
     assert load(folder, kv="tq3", tail=8).plan.describe() == "tq3; tail 8"
     assert len(asked) == 2
 

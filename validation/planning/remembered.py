@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.plans import SINKS, TAIL, default_spec, plan_for
-from haarkv.models.catalog import SHIPPED, path_of, read_config
+from haarkv.models.catalog import path_of, read_config
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
@@ -34,21 +34,22 @@ from haarkv.validation.planning.calibrate import unlearnable
 _VERSION = 3
 
 
-CHOSEN_UP_TO = 10**9
-"""Weights of a model whose cache is chosen unasked."""
+TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
+"""Weights of the smallest and of the largest model whose cache is chosen unasked."""
 
 
 def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
     """The cache of a model where none is named; None where one is chosen for it, as `--kv auto` does, or was before.
 
-    Models that are there to try the product, tiny and random ones, take `tq4`: nothing that they say depends on it. For models
-    of more than `CHOSEN_UP_TO` numbers nobody waits unasked: a choice takes some 30,000 tokens' forwards.
+    Models that are there to try the product, random ones and those of fewer than `TOY` weights, take `tq4`: nothing that they
+    say depends on it. For models of more than `CHOSEN_UP_TO` nobody waits unasked: a choice takes the forwards of
+    some 30,000 tokens.
 
     Raises:
         InputError: no such model.
     """
     config = read_config(model, layers)
-    if model in SHIPPED or path_of(model) is None:
+    if path_of(model) is None or num_parameters(config) < TOY:
         return KVSpec()
     chosen = chosen_before(file_for(model, LOSS, layers)) is not None
     if not chosen and (unlearnable(config) or num_parameters(config) > CHOSEN_UP_TO):
