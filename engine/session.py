@@ -19,7 +19,7 @@ from haarkv.engine.text import GrowingText, before_stop, context_for, encode, st
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
-from haarkv.models.catalog import path_of
+from haarkv.models.catalog import file_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
@@ -242,7 +242,7 @@ class Session:
             self.executor.device,
             self.weight_bytes,
             cache.nbytes,
-            path_of(self.name),
+            file_of(self.name),
             self._predicted(len(ids), context),
         )
         ranks = tuple(self.ranks.collect(held))

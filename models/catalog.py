@@ -37,6 +37,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
 
 
+def file_of(name: str | Path) -> Path | None:
+    """`path_of`, and None for a model that was not loaded by its name."""
+    try:
+        return path_of(name)
+    except InputError:
+        return None
+
+
 def path_of(name: str | Path) -> Path | None:
     """The folder or the GGUF file that a name stands for; None for `random:SIZE`.
 

@@ -23,6 +23,7 @@ COMMON = {"tq4", "bf16", "fp32"}
 CHOOSES = (
     "benchmarks/*",
     "validation/planning/candidates.py",
+    "validation/planning/auto.py",
     "validation/ops/suite.py",
     "validation/fidelity/entries.py",
 )

@@ -187,7 +187,7 @@ def test_the_gpu_refuses_by_name():
     ("command", "words"),
     [
         (["calibrate", "--out", "c.safetensors"], "layer 0 of this model has no keys"),
-        (["generate", "--prompt", "ab", "--draft", "self"], "take --draft ngram"),
+        (["generate", "--prompt", "ab", "--draft", "self"], "take --draft mtp or ngram"),
         (["export", "--out", "graphs"], "it mixes tokens by DeltaNet"),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",

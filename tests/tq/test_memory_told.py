@@ -11,7 +11,7 @@ from refusals import assert_refused
 from haarkv.engine.plans import needed, plan_for
 from haarkv.models.catalog import load_model, read_config, source_of, weights_of
 from haarkv.models.footprint import WeightBytes, weight_bytes, work_bytes
-from haarkv.models.gguf_mix import mixed_bytes, type_of
+from haarkv.models.gguf_mix import mixed_bytes, place_called, stays_plain, type_of
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -125,13 +125,15 @@ def test_info_counts_weights_as_a_file_of_a_type_has_them(capsys):
 
 
 def test_a_mix_takes_blocks_that_divide_rows():
-    config = read_config("random:0.6b")
-    assert type_of("model.layers.0.mlp.down_proj.weight", (1024, 3072), config, "q4_k_m") == "Q6_K"
-    assert type_of("model.layers.4.mlp.down_proj.weight", (1024, 3072), config, "q4_k_m") == "Q4_K"
-    assert type_of("model.layers.4.mlp.up_proj.weight", (3072, 576), config, "q4_k_m") == "Q5_0"
-    assert type_of("model.embed_tokens.weight", (9, 576), config, "q4_k_m") == "Q8_0"  # the head is tied to it
-    assert type_of("model.layers.4.mlp.up_proj.weight", (3072, 40), config, "q4_k_m") == "F16"
-    assert type_of("model.norm.weight", (576,), config, "q4_k_m") == "F32"
+    def wanted(name, width, mix="q4_k_m"):
+        return type_of(place_called(name, 28, tied=True), width, mix)
+
+    assert wanted("blk.0.ffn_down.weight", 3072) == "Q6_K"
+    assert wanted("blk.4.ffn_down.weight", 3072) == "Q4_K"
+    assert wanted("blk.4.ffn_up.weight", 576) == "Q5_0"
+    assert wanted("token_embd.weight", 576) == "Q8_0"  # the head is tied to it
+    assert wanted("blk.4.ffn_up.weight", 40) == "F16"
+    assert stays_plain("output_norm.weight", (576,))
 
 
 # -- What there is --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
 from haarkv.validation.layers import slack
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.faults import OUT, SEEN_AS, Fault, Layer
+from haarkv.validation.layers.faults import OF_DELTA, OUT, SEEN_AS, Fault, Layer
 from haarkv.validation.layers.forward import MadeLayer, Reference
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
@@ -143,7 +143,8 @@ def _narrowed(stage: str, made: MadeLayer, run: Run) -> tuple[str, ...]:
     The first token of a sequence attends to nothing but itself: its attention is its own V, whatever its query and the softmax
     are. If these tokens are right and others are not, the fault lies before attention's sum.
     """
-    every = SEEN_AS.get(stage, (stage,))
+    # Causes are looked for in layers that have K and V.
+    every = tuple(name for name in SEEN_AS.get(stage, (stage,)) if name not in OF_DELTA)
     if stage != "attention_mlp":
         return every
     first = made.batch.positions == 0

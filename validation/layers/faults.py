@@ -120,14 +120,13 @@ DRIVES: Mapping[str, Callable[[Executor], Executor]] = {"ops": lambda executor: 
 """How an executor can be driven: its ops seen one by one, or its layers alone."""
 
 
+OF_DELTA = ("in_proj_z", "gated_delta", "delta_norm", "delta_gate", "out_proj")
+"""Stages of a layer of Gated DeltaNet alone."""
+_BEHIND = ("post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj")
 SEEN_AS = {
     K: ("input_norm", "k_proj", "k_norm", "k_rope", K),
     V: ("input_norm", "v_proj", V),
-    OUT: (
-        "q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", "in_proj_z", "gated_delta", "delta_norm", "delta_gate",
-        "out_proj", "post_norm", "gate_proj", "up_proj", "silu_mul",
-        "down_proj",
-    ),
+    OUT: ("q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", *OF_DELTA, *_BEHIND),
     "conv_state": ("in_proj_qkv", "in_proj_qkvz", "conv_state"),
     "delta_state": ("in_proj_a", "in_proj_b", "in_proj_ba", "state_read", "convolution", "decay", "beta", "delta_state"),
     "head": ("final_norm", "forward"),

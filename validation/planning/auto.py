@@ -168,7 +168,7 @@ def _judged(
         (row,) = evaluate(Setup(subject.model, base, caches, subject.fingerprint), text, on_step=on_step)
         yield spec_of(plan, calibration), row
         held = held or row.kl_mean <= loss
-        if _NEAR * loss <= row.kl_mean <= loss:
+        if _NEAR * loss <= row.kl_mean <= loss or row.kl_mean <= 0:
             return
         allowed *= 0.95 * loss / row.kl_mean
     if not held:  # a cache that loses nothing
