@@ -264,12 +264,12 @@ def _chosen(given: Mapping[str, Any]) -> KVSpec:
             raise click.UsageError(f"{auto} sets the whole cache; leave out {option}{other}")
     if "model" not in given:
         raise click.UsageError("--kv auto is for commands that run one model; name a format")
-    from haarkv.validation.planning.auto import LOSS, steps
+    from haarkv.validation.planning.auto import LOSS, require_loss, steps
     from haarkv.validation.planning.remembered import cache_for, chosen_before, file_for
 
     set_threads(given.get("threads"))
     layers = given.get("layers")
-    loss = LOSS if given.get("kv_loss") is None else given["kv_loss"]
+    loss = LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"])
     if (known := chosen_before(file_for(given["model"], loss, layers))) is not None:
         return known
     say("choosing a KV cache for this model, once: it is remembered; --kv tq4 takes one that needs no choice")

@@ -131,4 +131,4 @@ def test_structures_are_filled_by_name_and_completely():
         library.SideArgs(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, integers=None)
     # As the compiler lays them out.
     assert ctypes.sizeof(library.SideArgs) == 120
-    assert ctypes.sizeof(library.Kept) == 24
+    assert ctypes.sizeof(library.Kept) == 32

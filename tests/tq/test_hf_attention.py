@@ -307,7 +307,7 @@ def test_generate_switches_for_its_own_call(calls):
             return [" ".join(map(str, row.tolist())) for row in rows]
 
     model.set_attn_implementation("sdpa")
-    tq.generate(model, Words(), "some words", max_new_tokens=3, do_sample=False)
+    tq.generate(model, Words(), "some words", "tq4", max_new_tokens=3, do_sample=False)
     assert calls
     assert model.config._attn_implementation == "sdpa"
     calls.clear()

@@ -95,7 +95,7 @@ def test_biases_are_refused_by_the_weights_unless_allowed(models):
 def test_generate_hands_the_model_over(models):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     with pytest.raises(InputError, match="garbage"):
-        tq.generate(models["biases"], tokenizer, "def", balance=False, max_new_tokens=1)
+        tq.generate(models["biases"], tokenizer, "def", "tq4", balance=False, max_new_tokens=1)
     with pytest.warns(UserWarning, match="balanced K of layers 1 and 4"):
         assert isinstance(tq.generate(models["biases"], tokenizer, "def", max_new_tokens=1), str)
 

@@ -55,6 +55,7 @@ OWN = {
     ("matrix", "--text"): "several, each of a kind",
     ("matrix", "--kv"): "a list",
     ("matrix", "--out"): "rows, which are added to",
+    ("quantize", "--out"): "a GGUF file",
     ("matrix", "--tokens"): "8192 of each text unless given",
     ("matrix", "--dtype"): "another default",
     ("matrix", "--plot"): "of all rows",
@@ -187,7 +188,7 @@ NEEDED = {
     "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
-    "matrix": ("tiny", "--text", "text.txt", "--out", "rows"),
+    "matrix": ("tiny", "--text", "text.txt", "--out", "rows"), "quantize": ("tiny", "--out", "x.gguf"),
     "bench drafts": ("--draft", "ngram"), "bench weights": ("--text", "text.txt"), "bench long-context": ("--model", "tiny"),
 }  # fmt: skip
 """What a command would lack."""
@@ -213,8 +214,8 @@ def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypat
 
 
 LEAST = {
-    "--cold": 1, "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--head-dim": 2, "--kv-sink": 0,
-    "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--memory": 1, "--output-tokens": 1,
+    "--cold": 1, "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--head-dim": 2, "--imatrix-tokens": 64,
+    "--kv-sink": 0, "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--memory": 1, "--output-tokens": 1,
     "--prefill": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0, "--repeats": 1, "--seed": 0, "--steps": 0,
     "--stored": 0, "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
 }  # fmt: skip

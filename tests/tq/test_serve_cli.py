@@ -15,6 +15,7 @@ from haarkv.serving import serve as serving
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import remembered
+from haarkv.validation.planning.auto import LOSS
 from tq.cli import main
 
 
@@ -118,7 +119,7 @@ def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == (1 if args else 2)
         assert args or "`tq generate --model tiny --kv auto --prompt Hello` chooses one" in lines[0]
-    file = remembered.file_for("tiny", 0.05 if "--kv-loss" in args else 0.01)
+    file = remembered.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
     file.parent.mkdir(parents=True)
     config = read_config("tiny")
     file.write_text(

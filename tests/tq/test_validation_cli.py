@@ -376,7 +376,8 @@ def test_the_self_test_reports_what_it_missed(validate, monkeypatch):
     row = module.SelfTestRow("float32", "ops", "a fault", "layer 3 head", "–", "nothing", False)
 
     def fake(models, prompts, on_row):
-        assert [model.dtype for model in models] == [torch.bfloat16]
+        assert {model.dtype for model in models} == {torch.bfloat16}
+        assert [bool(model.config.state_shapes) for model in models] == [False, True]
         assert min(map(len, prompts)) >= 2
         if on_row:
             on_row(row)

@@ -515,7 +515,7 @@ def test_the_dtype_is_one_that_both_executors_run(monkeypatch):
 
 def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(monkeypatch):
     made, loaded = [], []
-    monkeypatch.setattr(contenders, "load_model", lambda *_: loaded.append(MODEL) or MODEL)
+    monkeypatch.setattr(contenders, "load_model", lambda *_, **how: loaded.append(how) or MODEL)
     monkeypatch.setattr(catalog, "create", lambda *args: made.append(args) or ReferenceExecutor(args[1]))
     a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
     assert len(loaded) == 1

@@ -50,6 +50,7 @@ def command(
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
+    options.set_threads(threads)
     check_writable(out)
     mix = mix.lower()
     source = source_of(model)
@@ -57,7 +58,6 @@ def command(
         raise InputError(f"{model} is no .gguf file; convert it with llama.cpp's convert_hf_to_gguf.py first")
     if out.resolve() == source.path.resolve():
         raise click.UsageError("--out is the model itself; name another file")
-    options.set_threads(threads)
     held = held_for(source, read_config(model))
     if again := sorted({of.blocks for of in held.values() if of.blocks} - {mix.upper()}):
         warn(f"{source.path} is quantized already ({', '.join(again)}): what that has lost stays lost")

@@ -106,7 +106,9 @@ def print_rows(report: Report, verbose: bool) -> None:
     outside = [row for row in report.rows if not row.passed]
     if shown := report.rows if verbose else outside[:_MOST_OUTSIDE]:
         cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in shown]
-        print_table("", list(cells[0]), [list(row.values()) for row in cells])
+        # A column of states, where no layer keeps one, would only make the others narrow.
+        columns = [name for name in cells[0] if name == "" or any(row[name] != "–" for row in cells)]
+        print_table("", columns, [[row[name] for name in columns] for row in cells])
     if not verbose and len(shown) < len(report.rows):
         print(f"{len(report.rows) - len(shown)} more rows: --verbose")
 

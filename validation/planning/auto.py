@@ -104,8 +104,7 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     Raises:
         InputError: a bound that is none.
     """
-    if not loss > 0:
-        raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
+    require_loss(loss)
     config, times = subject.config, [time.monotonic()]
     context = config.max_position_embeddings
     base = subject.session(KVSpec("bf16"))
@@ -132,6 +131,17 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
         replace(spec, made_for=file.shape, weights=file.fingerprint), config, file, costs, tuple(row for _, row in rows), row,
         loss, (learned, probing, judging),
     )  # fmt: skip
+
+
+def require_loss(loss: float) -> float:
+    """The bound.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not loss > 0:
+        raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
+    return loss
 
 
 def costs_of(probed: Costs, calibration: Calibration) -> Costs:
