@@ -48,7 +48,7 @@ class MTPSource:
     paced: bool = True
 
     def follow(self, sequences: int, max_context: int) -> MTPDrafter:
-        """What notes the hidden states of so many sequences, and drafts from them."""
+        """What notes the hidden states of a batch of sequences, and drafts from them."""
         return MTPDrafter(self, sequences, max_context)
 
     def begin(self, beginning: Beginning) -> Drafter:

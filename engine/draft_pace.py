@@ -1,7 +1,7 @@
 """How many tokens to draft a step, by what was measured: tokens that come of a step over the seconds that it takes.
 
 The first steps try the most, none and one. What each number would give follows from two measures: how often a draft is taken
-once those before it were, and the time of a step with so many drafts. Between numbers that were tried, time is taken to grow
+once those before it were, and a step's time by its number of drafts. Between numbers that were tried, time is taken to grow
 evenly. Now and then another number is tried again. Where none pays, drafting is tried a few more times and then stops.
 """
 
@@ -82,7 +82,7 @@ class Pace:
                 self._taken[place] += place < taken
 
     def _tokens(self, count: int) -> float:
-        """Expected of a step with so many drafts."""
+        """Tokens expected of a step with this number of drafts."""
         total, reached, share = 1.0, 1.0, 0.5
         for place in range(count):
             # Where little was tried, a draft is taken to be as good as the one before it.
@@ -92,7 +92,7 @@ class Pace:
         return total
 
     def _time(self, count: int) -> float:
-        """Seconds of a step with so many drafts: the median where it was tried, else between or along the nearest two."""
+        """Seconds of a step with this number of drafts: the median where it was tried, else by the nearest two."""
         known = sorted((number, statistics.median(times)) for number, times in self._seconds.items())
         if not known:
             return 1.0

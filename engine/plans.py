@@ -107,7 +107,7 @@ class Needed:
 
 
 def needed(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightBytes, sequences: int = 1) -> Needed:
-    """What sequences of so many tokens each take beside a model's weights."""
+    """What sequences of `tokens` each take beside a model's weights."""
     kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
     return Needed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
 

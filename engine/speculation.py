@@ -77,7 +77,7 @@ class Speculation:
         return came
 
     def _step(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing], tokens: int) -> list[list[int]]:
-        """A step of at most so many drafts a sequence."""
+        """A step with at most this number of drafts a sequence."""
         most = {row: min(tokens, text.room) for row, text in zip(rows, texts, strict=True)}
         proposals = self._drafter.propose({row: text.token_ids for row, text in zip(rows, texts, strict=True)}, most)
         began = time.perf_counter()

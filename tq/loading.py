@@ -64,7 +64,7 @@ def load(
             together.
     """
     beside: dict[str, Any] = {"tail": tail, "sink": sink, "skip_layers": skip_layers}
-    beside = {name: value for name, value in beside.items() if value}
+    beside = {name: value for name, value in beside.items() if value or (name == "tail" and value is not None)}
     given = next(iter([*beside, *["calibration"] * bool(calibration)]), None)
     default = default_cache(str(model), layers) if kv is None and plan is None and not calibration else KVSpec()
     auto = kv == AUTO_KV or default is None

@@ -236,8 +236,9 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     if file is None:
         assert default is not None
         learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
-        beside = {name: given[f"kv_{name}"] or getattr(default, name) for name in ("tail", "sink", "skip_layers")}
-        return replace(learned, kv=default.kv, **beside)
+        tail = default.tail if given["kv_tail"] is None else given["kv_tail"]  # 0 is asked for as well
+        sink, skipped = given["kv_sink"] or default.sink, given["kv_skip_layers"]
+        return replace(learned, kv=default.kv, tail=tail, sink=sink, skip_layers=skipped)
     for name, option in written().items():
         if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
             raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")

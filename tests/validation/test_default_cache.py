@@ -62,6 +62,8 @@ def test_the_command_and_python_choose_for_a_model_of_yours(folder, asked, capsy
     assert load(folder).plan.describe() == "tq5"
     assert asked == [(str(folder), auto.LOSS)] * 2
     assert load(folder, kv="tq3", tail=8).plan.describe() == "tq3; tail 8"
+    with pytest.raises(InputError, match="kivi2 quantizes 32 tokens together and needs tail=31 or more, not 0"):
+        load(folder, kv="kivi2", tail=0)
     assert len(asked) == 2
 
 
