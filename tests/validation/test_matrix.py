@@ -17,7 +17,8 @@ from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.fidelity import matrix
 from haarkv.validation.fidelity.entries import AsItComes, entry_of, without_waiting
 from haarkv.validation.fidelity.evaluation import row_of
-from haarkv.validation.fidelity.matrix import Beside, Results, Subject, Task, Text, measure, prepare
+from haarkv.validation.fidelity.matrix import Results, measure
+from haarkv.validation.fidelity.matrix_models import Beside, Subject, Task, Text, prepare
 from haarkv.validation.fidelity.plot import family, matrix_svg
 from haarkv.validation.fidelity.scores import score_text
 
@@ -143,6 +144,27 @@ def test_formats_that_learn_do_so_from_the_text_that_is_given(named, subject, tm
     assert all(0 < row["kl_mean"] < 1 and row["learned_sha256"] for row in rows)
     without = Task(learning, [CODE], (128,), (Beside(0, 0),), 256)
     assert rows_of(subject, named, tmp_path / "none", without) == []
+
+
+def test_formats_by_layer_take_what_is_asked_and_lose_less_than_one_format_everywhere(named, tmp_path):
+    asked = [entry_of(kv) for kv in ("layers:4.5", "layers:3.5", "k=lr3,v=tq3")]
+    task = Task(asked, [CODE], (128,), (Beside(0, 0), Beside(16, 4)), 256, Text("learn", CODE.content * 24))
+    subject = Subject(named, task)
+    plans = [subject.side(asked[0], beside).plan for beside in task.beside]
+    assert [(plan.recent, plan.sink) for plan in plans] == [(None, 0), (16, 4)]
+    assert plans[0].layers == plans[1].layers
+    wide, narrow, uniform = rows_of(subject, named, tmp_path / "rows", task)[:3]
+    assert wide["bits_per_value"] <= 4.5
+    assert narrow["bits_per_value"] <= uniform["bits_per_value"] == 3.5
+    assert wide["kl_mean"] < narrow["kl_mean"] < uniform["kl_mean"]
+
+
+def test_formats_by_layer_say_what_they_need(named):
+    with pytest.raises(InputError, match=r"layers:x names no bits a value; write layers:4\.25"):
+        entry_of("layers:x")
+    task = Task([entry_of("layers:4.25")], [CODE], (128,), (Beside(0, 0),), 256, Text("learn", CODE.content))
+    with pytest.raises(InputError, match="formats by layer learn from 11,265 tokens; the text of --learn has"):
+        Subject(named, task).side(task.entries[0], task.beside[0])
 
 
 # -- Rows are kept -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from tq.options import Numbers, set_threads, threads_option
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
-    from haarkv.validation.fidelity.matrix import Named, Results, Task
+    from haarkv.validation.fidelity.matrix import Results
+    from haarkv.validation.fidelity.matrix_models import Named, Task
 
 
 class _Besides(click.ParamType[tuple[tuple[int, int], ...]]):
@@ -48,7 +49,7 @@ class _Besides(click.ParamType[tuple[tuple[int, int], ...]]):
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="N", help="Score N of each text at most."
 )
-@click.option("--learn", "learn_file", metavar="FILE", help="A text for formats that learn: OSCAR, lr2 to lr5.")
+@click.option("--learn", "learn_file", metavar="FILE", help="A text for what learns: OSCAR, lr2 to lr5, layers:BITS.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw what --out holds, as SVG.")
 @threads_option
@@ -93,7 +94,7 @@ def _task(
     learn: str | None, dtype: str,
 ) -> Task:  # fmt: skip
     from haarkv.validation.fidelity.entries import ENTRIES, entry_of
-    from haarkv.validation.fidelity.matrix import Beside, Task, Text
+    from haarkv.validation.fidelity.matrix_models import Beside, Task, Text
     from haarkv.validation.fidelity.setup import parse_list
 
     if len({Path(file).stem for file in texts}) < len(texts):
@@ -109,7 +110,8 @@ def _task(
 
 def _measure(models: Sequence[str], task: Task, results: Results) -> None:
     from haarkv.benchmarks.report import machine
-    from haarkv.validation.fidelity.matrix import Subject, measure, prepare, tokens_of
+    from haarkv.validation.fidelity.matrix import measure, tokens_of
+    from haarkv.validation.fidelity.matrix_models import Subject, prepare
 
     prepared = [prepare(model, task) for model in dict.fromkeys(models)]
     for named in prepared:

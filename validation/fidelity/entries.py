@@ -6,6 +6,7 @@ on the model as it is; ours on the balanced one, as they generate.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from haarkv.engine.session import Session
 from haarkv.models.caches import new_cache
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Field, KVFormat
 from haarkv.tq_ops.formats.learned import bits_of
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -22,6 +24,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation.fidelity.evaluation import CHUNK
 
 OURS, OTHERS = "ours", "others"
+_BY_LAYER = "layers:"
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Entry:
 
     Attributes:
         label: in tables and figures.
-        kv: its formats, as `formats.parse` takes them.
+        kv: its formats, as `formats.parse` takes them; or `layers:B`: formats chosen layer by layer, K apart from V, that take
+            B bits a value without what stays in BF16.
         whose: `OURS` or `OTHERS`.
     """
 
@@ -41,7 +45,12 @@ class Entry:
     @property
     def learned(self) -> bool:
         """Whether its formats need something that is learned of the model."""
-        return formats.needs_calibration(self.kv)
+        return self.budget is not None or formats.needs_calibration(self.kv)
+
+    @property
+    def budget(self) -> float | None:
+        """Bits a value of a cache that is chosen layer by layer."""
+        return float(self.kv.removeprefix(_BY_LAYER)) if self.kv.startswith(_BY_LAYER) else None
 
     @property
     def balanced(self) -> bool:
@@ -55,6 +64,7 @@ _OURS = {
     "learned K 2, V tq3": "k=lr2,v=tq3", "learned K 3, V tq3": "k=lr3,v=tq3", "learned K 3, V tq4": "k=lr3,v=tq4",
     "learned K 4, V tq3": "k=lr4,v=tq3", "learned K 4, V tq4": "k=lr4,v=tq4", "learned K 5, V tq4": "k=lr5,v=tq4",
     "learned K 5, V tq5": "k=lr5,v=tq5",
+    **{f"by layer, {bits} bits": f"{_BY_LAYER}{bits}" for bits in ("2.75", "3.25", "3.75", "4.25", "5.25")},
 }  # fmt: skip
 _OTHERS = {
     "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0, turned": "q4_0_rot", "tq3_0": "tq3_0",
@@ -69,10 +79,19 @@ ENTRIES = (
 
 
 def entry_of(kv: str) -> Entry:
-    """The entry of a format; what no entry names is called after itself. Ours are rotated levels, and learned ones."""
+    """The entry of a format; what no entry names is called after itself. Ours are rotated levels, and learned ones.
+
+    Raises:
+        InputError: `layers:` without a number of bits.
+    """
     known = {entry.kv: entry for entry in ENTRIES}
     if kv in known:
         return known[kv]
+    if kv.startswith(_BY_LAYER):
+        bits = kv.removeprefix(_BY_LAYER)
+        if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,4})?", bits):
+            raise InputError(f"{kv} names no bits a value; write {_BY_LAYER}4.25")
+        return Entry(f"by layer, {bits} bits", kv, OURS)
     names = [part.split("=")[-1] for part in kv.split(",")]
     ours = any(bits_of(name) or name in _OURS for name in names)
     return Entry(kv, kv, OURS if ours else OTHERS)

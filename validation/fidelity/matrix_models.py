@@ -1,0 +1,236 @@
+"""What a matrix measures: texts, windows, what stays in BF16, and models with whoever runs them with a cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+from haarkv.engine.plans import SINKS, TAIL, plan_for
+from haarkv.executors import catalog
+from haarkv.executors.base import Executor
+from haarkv.models import balance as balancing
+from haarkv.models.base import DecoderModel
+from haarkv.models.catalog import load_model, read_config
+from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
+from haarkv.models.text import Tokenizer, load_tokenizer
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.calibration_file import calibration_of
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.table import OpTable
+from haarkv.validation.fidelity.entries import OURS, Entry, Side, entry_of, without_waiting
+from haarkv.validation.fidelity.evaluation import Setup, Workload, make_workload
+from haarkv.validation.fidelity.setup import weights_fingerprint
+from haarkv.validation.planning import auto
+from haarkv.validation.planning.calibrate import learn_model
+from haarkv.validation.planning.candidates import Costs
+from haarkv.validation.planning.moments import learn_oscar
+from haarkv.validation.planning.planner import choices_within
+from haarkv.validation.planning.planner import measure as measure_places
+
+LEARNED_FROM, PROBED_BY = 10_240, 1024
+"""Tokens of the text that formats learn from."""
+_GROUP = 128
+"""Windows are multiples of the longest group that a format quantizes together."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to measure by.
+
+    Attributes:
+        kind: its name in rows: prose, code, chat.
+        content: of its file.
+    """
+
+    kind: str
+    content: str
+
+    @property
+    def digest(self) -> str:
+        """Of its UTF-8 bytes."""
+        return hashlib.sha256(self.content.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What stays in BF16, the same for all: the newest `tail` tokens and the first `sink` ones."""
+
+    tail: int
+    sink: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured.
+
+    Attributes:
+        entries: caches.
+        texts: each of a kind of its own.
+        windows: lengths, each a multiple of 128.
+        beside: each with every cache.
+        tokens: scored of each text at most, in whole windows.
+        learn: a text that formats learn from which need it; without it they are left out.
+        dtype: of the model.
+    """
+
+    entries: Sequence[Entry]
+    texts: Sequence[Text]
+    windows: Sequence[int] = (1024,)
+    beside: Sequence[Beside] = (Beside(0, 0), Beside(128, 4))
+    tokens: int = 8192
+    learn: Text | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if bad := [size for size in self.windows if size < _GROUP or size % _GROUP]:
+            raise InputError(f"windows are multiples of {_GROUP} tokens, which some formats quantize together, not {bad[0]}")
+
+
+# -- A model ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model before its weights are read.
+
+    Attributes:
+        name: as the user gives it.
+        config, tokenizer: its own.
+        workloads: what is run, by kind of text and window.
+    """
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    workloads: Mapping[tuple[str, int], Workload]
+
+    @property
+    def short(self) -> str:
+        """Its name in rows: of a file or folder the last part."""
+        return Path(self.name).stem if self.name.endswith(".gguf") else Path(self.name).name
+
+
+def prepare(name: str, task: Task) -> Named:
+    """Read what can be read without the weights.
+
+    Raises:
+        InputError: no such model, a text that is shorter than a window, or a window that is longer than the model's context.
+    """
+    config = read_config(name)
+    tokenizer = load_tokenizer(name, config)
+    workloads = {}
+    for text in task.texts:
+        ids = tokenizer.encode(text.content)
+        for size in task.windows:
+            count = min((len(ids) - 1) // size, max(1, task.tokens // size))
+            if count < 1:
+                raise InputError(f"text {text.kind} has {len(ids):,} tokens in {name}, too few for a window of {size:,}")
+            whole = ids[: (len(ids) - 1) // size * size + 1]
+            workloads[text.kind, size] = make_workload(
+                whole, config.max_position_embeddings, window=size, tokens=count * size, prompts=0
+            )
+    return Named(name, config, tokenizer, workloads)
+
+
+class Subject:
+    """A model with its weights, and whoever runs it with a cache."""
+
+    def __init__(self, named: Named, task: Task, progress: Progress | None = None) -> None:
+        self._named, self._task = named, task
+        # Nearly every cache is read by the fastest executor here.
+        fastest = catalog.select(catalog.AUTO, named.config, [], device="cpu", dtype=task.dtype).name
+        self.model = load_model(named.name, task.dtype, None, progress, keep_blocks=catalog.block_types(fastest))
+        self.weights = weights_fingerprint(self.model)
+        self._executors: dict[tuple[bool, str], Executor] = {}
+        self._learned: dict[str, Calibration] = {}
+
+    @cached_property
+    def _balanced(self) -> DecoderModel:
+        return balancing.balance(self.model).model
+
+    @cached_property
+    def base(self) -> Side:
+        """With K and V in bf16."""
+        return self._side(plan_for(KVSpec("bf16"), self.model.config), balanced=False)
+
+    def side(self, entry: Entry, beside: Beside) -> Side:
+        """An entry's cache on the fastest executor that reads it, else on the reference.
+
+        Raises:
+            InputError: it has no layout for this model, or needs a longer tail.
+        """
+        if entry.budget is not None:
+            plan = replace(self._by_layer(entry.budget), recent=beside.tail or None, sink=beside.sink)
+        else:
+            learned = self._calibration(entry) if entry.learned else None
+            spec = KVSpec(entry.kv, beside.tail or None, beside.sink, calibration=learned)
+            plan = plan_for(spec, self.model.config)
+        return self._side(plan if beside.tail else without_waiting(plan), balanced=entry.balanced)
+
+    def _side(self, plan: KVPlan, balanced: bool) -> Side:
+        config = self.model.config
+        try:
+            name = catalog.select(catalog.AUTO, config, [plan], device="cpu", dtype=self._task.dtype).name
+        except InputError:
+            name = "reference"
+        if (balanced, name) not in self._executors:
+            model = self._balanced if balanced else self.model
+            self._executors[balanced, name] = catalog.create(name, model, plan)
+        return Side(self._named.name, config, self._executors[balanced, name], self._named.tokenizer, plan)
+
+    @property
+    def _ops(self) -> OpTable:
+        """The fastest table that takes a bf16 cache."""
+        return self.base.executor.ops or cast(OpTable, reference)
+
+    @property
+    def _coordinates(self) -> Calibration:
+        """Learned keys' coordinates."""
+        return self._calibration(entry_of("k=lr4,v=tq4"))
+
+    def _calibration(self, entry: Entry) -> Calibration:
+        """OSCAR's rotations, or the coordinates of learned keys, both from the same tokens."""
+        if entry.whose not in self._learned:
+            assert self._task.learn is not None
+            ids, context = self._named.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
+            plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
+            windows = [plan.fed(window) for window in plan.windows]
+            if entry.whose == OURS:
+                learning = learn_model(self.model, self._ops, windows, ())
+                self._learned[entry.whose] = calibration_of(learning.layers)
+            else:
+                self._learned[entry.whose] = learn_oscar(self.model, self.base, windows)
+        return self._learned[entry.whose]
+
+    def _by_layer(self, budget: float) -> KVPlan:
+        """The formats of each layer that lose least within a budget of bits a value, without what stays in BF16.
+
+        Raises:
+            InputError: a budget that no formats meet.
+        """
+        config = self.model.config
+        context = min(auto.CONTEXT, config.max_position_embeddings)
+        (choice,) = choices_within(self._costs, config, budget=budget, tails=(0,), context=context, learned=self._coordinates)
+        return choice.plan
+
+    @cached_property
+    def _costs(self) -> Costs:
+        """What each format is taken to cost at each place, as `auto` does, on tokens behind those that were learned from."""
+        assert self._task.learn is not None
+        config, ids = self.model.config, self._named.tokenizer.encode(self._task.learn.content)
+        if len(ids) <= (least := LEARNED_FROM + PROBED_BY):
+            raise InputError(f"formats by layer learn from {least + 1:,} tokens; the text of --learn has {len(ids):,}")
+        context = config.max_position_embeddings
+        text = make_workload(ids[LEARNED_FROM:], context, window=min(PROBED_BY, context), tokens=PROBED_BY, prompts=0)
+        tail = min(TAIL, context)
+        base = replace(self.base, plan=plan_for(KVSpec("bf16", tail, SINKS), config))
+        probes = {side: (name,) for side, name in auto.PROBES.items()}
+        probed = measure_places(Setup(self.model, base, {}, self.weights), text, probes, learned=self._coordinates)
+        return auto.costs_of(probed, self._coordinates)
