@@ -93,13 +93,13 @@ def _task(
     texts: Sequence[str], kvs: Sequence[str], windows: Sequence[int], beside: Sequence[tuple[int, int]], tokens: int,
     learn: str | None, dtype: str,
 ) -> Task:  # fmt: skip
-    from haarkv.validation.fidelity.entries import ENTRIES, entry_of
+    from haarkv.validation.fidelity.entries import BY_LAYER, ENTRIES, entry_of
     from haarkv.validation.fidelity.matrix_models import Beside, Task, Text
     from haarkv.validation.fidelity.setup import parse_list
 
     if len({Path(file).stem for file in texts}) < len(texts):
         raise click.UsageError("two texts have the same kind, the name of their file; rename one")
-    entries = tuple(entry_of(kv) for kv in parse_list(kvs)) or ENTRIES
+    entries = tuple(entry_of(kv) for kv in parse_list(kvs, taken=lambda part: part.startswith(BY_LAYER))) or ENTRIES
     if kvs and learn is None and (learned := [entry.kv for entry in entries if entry.learned]):
         raise click.UsageError(f"{learned[0]} is learned of a model; give --learn a text of ten thousand tokens")
     read = [Text(Path(file).stem, read_text(file, "--text")) for file in texts]

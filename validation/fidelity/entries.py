@@ -24,7 +24,7 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.validation.fidelity.evaluation import CHUNK
 
 OURS, OTHERS = "ours", "others"
-_BY_LAYER = "layers:"
+BY_LAYER = "layers:"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Entry:
     @property
     def budget(self) -> float | None:
         """Bits a value of a cache that is chosen layer by layer."""
-        return float(self.kv.removeprefix(_BY_LAYER)) if self.kv.startswith(_BY_LAYER) else None
+        return float(self.kv.removeprefix(BY_LAYER)) if self.kv.startswith(BY_LAYER) else None
 
     @property
     def balanced(self) -> bool:
@@ -64,7 +64,7 @@ _OURS = {
     "learned K 2, V tq3": "k=lr2,v=tq3", "learned K 3, V tq3": "k=lr3,v=tq3", "learned K 3, V tq4": "k=lr3,v=tq4",
     "learned K 4, V tq3": "k=lr4,v=tq3", "learned K 4, V tq4": "k=lr4,v=tq4", "learned K 5, V tq4": "k=lr5,v=tq4",
     "learned K 5, V tq5": "k=lr5,v=tq5",
-    **{f"by layer, {bits} bits": f"{_BY_LAYER}{bits}" for bits in ("2.75", "3.25", "3.75", "4.25", "5.25")},
+    **{f"by layer, {bits} bits": f"{BY_LAYER}{bits}" for bits in ("2.75", "3.25", "3.75", "4.25", "5.25")},
 }  # fmt: skip
 _OTHERS = {
     "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0, turned": "q4_0_rot", "tq3_0": "tq3_0",
@@ -87,10 +87,10 @@ def entry_of(kv: str) -> Entry:
     known = {entry.kv: entry for entry in ENTRIES}
     if kv in known:
         return known[kv]
-    if kv.startswith(_BY_LAYER):
-        bits = kv.removeprefix(_BY_LAYER)
+    if kv.startswith(BY_LAYER):
+        bits = kv.removeprefix(BY_LAYER)
         if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,4})?", bits):
-            raise InputError(f"{kv} names no bits a value; write {_BY_LAYER}4.25")
+            raise InputError(f"{kv} names no bits a value; write {BY_LAYER}4.25")
         return Entry(f"by layer, {bits} bits", kv, OURS)
     names = [part.split("=")[-1] for part in kv.split(",")]
     ours = any(bits_of(name) or name in _OURS for name in names)

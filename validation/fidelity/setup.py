@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
@@ -33,7 +33,9 @@ BASELINE = "bf16"
 _SAMPLED = 1024
 
 
-def parse_list(specs: Sequence[str], learned: Calibration | None = None) -> list[str]:
+def parse_list(
+    specs: Sequence[str], learned: Calibration | None = None, taken: Callable[[str], bool] = lambda _: False
+) -> list[str]:
     """Names of caches from lists of formats.
 
         list := format {"," format};   format := NAME | "k=" NAME "," "v=" NAME
@@ -45,6 +47,7 @@ def parse_list(specs: Sequence[str], learned: Calibration | None = None) -> list
 
     Args:
         learned: what `lrB` takes its coordinates from.
+        taken: whether a part is taken as it stands, as the caller's own.
     Returns:
         as `formats.describe` writes them, each once, in the order given.
     Raises:
@@ -57,7 +60,9 @@ def parse_list(specs: Sequence[str], learned: Calibration | None = None) -> list
             whole = f"{part},{next(parts, '')}" if "=" in part else part
             if not part or whole.endswith(","):
                 raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
-            named = learned is None and formats.needs_calibration(whole)  # whoever builds the cache has its coordinates
+            named = taken(whole) or (
+                learned is None and formats.needs_calibration(whole)
+            )  # whoever builds the cache has its coordinates
             found[whole if named else formats.describe(*formats.parse(whole, learned))] = None
     return list(found)
 
