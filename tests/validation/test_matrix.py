@@ -201,8 +201,8 @@ def row(label, bits, kl, model="a", text="code", tail=0):
 
 
 def test_families():
-    labels = ("lr64", "tq4", "tq3_0", "tbq4_0", "KVarN k4v2", "OSCAR", "KIVI 2", "llama.cpp q4_0", "FP8", "K tq6, V tq4")
-    assert [family(label) for label in labels] == ["lr", "tq", "", "", "KVarN", "OSCAR", "KIVI", "llama.cpp", "", "K "]
+    labels = ("learned K 4, V tq4", "tq4", "tq3_0", "tbq4_0", "KVarN k4v2", "OSCAR", "KIVI 2", "llama.cpp q4_0", "FP8", "K tq6, V tq4")
+    assert [family(label) for label in labels] == ["learned", "tq", "", "", "KVarN", "OSCAR", "KIVI", "llama.cpp", "", "K "]
 
 
 def test_the_figure_names_every_row_and_is_the_same_again():

@@ -158,7 +158,7 @@ def _overlap(a: Bbox, b: Bbox) -> float:
 # -- The matrix: ours beside others ---------------------------------------------------------------------------------------
 # Color, mark and name of each family; a row belongs to the first whose prefix its label has.
 _FAMILIES = {
-    "lr": ("#d9827b", "d", "learned keys (ours)"),
+    "learned": ("#b8336a", "d", "learned coordinates (ours)"),
     "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
     "K ": ("#5aa0e0", "D", "K finer than V (ours)"),
     "KVarN": ("#1b7f5c", "s", "KVarN"),
@@ -167,7 +167,7 @@ _FAMILIES = {
     "llama.cpp": ("#b3261e", "x", "llama.cpp"),
     "": ("#6b7280", "+", "other"),
 }
-_LINES = ("tq",)
+_LINES = ("learned", "tq")
 _MOST_BITS = 13.0
 
 
