@@ -15,7 +15,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.fidelity import matrix
-from haarkv.validation.fidelity.entries import AsItComes, entry_of, without_waiting
+from haarkv.validation.fidelity.entries import ENTRIES, OURS, AsItComes, entry_of, without_waiting
 from haarkv.validation.fidelity.evaluation import row_of
 from haarkv.validation.fidelity.matrix import Beside, Results, Subject, Task, Text, measure, prepare
 from haarkv.validation.fidelity.plot import family, matrix_svg
@@ -201,8 +201,9 @@ def row(label, bits, kl, model="a", text="code", tail=0):
 
 
 def test_families():
-    labels = ("learned K 4, V tq4", "tq4", "tq3_0", "tbq4_0", "KVarN k4v2", "OSCAR", "KIVI 2", "llama.cpp q4_0", "FP8", "K tq6, V tq4")
+    labels = ("learned K 4", "tq4", "tq3_0", "tbq4_0", "KVarN k4v2", "OSCAR", "KIVI 2", "llama.cpp q4_0", "FP8", "K tq6, V tq4")
     assert [family(label) for label in labels] == ["learned", "tq", "", "", "KVarN", "OSCAR", "KIVI", "llama.cpp", "", "K "]
+    assert {family(entry.label) for entry in ENTRIES if entry.whose == OURS and entry.learned} == {"learned"}
 
 
 def test_the_figure_names_every_row_and_is_the_same_again():
