@@ -201,7 +201,7 @@ def row(label, bits, kl, model="a", text="code", tail=0):
 
 
 def test_families():
-    labels = ("learned K 4", "tq4", "tq3_0", "tbq4_0", "KVarN k4v2", "OSCAR", "KIVI 2", "llama.cpp q4_0", "FP8", "K tq6, V tq4")
+    labels = ("learned K", "tq4", "tq3_0", "tbq4_0", "KVarN k4v2", "OSCAR", "KIVI 2", "llama.cpp q4_0", "FP8", "K tq6, V tq4")
     assert [family(label) for label in labels] == ["learned", "tq", "", "", "KVarN", "OSCAR", "KIVI", "llama.cpp", "", "K "]
     assert {family(entry.label) for entry in ENTRIES if entry.whose == OURS and entry.learned} == {"learned"}
 
