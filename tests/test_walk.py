@@ -10,7 +10,7 @@ from places import ROOT
 
 from tq.cli import cli
 
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 of_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
 

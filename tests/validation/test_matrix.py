@@ -15,7 +15,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.fidelity import matrix
-from haarkv.validation.fidelity.entries import AsItComes, entry_of, without_waiting
+from haarkv.validation.fidelity.entries import ENTRIES, OURS, AsItComes, entry_of, without_waiting
 from haarkv.validation.fidelity.evaluation import row_of
 from haarkv.validation.fidelity.matrix import Results, measure
 from haarkv.validation.fidelity.matrix_models import Beside, Subject, Task, Text, prepare
@@ -223,32 +223,13 @@ def row(label, bits, kl, model="a", text="code", tail=0):
 
 
 def test_families():
-    labels = (
-        "by layer, 4.25 bits",
-        "learned K 4, V tq4",
-        "tq4",
-        "tq3_0",
-        "tbq4_0",
-        "KVarN k4v2",
-        "OSCAR",
-        "KIVI 2",
-        "llama.cpp q4_0",
-        "FP8",
-        "K tq6, V tq4",
-    )
-    assert [family(label) for label in labels] == [
-        "by layer",
-        "learned",
-        "tq",
-        "",
-        "",
-        "KVarN",
-        "OSCAR",
-        "KIVI",
-        "llama.cpp",
-        "",
-        "K ",
-    ]
+    families = {
+        "by layer, 4.25 bits": "by layer", "learned K 4, V tq4": "learned", "tq4": "tq", "tq3_0": "", "tbq4_0": "",
+        "KVarN k4v2": "KVarN", "OSCAR": "OSCAR", "KIVI 2": "KIVI", "llama.cpp q4_0": "llama.cpp", "FP8": "",
+        "K tq6, V tq4": "K ",
+    }  # fmt: skip
+    assert {label: family(label) for label in families} == families
+    assert {family(entry.label) for entry in ENTRIES if entry.whose == OURS and entry.learned} == {"learned", "by layer"}
 
 
 def test_the_figure_names_every_row_and_is_the_same_again():

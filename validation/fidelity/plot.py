@@ -158,8 +158,8 @@ def _overlap(a: Bbox, b: Bbox) -> float:
 # -- The matrix: ours beside others ---------------------------------------------------------------------------------------
 # Color, mark and name of each family; a row belongs to the first whose prefix its label has.
 _FAMILIES = {
-    "by layer": ("#0b1f4b", "*", "learned keys, by layer (ours)"),
-    "learned": ("#d9827b", "d", "learned keys (ours)"),
+    "by layer": ("#0b1f4b", "*", "learned coordinates, by layer (ours)"),
+    "learned": ("#b8336a", "d", "learned coordinates (ours)"),
     "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
     "K ": ("#5aa0e0", "D", "K finer than V (ours)"),
     "KVarN": ("#1b7f5c", "s", "KVarN"),
@@ -168,7 +168,11 @@ _FAMILIES = {
     "llama.cpp": ("#b3261e", "x", "llama.cpp"),
     "": ("#6b7280", "+", "other"),
 }
+<<<<<<< HEAD
 _LINES = ("tq", "by layer")
+=======
+_LINES = ("learned", "tq")
+>>>>>>> docsa
 _MOST_BITS = 13.0
 
 

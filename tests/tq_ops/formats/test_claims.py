@@ -1,4 +1,4 @@
-"""docs/claims.md: sizes, cosines and errors that follow from the formats are what the page says."""
+"""benchmarks/CLAIMS.md: sizes, cosines and errors that follow from the formats are what the page says."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from places import ROOT
 from haarkv.codebooks.lloyd_max import converged_unit_centroids
 from haarkv.tq_ops import formats
 
-PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").replace(",", "")
+PAGE = (ROOT / "benchmarks" / "CLAIMS.md").read_text(encoding="utf-8").replace(",", "")
 SIZES = {("tq4_seed", 128): (132, 8.25), ("tbq4_0", 128): (66, 4.125), ("manthan3", 256): (100, 3.125)}
 
 
