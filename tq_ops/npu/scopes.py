@@ -147,7 +147,7 @@ class AttentionProgram:
 
     @classmethod
     def tuned(cls, variant: str, num_heads: int, num_kv_heads: int, step_tokens: int = 2048) -> AttentionProgram:
-        """A variant with the sizes that the cost model likes best for it; figures in docs/npu.md."""
+        """A variant with the sizes that the cost model likes best for it; figures in benchmarks/LOG.md."""
         most, longest = {"tq4": (8, 2048), "published": (4, 1024), "bf16": (2, 2048)}[variant]
         at_once = heads_at_once(num_kv_heads, most)
         return cls(variant, AttentionShape(num_heads, num_kv_heads, 1, step_tokens, at_once, longest))
