@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,7 @@ def load(
         InputError: one of these does not exist, or they do not fit together.
     """
     spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
+    began = time.perf_counter()
     # What is wrong is said before the weights are read.
     formats.parse(spec.kv, spec.calibration)
     config = read_config(name, layers)
@@ -119,11 +122,13 @@ def load(
         guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
+    if running.simulated and device is None and ranks.rank == 0:
+        on_warning(f"executor {selected.name} runs in {running.description}; minutes for a few tokens of a small model")
     keeping = loaded.config.for_drafts(drafts.tokens) if drafts else loaded.config
     return Session(
         name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,
         generation=generation, passed_over=selected.passed_over, ranks=ranks, weight_bytes=loaded.weights.nbytes,
-        loaded=counted,
+        loaded=replace(counted, seconds=time.perf_counter() - began),
         uneven=balanced.uneven, guard=guard, weights=weights, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip

@@ -139,13 +139,15 @@ device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: 
 threads_option = click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
 
 
+def dtype_option(dtype: str | None = None) -> Decorator:
+    """Give a command `--dtype`, with a default, or the executor's own."""
+    shown_default = dtype or "bfloat16 on cuda and npu, else float32"
+    return click.option("--dtype", type=_DTYPES, default=dtype, show_default=shown_default)
+
+
 def run_options(dtype: str | None = None) -> Decorator:
     """Give a command `--device`, `--dtype` (with a default, or the executor's own), `--layers` and `--threads`."""
-    shown_default = dtype or "bfloat16 on cuda and npu, else float32"
-    return together(
-        device_option, click.option("--dtype", type=_DTYPES, default=dtype, show_default=shown_default), layers_option,
-        threads_option,
-    )  # fmt: skip
+    return together(device_option, dtype_option(dtype), layers_option, threads_option)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -153,22 +155,22 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 resume_option = file("--resume", "Save progress here; resume from it if it exists.", "resume_file")
 
 
-_THREADS = 256
-"""That a machine of any size starts."""
+_THREADS = 2
+"""That every machine takes: some commands ask for as many where nobody says otherwise."""
 
 
 def set_threads(threads: int | None) -> None:
     """Use so many CPU threads, if a number was asked for.
 
     Raises:
-        click.UsageError: far more than this machine has processors for; the system would not start them.
+        click.UsageError: more than this machine has processors, which would only wait for each other.
     """
     if threads is not None:
-        most = max(_THREADS, 2 * (os.cpu_count() or 1))
+        processors = os.cpu_count() or 1
+        most = max(_THREADS, processors)
         if threads > most:
-            raise click.UsageError(
-                f"--threads {shown(threads)}: this machine has {os.cpu_count()} processors; give at most {most}"
-            )
+            has = f"{processors} processor{'s' * (processors != 1)}"
+            raise click.UsageError(f"--threads {shown(threads)}: this machine has {has}; give at most {most}")
         import torch
 
         torch.set_num_threads(threads)
@@ -191,9 +193,7 @@ skip_layers_option = click.option(
     "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
 )
 tail_option = click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
-sink_option = click.option(
-    "--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."
-)
+sink_option = click.option("--kv-sink", type=click.IntRange(min=0), metavar="S", help="Keep the first S tokens in BF16.")
 _BESIDE = (tail_option, sink_option, skip_layers_option)
 
 
@@ -236,9 +236,12 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     if file is None:
         assert default is not None
         learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
-        tail = default.tail if given["kv_tail"] is None else given["kv_tail"]  # 0 is asked for as well
-        sink, skipped = given["kv_sink"] or default.sink, given["kv_skip_layers"]
-        return replace(learned, kv=default.kv, tail=tail, sink=sink, skip_layers=skipped)
+        # 0 is asked for as well.
+        tail, sink = (
+            of_default if asked is None else asked
+            for asked, of_default in ((given["kv_tail"], default.tail), (given["kv_sink"], default.sink))
+        )
+        return replace(learned, kv=default.kv, tail=tail, sink=sink, skip_layers=given["kv_skip_layers"])
     for name, option in written().items():
         if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
             raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")
@@ -356,13 +359,16 @@ def open_session(given: Mapping[str, Any], **others: Any) -> Session:
     # The bar is there before torch is, whose import takes a second.
     with loading(given["model"]) as progress:
         from haarkv.engine.loading import load
-        from haarkv.engine.sampling import Sampling
+        from haarkv.engine.sampling import Sampling, require_drawn
         from haarkv.engine.text import stop_list
+        from haarkv.models.text import generation_settings
 
         spec, draft = kv_spec(given), draft_spec(given) if "draft" in given else None
         set_threads(given["threads"])
         stop_list(given.get("stop", ()))
         Sampling(**sampling_of(given))
+        if filters := sampling_of(given):
+            require_drawn(generation_settings(given["model"]), filters)
         names = ("executor", "device", "dtype", "layers", "allow_collapse")
         return load(
             given["model"], kv=spec, progress=progress, on_program=compiling, on_warning=warn, draft=draft,

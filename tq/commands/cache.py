@@ -96,6 +96,8 @@ def info(file: Path, as_json: bool) -> None:
 def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     """Store a sequence in another format, from what the file holds: the model is not needed.
 
+    Without --kv each layer keeps the format that it has, and --compress alone changes no number.
+
     What the first format lost stays lost. --out may name FILE itself. Learned formats, of the file or wanted, are those of
     --calibration or --kv-plan. Uneven channels stay balanced, or not, as --balance had them when the file was made.
     """
@@ -116,6 +118,15 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     origin.require_fits(stored, before, str(file))
     if spec.weights and spec.weights != origin.weights:
         raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")
+    if not {"kv", "kv_plan"} & options.written().keys():
+        # What is not asked for stays as the file has it.
+        skipped = {layer % shape.num_layers for layer in spec.skip_layers}
+        tail, sink = (
+            own if others[name] is None else others[name]
+            for name, own in (("kv_tail", origin.tail), ("kv_sink", origin.sink))
+        )
+        layers = {layer: pair for layer, pair in layers.items() if layer not in skipped}
+        spec = replace(spec, layers=layers, tail=tail, sink=sink)
     after = spec.plan(shape.num_layers, shape)
     after.require_layout(shape.layers)
     after.require_context(len(stored.token_ids))

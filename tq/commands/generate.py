@@ -20,7 +20,8 @@ from tq.ranks import tensor_parallel
 if TYPE_CHECKING:
     from haarkv.engine.loading import Room
     from haarkv.engine.ranks import RankMemory
-    from haarkv.engine.session import Result, Session
+    from haarkv.engine.result import Result
+    from haarkv.engine.session import Session
     from haarkv.models.config import ModelConfig
     from haarkv.models.parallel import Ranks
     from haarkv.models.text import Tokenizer

@@ -27,7 +27,7 @@ def generate(
 
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[str], kv: str | None = None, *,
-    tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (), plan: Mapping[int, str] | None = None,
+    tail: int | None = None, sink: int | None = None, skip_layers: Sequence[int] = (), plan: Mapping[int, str] | None = None,
     balance: bool = True, allow_collapse: bool = False, **generate_kwargs: Any,
 ) -> str | list[str]:  # fmt: skip
     """Continue one prompt or several; the continuations without the prompts and without special tokens.
