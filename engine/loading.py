@@ -14,7 +14,7 @@ from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.plans import balanced_for, needed, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Loaded, Session
-from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, on_host, select
+from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, interpreted, on_host, select
 from haarkv.models import balance as balancing
 from haarkv.models.catalog import load_model, read_config, source_of, weights_of
 from haarkv.models.checkpoint import Progress
@@ -122,8 +122,8 @@ def load(
         guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
-    if running.simulated and device is None and ranks.rank == 0:
-        on_warning(f"executor {selected.name} runs in {running.description}; minutes for a few tokens of a small model")
+    if (slowly := interpreted(running, device)) and ranks.rank == 0:
+        on_warning(slowly)
     keeping = loaded.config.for_drafts(drafts.tokens) if drafts else loaded.config
     return Session(
         name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,

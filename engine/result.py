@@ -10,6 +10,7 @@ from haarkv.engine.generation import Completion, Timing
 from haarkv.engine.ranks import RankMemory
 from haarkv.engine.sampling import Sampling
 from haarkv.tq_ops.kv.stored import StoredSequence
+from haarkv.tq_ops.words import counted
 
 _SHOWN = Repr()
 _SHOWN.maxstring = 60
@@ -57,8 +58,3 @@ class Result:
         texts = ", ".join(map(_SHOWN.repr, self.texts[:2])) + ", …" * (len(self.texts) > 2)
         tokens = counted(sum(len(done.token_ids) for done in self.completions), "new token")
         return f"Result([{texts}], {tokens}, {self.kv.format}: {self.kv.bytes:,} bytes of KV cache)"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and what it counts, in the plural unless it is one."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"

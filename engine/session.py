@@ -15,7 +15,7 @@ from haarkv.engine.drafts import DraftSource, report_of
 from haarkv.engine.generation import OnPrefill, generate
 from haarkv.engine.plans import needed, shape_of
 from haarkv.engine.ranks import memory_here
-from haarkv.engine.result import KVUsage, Result, counted
+from haarkv.engine.result import KVUsage, Result
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.stream import Stream
 from haarkv.engine.text import GrowingText, before_stop, context_for, encode, stop_list
@@ -35,6 +35,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
 from haarkv.tq_ops.warn import warn
+from haarkv.tq_ops.words import counted
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Session:
 
     def __repr__(self) -> str:
         per_token = self.ranks.size * self.plan.bytes_per_token(self.config.kv_shapes)
-        return f"Session({self.name!r} on {self.executor.name}, {self.plan.summary()}: {per_token:,.0f} bytes of K and V a token)"
+        kv = f"{self.plan.summary()}: {per_token:,.0f} bytes of K and V a token"
+        return f"Session({self.name!r} on {self.executor.name}, {kv})"
 
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping.

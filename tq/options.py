@@ -113,11 +113,11 @@ MODELS = "tiny, random:SIZE, a folder in Hugging Face format or a .gguf file (~ 
 
 def model_option(default: str = "tiny") -> Decorator:
     """Give a command `--model`."""
-    return click.option("--model", default=default, show_default=True, help=f"{MODELS}.")
+    return click.option("--model", "-m", default=default, show_default=True, help=f"{MODELS}.")
 
 
 prompt_options = together(
-    click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a batch."),
+    click.option("--prompt", "-p", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a batch."),
     click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin."),
 )
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.words import counted
 from tq import options
 from tq.commands.generate import read_prompts
+from tq.groups import Group
 from tq.output import err, prefilling, print_table, warn
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ _OUT = options.file("--out", "The file to write.", required=True)
 _COMPRESS = click.option("--compress", is_flag=True, help="Pack the file without loss, where that saves 5 % or more.")
 
 
-@click.group("cache")
+@click.group("cache", cls=Group)
 def command() -> None:
     """Store what a prompt leaves in the KV cache, look at it, and store it smaller.
 
@@ -56,7 +58,7 @@ def save(
     whole = result.stored[0]
     stored = replace(whole, token_ids=whole.token_ids[: whole.length])
     session.save_cache(out, stored, compress=compress)
-    print(f"{out}: {stored.length:,} tokens, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
+    print(f"{out}: {counted(stored.length, 'token')}, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
 
 
 @command.command("info")

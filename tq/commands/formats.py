@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
+from tq.groups import Command
 from tq.output import print_table
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.formats import KVFormat
 
 
-@click.command("formats")
+@click.command("formats", cls=Command)
 @click.option("--head-dim", type=click.IntRange(2, 1024), default=128, show_default=True, help="Numbers in one K or V vector.")
 @options.json_option
 def command(head_dim: int, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
+from tq.groups import Command
 from tq.output import print_table
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def _amount(value: str) -> int:
     return int(size)
 
 
-@click.command("info")
+@click.command("info", cls=Command)
 @click.argument("model", default="tiny")
 @click.option(
     "--memory", "memories", type=_memory, default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",

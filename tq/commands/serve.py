@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from tq import options
+from tq.groups import Command
 
 _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
@@ -18,7 +19,7 @@ _KV = (
 )
 
 
-@click.command("serve", context_settings=_CONTEXT)
+@click.command("serve", cls=Command, context_settings=_CONTEXT)
 @click.argument("model")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM FLAGS]...")
 @click.option("--kv", metavar="FORMAT", help=_KV)
@@ -79,8 +80,9 @@ def command(
         model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
     learned, plan = (None if file is None else Path(file) for file in (calibration, kv_plan))
     cache = Cache(
-        kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail, sink=kv_sink or 0
-    )
+        kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail,
+        sink=kv_sink or 0,
+    )  # fmt: skip
     serve(model, cache, flags, say=say)
 
 

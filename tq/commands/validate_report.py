@@ -1,4 +1,4 @@
-"""What `tq validate` and `tq replay` print and write of a report, of two, and of a failing layer."""
+"""What `tq validate` and `tq dev replay` print and write of a report, of two, and of a failing layer."""
 
 from __future__ import annotations
 
@@ -177,5 +177,5 @@ def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     content = dumps(found)
     write_whole(file, content)
     return (
-        f"{file} ({len(content):,} bytes): {found.case.describe()}; run it with tq replay {file} --executor {found.candidate}"
+        f"{file} ({len(content):,} bytes): {found.case.describe()}; run it with tq dev replay {file} --executor {found.candidate}"
     )
