@@ -98,8 +98,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
     target.print(visible(title), highlight=False, soft_wrap=True)
     room = target.width if target.is_terminal else sys.maxsize
-    if not columns or _least(columns, rows, 0) <= room:
-        target.print(_as_table(columns, rows, broken=bool(columns) and _least(columns, rows, 1) > room))
+    if not columns or _least(columns, rows, whole=False) <= room:
+        target.print(_as_table(columns, rows, broken=bool(columns) and _least(columns, rows, whole=True) > room))
         return
     for first, *rest in rows:
         target.print(f"{columns[0]} {visible(first)}".strip(), highlight=False)
@@ -110,7 +110,7 @@ _LEAST_TEXT = 16
 """Columns of a terminal in which a cell of words can still be read."""
 
 
-def _least(columns: Sequence[str], rows: Sequence[Sequence[str]], whole: int) -> int:
+def _least(columns: Sequence[str], rows: Sequence[Sequence[str]], whole: bool) -> int:
     """Columns of a terminal that a table takes at least; with `whole`, its headings stay on one line."""
     total = 3 * (len(columns) - 1)
     for index, heading in enumerate(columns):

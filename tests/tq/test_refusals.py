@@ -35,8 +35,15 @@ VALIDATE = "validate --model m --executor reference --prompt spam"
 REFUSED = {
     "": [
         ("generate", "no prompt", "--prompt"),
-        ("bogus", "bogus"),
+        ("bogus", "there is no command 'bogus'; `tq --help` lists them all"),
+        ("genrate 'spam'", "did you mean generate?"),
         ("--bogus", "--bogus"),
+        ("bench decod", "there is no command 'decod'; did you mean decode?"),
+        ("compile", "`tq compile` is a command of the workshop: `tq dev compile`"),
+        ("bringup --out x", "`tq dev bringup`"),
+        ("replay x", "`tq dev replay`"),
+        ("dev bring-up", "did you mean bringup?"),
+        ("generate why is the sky blue", "in quotes"),
     ],
     GENERATE: [
         ("--kv auto --kv-tail 3", "--kv auto sets the whole cache; leave out --kv-tail"),
@@ -61,7 +68,12 @@ REFUSED = {
         ("--layers 1", "--layers"),
         ("--chat", "chat template"),
         ("--promt a", "--promt"),
-        ("b", "b"),
+        ("b", "give PROMPT, or --prompt and --prompt-file, but not both"),
+        ("--top-k 40", "top-k chooses among tokens, and this model takes the likeliest; give a temperature as well"),
+        ("--top-p 0.9", "top-p", "give a temperature"),
+        ("--min-p 0.1", "min-p", "give a temperature"),
+        ("--kv k=lr4,v=tq4", "lr4 needs", "give its file with --calibration"),
+        ("--threads 999", "--threads 999: this machine has", "give at most"),
         (f"--threads 1{'0' * 30}", "processors; give at most"),
         ("--kv-tail 100000000000", "longer than this model's context of 1,024"),
         (f"--kv-sink 1{'0' * 30}", "longer than this model's context of 1,024"),
@@ -101,6 +113,7 @@ REFUSED = {
         (f"--memory {'9' * 400}", "memory"),
     ],
     "formats": [("--head-dim 127", "127"), *((f"--head-dim '{word}'", "--head-dim") for word in WORDS)],
+    "export --model m --out o": [("--kv tq3", "exported graphs read tq4, not tq3")],
     "export --out o": [(f"--layers '{word}'", "--layers") for word in WORDS],
     EVAL: [
         ("--kv bf16,tq9", "tq9", "choose from"),
@@ -151,12 +164,11 @@ REFUSED = {
         ("--replay absent/layer", "absent", "does not exist"),
         ("--steps 2000", "context"),
         ("--prompt-tokens 1 --steps 0", "one token"),
-        ("--self-test", "--self-test", "leave out"),
-        ("--sensitivity", "--sensitivity", "leave out"),
-        ("--self-test --sensitivity", "--self-test and --sensitivity"),
+        ("--self-test", "--self-test is a command of its own now: `tq dev self-test`"),
+        ("--sensitivity", "`tq dev sensitivity`"),
     ],
     "validate": [("--prompt-tokens 3", "--prompt-tokens", "--prompt")],
-    "compile": [
+    "dev compile": [
         ("--cpp m", "m exists"),
         ("--cpp a/b", "its parent is not a folder"),
         ("--model random:3b", "no such size: random:3b"),
@@ -202,7 +214,7 @@ def snapshot(folder: Path):
 def test_a_mistake_is_one_line_and_2_and_changes_no_file(capsys, monkeypatch, folder, line, words):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    monkeypatch.setattr(serving, "find_spec", lambda _: None)  # it is refused before vLLM is missed
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())  # else that vLLM is missing is said first
     before = snapshot(folder)
     ran = main(shlex.split(line)), *capsys.readouterr()
     assert_refused(ran, *words)
