@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -56,7 +56,7 @@ class _SystemRefusedError(Exception):
 class _Commands(Group):
     """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
 
-    sections = {heading: {name: f"tq.commands.{name}" for name in names} for heading, names in _SECTIONS.items()}
+    sections: ClassVar = {heading: {name: f"tq.commands.{name}" for name in names} for heading, names in _SECTIONS.items()}
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         workshop = self.get_command(ctx, "dev")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from shutil import get_terminal_size
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -94,13 +94,14 @@ def section_of(option: click.Option) -> str:
 class Group(click.Group):
     """Commands under headings, each imported when it is used.
 
-    Args:
-        sections: heading -> name of a command -> where it is, as `module:attribute` or a module whose `command` it is.
+    Attributes:
+        sections: heading -> name of a command -> where it is, as `module:attribute` or a module whose `command` it is; empty
+            where commands are added by decorators.
     """
 
     context_class = _Context
     command_class = Command
-    sections: Mapping[str, Mapping[str, str]] = {}
+    sections: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for commands in self.sections.values() for name in commands] or list(self.commands)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import click
 
 from tq.groups import Group
 
 
 class _Workshop(Group):
-    sections = {
+    sections: ClassVar = {
         "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.compile"},
         "The validator": {
             "replay": "tq.commands.replay",
