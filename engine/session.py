@@ -252,12 +252,12 @@ class Session:
         """
         return Stream(partial(self.generate, [prompt], **given), on_prefill)
 
-    def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = False) -> None:
+    def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
         """Write a stored sequence to a file: the whole file, or nothing.
 
         Args:
             note: a text that the file carries along; `cache_file.read_note` gives it back.
-            compress: pack without loss what becomes smaller by it.
+            compress: pack without loss what becomes smaller by it; of a short text nearly all, for blocks are stored whole.
         Raises:
             InputError: it is not of this model and cache, or the file cannot be written.
         """

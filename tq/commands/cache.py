@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path)
 _OUT = options.file("--out", "The file to write.", required=True)
-_COMPRESS = click.option("--compress", is_flag=True, help="Pack the file without loss, where that saves 5 % or more.")
+_COMPRESS = click.option(
+    "--compress/--no-compress", default=True, show_default=True,
+    help="Pack the file without loss, where that saves 5 % or more.",
+)  # fmt: skip
 
 
 @click.group("cache", cls=Group)
@@ -98,7 +101,7 @@ def info(file: Path, as_json: bool) -> None:
 def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     """Store a sequence in another format, from what the file holds: the model is not needed.
 
-    Without --kv each layer keeps the format that it has, and --compress alone changes no number.
+    Without --kv each layer keeps the format that it has, and no number changes.
 
     What the first format lost stays lost. --out may name FILE itself. Learned formats, of the file or wanted, are those of
     --calibration or --kv-plan. Uneven channels stay balanced, or not, as --balance had them when the file was made.
