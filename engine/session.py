@@ -6,8 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any, Unpack
 
 from haarkv.engine.collapse import Guard

@@ -98,7 +98,8 @@ def _greet(ctx: click.Context) -> None:
     with page.section("First steps"):
         page.write_dl(_FIRST_STEPS)
     page.write_paragraph()
-    page.write_text("MODEL is a .gguf file or a folder in Hugging Face format. All commands: tq --help")
+    page.write_text("MODEL is a .gguf file, or a folder in Hugging Face format.")
+    page.write_text("All commands: tq --help")
     print(page.getvalue(), end="")
 
 

@@ -91,8 +91,8 @@ def print_judged(line: str, passed: bool | None = None) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
     """Print a title and a table, on stdout unless a console is given.
 
-    Columns of numbers are right-aligned. Without column names there is no header and nothing is aligned. Where a terminal is too
-    narrow for the columns, each row becomes a paragraph with a line a column.
+    Columns of numbers are right-aligned. Without column names there is no header and nothing is aligned. Where a terminal is
+    too narrow for the columns, each row becomes a paragraph with a line a column.
     """
     # The name of a folder may look like markup, but is none.
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)

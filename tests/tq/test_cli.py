@@ -290,7 +290,8 @@ def test_json_has_the_promised_keys_and_consistent_numbers(tq, checkpoint):
     assert ran.err == ""
     assert result.keys() == {
         "text", "token_ids", "prompt_tokens", "reused_tokens", "new_tokens", "finish", "load_s", "prefill_ms",
-        "prefill_tokens_per_s", "decode_ms_per_token", "decode_tokens_per_s", "sampling", "kv", "memory", "executor", "model", "completions",
+        "prefill_tokens_per_s", "decode_ms_per_token", "decode_tokens_per_s", "sampling", "kv", "memory", "executor", "model",
+        "completions",
     }  # fmt: skip
     assert result["kv"].keys() == {"format", "bytes_per_token", "bytes", "bf16_bytes"}
     assert [c["prompt_tokens"] for c in result["completions"]] == [5, 200]

@@ -133,4 +133,6 @@ def test_an_interpreter_that_nobody_asked_for_is_announced(run, monkeypatch):
         _, _, err = run("generate", "--prompt", "x", "--executor", "npu", *device)
         *before, last = err.splitlines()
         assert last == "tq: computed"
-        assert any("executor npu runs in an interpreter here, minutes for a few tokens" in line for line in before) == announced
+        assert (
+            any("executor npu runs in an interpreter here, minutes for a few tokens" in line for line in before) == announced
+        )

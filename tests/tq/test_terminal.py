@@ -46,7 +46,9 @@ def test_commands_stand_under_headings(capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("args", [(), ("--help",), ("dev",), ("generate", "--help"), ("bench", "decode", "--help")], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [(), ("--help",), ("dev",), ("generate", "--help"), ("bench", "decode", "--help")], ids=" ".join
+)
 def test_help_fits_into_a_narrow_terminal(args):
     _, shown = seen(*args, columns=NARROW)
     lines = shown.splitlines()

@@ -127,8 +127,7 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
         # What is not asked for stays as the file has it.
         skipped = {layer % shape.num_layers for layer in spec.skip_layers}
         tail, sink = (
-            own if others[name] is None else others[name]
-            for name, own in (("kv_tail", origin.tail), ("kv_sink", origin.sink))
+            own if others[name] is None else others[name] for name, own in (("kv_tail", origin.tail), ("kv_sink", origin.sink))
         )
         layers = {layer: pair for layer, pair in layers.items() if layer not in skipped}
         spec = replace(spec, layers=layers, tail=tail, sink=sink)

@@ -15,7 +15,8 @@ from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq import __version__
 from tq.commands.eval import read_text
 from tq.groups import Command
-from tq.options import Numbers, set_threads, threads_option
+from tq.option_kinds import Numbers
+from tq.options import set_threads, threads_option
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
