@@ -70,10 +70,8 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
         assert default is not None
         learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
         # 0 is asked for as well.
-        tail, sink = (
-            of_default if asked is None else asked
-            for asked, of_default in ((given["kv_tail"], default.tail), (given["kv_sink"], default.sink))
-        )
+        tail = default.tail if given["kv_tail"] is None else given["kv_tail"]
+        sink = default.sink if given["kv_sink"] is None else given["kv_sink"]
         return replace(learned, kv=default.kv, tail=tail, sink=sink, skip_layers=given["kv_skip_layers"])
     for name, option in written().items():
         if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):

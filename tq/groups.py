@@ -21,6 +21,7 @@ _NAMES, _NARROW = 30, 60
 """Columns of names at most, and the width of a terminal below which they take a third of it."""
 
 _SECTIONS: Mapping[str, Sequence[str]] = {
+    "Sides": ("--a", "--b"),
     "Text": (
         "--prompt", "--prompt-file", "--prompt-tokens", "--text", "--chat", "--system", "--max-new-tokens", "--max-context",
         "--stop",
@@ -38,11 +39,11 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
     "How much": (
         "--steps", "--repeat", "--repeats", "--contexts", "--batches", "--window", "--tokens", "--verify-tokens",
         "--greedy-prompts", "--only", "--peers", "--no-peers", "--peer-kv", "--users", "--output-tokens", "--memory", "--cold",
-        "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
+        "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context", "--stored",
     ),
     "Results": (
-        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--plot", "--save", "--out", "--resume", "--force",
-        "--session",
+        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--plot", "--save", "--out",
+        "--resume", "--force", "--session",
     ),
 }  # fmt: skip
 """Headings of long lists of options."""
@@ -123,7 +124,8 @@ class Group(click.Group):
         raise click.UsageError(f"there is no command {name!r}; {hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading, names in (self.sections or {"Commands": self.commands}).items():
+        sections: Mapping[str, Mapping[str, Any]] = self.sections or {"Commands": self.commands}
+        for heading, names in sections.items():
             found = {name: command for name in names if (command := self.get_command(ctx, name)) and not command.hidden}
             with formatter.section(heading):
                 formatter.write_dl([(name, command.get_short_help_str(_WIDEST)) for name, command in found.items()])

@@ -22,7 +22,7 @@ def alphabet(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
-    """After a line's end comes `ab`, for ever."""
+    """After a line's end comes `xy` and another one, for ever."""
     config = {"max_position_embeddings": 30_000}
     folder = tmp_path_factory.mktemp("endless") / "m"
     return write_checkpoint(folder, config=config, mutate=saying("\nxy", endless=True))
@@ -84,14 +84,14 @@ def test_keys_edit_a_line_and_bring_back_earlier_ones(chat, alphabet, tmp_path):
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat, endless, tmp_path):
     with chat(endless, "--session", "talk", "--max-new-tokens", 25_000) as terminal:
         terminal.type("hi\n")
-        terminal.until("xyx")
+        terminal.until("xy\r\nxy")
         terminal.type(CTRL_C)
         terminal.until("> ")
         terminal.type("half a li" + CTRL_C)
         assert "(/exit ends the conversation)" in terminal.until("conversation)")
         terminal.until("> ")
         terminal.type("again\n")
-        terminal.until("xyx")
+        terminal.until("xy\r\nxy")
         terminal.type(CTRL_C)
         terminal.until("> ")
         terminal.type("/exit\n")
@@ -104,23 +104,23 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat, endless, tmp_path):
 def test_an_answer_that_was_stopped_stays_in_the_conversation(chat, endless, tmp_path):
     with chat(endless, "--session", "talk", "--max-new-tokens", 4) as terminal:
         terminal.type("hi\n")
-        terminal.until("xyxy")
+        terminal.until("xy\r\nx")
         terminal.until("> ")
         terminal.type("/exit\n")
         assert terminal.end() == 0
     with chat(endless, "--session", "talk", "--max-new-tokens", 25_000) as terminal:
         terminal.type("more\n")
-        terminal.until("xyxyxyxy")
+        terminal.until("xy\r\nxy\r\nxy")
         terminal.type(CTRL_C)
         terminal.until("> ")
         terminal.type("/exit\n")
         assert terminal.end() == 0
     messages = json.loads(read_note(tmp_path / "talk"))
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    assert messages[3]["content"].startswith("xyxy")
+    assert messages[3]["content"].startswith("xy\nxy")
     with chat(endless, "--session", "talk", "--max-new-tokens", 4) as terminal:
         terminal.type("and?\n")
-        terminal.until("xyxy")
+        terminal.until("xy\r\nx")
         computed = int(terminal.until(" computed").split("[")[1].split(" of ")[0])
         assert computed > len(messages[3]["content"])  # what was stopped is computed anew, what was stored is not
 

@@ -140,7 +140,7 @@ def test_a_long_list_of_options_stands_under_headings(capsys, name):
     assert main([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     for option, section in sections.items():
-        place = re.search(rf"^ +(-\w, )?{option}\b", shown, re.MULTILINE).start()
+        *_, place = (found.start() for found in re.finditer(rf"^ +(-\w, )?{option}\b", shown, re.MULTILINE))
         above = re.findall(r"^([A-Z][A-Za-z ]+):$", shown[:place], re.MULTILINE)
         assert above[-1] == section, option
 

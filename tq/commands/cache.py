@@ -126,9 +126,8 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     if not {"kv", "kv_plan"} & options.written().keys():
         # What is not asked for stays as the file has it.
         skipped = {layer % shape.num_layers for layer in spec.skip_layers}
-        tail, sink = (
-            own if others[name] is None else others[name] for name, own in (("kv_tail", origin.tail), ("kv_sink", origin.sink))
-        )
+        tail = origin.tail if others["kv_tail"] is None else others["kv_tail"]
+        sink = origin.sink if others["kv_sink"] is None else others["kv_sink"]
         layers = {layer: pair for layer, pair in layers.items() if layer not in skipped}
         spec = replace(spec, layers=layers, tail=tail, sink=sink)
     after = spec.plan(shape.num_layers, shape)
