@@ -92,8 +92,8 @@ def require_vllm() -> None:
     """
     if find_spec("vllm") is None:
         raise InputError(
-            "vLLM is not installed here; in an environment of its own, `python -m haarkv.serving.vllm_plugin.install` installs "
-            "it for a CPU, and for a GPU vLLM's documentation says how"
+            "vLLM is not installed here; in an environment of its own, `python -m haarkv.serving.vllm_plugin.install` "
+            "installs it for a CPU, and for a GPU vLLM's documentation says how"
         )
 
 

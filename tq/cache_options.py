@@ -61,7 +61,7 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
 
     file = given.get("kv_plan")
     by_default = given.get("kv") is None and file is None
-    default = _default_cache(given) if by_default else KVSpec(given.get("kv") or "tq4")
+    default = _default_cache(given) if by_default else KVSpec(KVSpec.kv if given.get("kv") is None else given["kv"])
     if file is None and (default is None or default.kv == "auto"):
         return _chosen(given)
     if given.get("kv_loss") is not None:

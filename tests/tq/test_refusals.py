@@ -48,6 +48,8 @@ REFUSED = {
     GENERATE: [
         ("--kv auto --kv-tail 3", "--kv auto sets the whole cache; leave out --kv-tail"),
         ("--kv-loss 0.1", "--kv-loss says what --kv auto may lose"),
+        ("--kv ''", "unknown KV format ''"),
+        ("--kv auto --kv-loss inf", "--kv-loss is a mean KL in nats a token, above 0, not inf"),
         ("--kv auto --kv-loss -1", "--kv-loss is a mean KL in nats a token, above 0, not -1"),
         ("--kv lr64", "there is no lr64: learned keys take lr2, lr3, lr4, lr5"),
         ("--model ''", "no such model: ''"),
@@ -113,7 +115,7 @@ REFUSED = {
         (f"--memory {'9' * 400}", "memory"),
     ],
     "formats": [("--head-dim 127", "127"), *((f"--head-dim '{word}'", "--head-dim") for word in WORDS)],
-    "export --model m --out o": [("--kv tq3", "exported graphs read tq4, not tq3")],
+    "export --model m --out o": [("--kv tq3", "exported graphs read tq4, not tq3\n")],
     "export --out o": [(f"--layers '{word}'", "--layers") for word in WORDS],
     EVAL: [
         ("--kv bf16,tq9", "tq9", "choose from"),
@@ -173,7 +175,7 @@ REFUSED = {
         ("--cpp a/b", "its parent is not a folder"),
         ("--model random:3b", "no such size: random:3b"),
         ("--program tail", "'tail' is not one of"),
-        ("--kv q8_0", "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0"),
+        ("--kv q8_0", "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0\n"),
         ("--kv k=lr3,v=tq4", "lr3 needs the coordinates that `tq calibrate` learns"),
     ],
     "serve tiny": [

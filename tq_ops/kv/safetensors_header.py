@@ -22,7 +22,7 @@ def metadata_of(content: bytes) -> dict[str, str]:
     """
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > len(content) - 8:
-        raise ValueError(f"it is truncated or no safetensors file ({len(content)} bytes)")
+        raise ValueError("it is truncated or no safetensors file")
     metadata = _header(content[8 : 8 + length]).get("__metadata__", {})
     if not isinstance(metadata, dict):
         raise ValueError("its header is not that of a safetensors file")
