@@ -1,6 +1,6 @@
 """A text piece by piece: the pieces add up, whoever leaves stops the model, and sessions show themselves in a line."""
 
-import _thread
+import signal
 import threading
 import time
 
@@ -53,7 +53,7 @@ def test_a_stream_that_is_interrupted_in_the_prompt_reads_no_further(session):
     def interrupt(done, total):
         seen.append(done)
         if done:
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.2)
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,5 +1,7 @@
 """What once happened in silence is said, or no longer happens."""
 
+from pathlib import Path
+
 import pytest
 from calibration_files import write_calibration
 from checkpoints import write_checkpoint
@@ -76,7 +78,7 @@ def test_a_conversion_keeps_what_is_not_asked_to_change(run, wide):
     before = held("a")
     assert before == {"formats": ["k=tq6,v=tq3"] * 2, "tail": 8, "sink": 2}
     assert converted() == before
-    assert cache_file.load("b")[0].tensors.keys() == cache_file.load("a")[0].tensors.keys()
+    assert cache_file.load(Path("b"))[0].tensors.keys() == cache_file.load(Path("a"))[0].tensors.keys()
     assert converted("--kv-tail", 0, "--kv-sink", 0) == {**before, "tail": 0, "sink": 0}
     assert converted("--kv-skip-layers", 1) == {**before, "formats": ["k=tq6,v=tq3", "bf16"]}
     assert converted("--kv", "tq2") == {"formats": ["tq2"] * 2, "tail": None, "sink": 0}

@@ -171,7 +171,8 @@ def _read() -> Iterator[str]:
             print(_PROMPT, end="", file=sys.stderr, flush=True)
         try:
             line = sys.stdin.readline(_MOST_LINE)
-        except UnicodeDecodeError:
+            line.encode()
+        except UnicodeError:
             raise click.UsageError("a message on stdin is not UTF-8; convert it first") from None
         if not line:
             return
@@ -196,13 +197,14 @@ def _typed(session: Session, earlier: list[str]) -> Iterator[str]:
     while True:
         try:
             line = input(_PROMPT)[:_MOST_LINE]
+            line.encode()
         except EOFError:
             print(file=err().file)
             return
         except KeyboardInterrupt:
             print("\n(/exit ends the conversation)", file=err().file)
             continue
-        except UnicodeDecodeError:
+        except UnicodeError:
             say("that line is not UTF-8; write it again")
             continue
         command = line.strip()
