@@ -98,23 +98,23 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
     target.print(visible(title), highlight=False, soft_wrap=True)
     room = target.width if target.is_terminal else sys.maxsize
-    if not columns or _least(columns, rows, whole=False) <= room:
-        target.print(_as_table(columns, rows, broken=bool(columns) and _least(columns, rows, whole=True) > room))
+    if not columns or _least(columns, rows, tight=True) <= room:
+        target.print(_as_table(columns, rows, tight=bool(columns) and _least(columns, rows, tight=False) > room))
         return
     for first, *rest in rows:
-        target.print(f"{columns[0]} {visible(first)}".strip(), highlight=False)
-        target.print(_as_table((), [(f"  {name}", cell) for name, cell in zip(columns[1:], rest, strict=True)]))
+        target.print(f"\n{columns[0]} {visible(first)}".rstrip(), highlight=False)
+        target.print(_as_table((), [(f"  {name}", cell) for name, cell in zip(columns[1:], rest, strict=True)], tight=True))
 
 
 _LEAST_TEXT = 16
 """Columns of a terminal in which a cell of words can still be read."""
 
 
-def _least(columns: Sequence[str], rows: Sequence[Sequence[str]], whole: bool) -> int:
-    """Columns of a terminal that a table takes at least; with `whole`, its headings stay on one line."""
-    total = 3 * (len(columns) - 1)
+def _least(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool) -> int:
+    """Columns of a terminal that a table takes at least, as `_as_table` makes it."""
+    total = (2 if tight else 3) * (len(columns) - 1)
     for index, heading in enumerate(columns):
-        parts = [heading] if whole else _parts(heading)
+        parts = _parts(heading) if tight else [heading]
         cells = max(len(row[index]) for row in rows)
         numeric = _numeric([row[index] for row in rows])
         total += max(*map(len, parts), cells if numeric or not index else min(cells, _LEAST_TEXT))
@@ -130,19 +130,19 @@ def _numeric(cells: Sequence[str]) -> bool:
     return all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
 
 
-def _as_table(columns: Sequence[str], rows: Sequence[Sequence[str]], broken: bool = False) -> Table:
-    """A table of rich's; `broken` puts each part of a heading on a line of its own."""
+def _as_table(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool) -> Table:
+    """A table of rich's; a tight one has less space around cells, and each part of a heading on a line of its own."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
+    frame = None if tight and not columns else box.SIMPLE_HEAD
+    table = Table(box=frame, show_header=bool(columns), pad_edge=False, collapse_padding=tight)
     for index in range(len(rows[0])):
         numeric = bool(columns) and _numeric([row[index] for row in rows])
         heading = columns[index] if columns else ""
-        table.add_column(
-            "\n".join(_parts(heading)) if broken else heading, justify="right" if numeric else "left", overflow="fold"
-        )
+        heading = "\n".join(_parts(heading)) if tight else heading
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(visible(cell), style=_COLOURS.get(cell.split(":")[0], "")) for cell in row))
     return table
