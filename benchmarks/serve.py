@@ -140,7 +140,9 @@ def measure(request: Request, on_turn: OnTurn = lambda _: None) -> Report:
         InputError: vLLM is not there, a server or the client did not start or ended; nothing is left running.
     """
     if find_spec("vllm") is None:
-        raise InputError("vLLM is not installed in this Python; docs/serving.md says how")
+        raise InputError(
+            "vLLM is not installed in this Python; `python -m haarkv.serving.vllm_plugin.install` installs it for a CPU"
+        )
     children: list[Child] = []
     with _stoppable(), tempfile.TemporaryDirectory() as folder, ending(children):
         scratch = Path(folder)

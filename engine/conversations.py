@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from haarkv.engine.session import Result, Session
+from haarkv.engine.result import Result
+from haarkv.engine.session import Session
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.stored import StoredSequence

@@ -19,6 +19,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
+from haarkv.tq_ops.words import counted
 
 PREFILL_CHUNK = 512
 Finish = Literal["eos", "stop", "length", "context"]
@@ -243,6 +244,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], max_context: int, max_new_t
         if not prompt:
             raise InputError(f"prompt {number} is empty; give at least one token of text")
         if len(prompt) > max_context:
-            raise InputError(f"prompt {number} has {len(prompt)} tokens, the cache holds {max_context}; raise --max-context")
+            has = counted(len(prompt), "token")
+            raise InputError(f"prompt {number} has {has}, the cache holds {max_context}; raise --max-context")
     if not prompts:
         raise InputError("no prompt was given")

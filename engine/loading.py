@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.plans import balanced_for, needed, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Loaded, Session
-from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, on_host, select
+from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, interpreted, on_host, select
 from haarkv.models import balance as balancing
 from haarkv.models.catalog import load_model, read_config, source_of, weights_of
 from haarkv.models.checkpoint import Progress
@@ -81,6 +83,7 @@ def load(
         InputError: one of these does not exist, or they do not fit together.
     """
     spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
+    began = time.perf_counter()
     # What is wrong is said before the weights are read.
     formats.parse(spec.kv, spec.calibration)
     config = read_config(name, layers)
@@ -119,11 +122,13 @@ def load(
         guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
+    if (slowly := interpreted(running, device)) and ranks.rank == 0:
+        on_warning(slowly)
     keeping = loaded.config.for_drafts(drafts.tokens) if drafts else loaded.config
     return Session(
         name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,
         generation=generation, passed_over=selected.passed_over, ranks=ranks, weight_bytes=loaded.weights.nbytes,
-        loaded=counted,
+        loaded=replace(counted, seconds=time.perf_counter() - began),
         uneven=balanced.uneven, guard=guard, weights=weights, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from haarkv.engine.generation import PREFILL_CHUNK
@@ -13,6 +14,7 @@ from haarkv.models.parallel import Split
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.memory import require_memory
 
 TAIL, SINKS = 124, 4
@@ -110,6 +112,21 @@ def needed(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightBytes,
     """What sequences of `tokens` each take beside a model's weights."""
     kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
     return Needed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
+
+
+def pays_from(config: ModelConfig, plan: KVPlan) -> int | None:
+    """Tokens of the shortest text, in whole blocks, whose cache is smaller than one in bf16: tokens that a plan keeps in BF16
+    take their room beside the packed ones, however short the text. None where no text of this model is long enough."""
+    bf16, most = KVSpec("bf16").plan(config.num_layers), config.max_position_embeddings
+    lengths = range(BLOCK_SIZE, most + BLOCK_SIZE, BLOCK_SIZE)
+
+    def smaller(tokens: int) -> bool:
+        packed, plain = (cache_bytes(each, tokens, config.kv_shapes, 1, config.state_bytes) for each in (plan, bf16))
+        return packed < plain
+
+    # Once it is smaller it stays so, for every token widens the gap.
+    at = bisect_left(lengths, True, key=smaller)
+    return lengths[at] if at < len(lengths) else None
 
 
 def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes, sequences: int = 1) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -51,6 +52,35 @@ class Sampling:
         ):
             if not right:
                 raise InputError(f"{name} must {wanted}, not {value}")
+
+
+class SamplingSettings(TypedDict, total=False):
+    """Some of what `Sampling` says, by the same names."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    min_p: float
+    repetition_penalty: float
+
+
+def require_drawn(own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse to choose among tokens where nobody draws any: the likeliest is taken unless a temperature says otherwise.
+
+    Args:
+        own: the model's own settings.
+        asked: those that somebody asked for. Who asks for temperature 0 knows.
+    Raises:
+        InputError: a filter that would do nothing.
+    """
+    if "temperature" in asked or own.get("temperature"):
+        return
+    neutral = Sampling()
+    for name in ("top_k", "top_p", "min_p"):
+        if name in asked and asked[name] != getattr(neutral, name):
+            word = name.replace("_", "-")
+            raise InputError(f"{word} chooses among tokens, and this model takes the likeliest; give a temperature as well")
 
 
 class BatchSampler:

@@ -6,15 +6,18 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.drafts import DraftReport, DraftSource, report_of
-from haarkv.engine.generation import Completion, OnPrefill, Timing, generate
+from haarkv.engine.drafts import DraftSource, report_of
+from haarkv.engine.generation import OnPrefill, generate
 from haarkv.engine.plans import needed, shape_of
-from haarkv.engine.ranks import RankMemory, memory_here
-from haarkv.engine.sampling import Sampling
+from haarkv.engine.ranks import memory_here
+from haarkv.engine.result import KVUsage, Result
+from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
+from haarkv.engine.stream import Stream
 from haarkv.engine.text import GrowingText, before_stop, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
@@ -32,60 +35,25 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
 from haarkv.tq_ops.warn import warn
-
-
-@dataclass(frozen=True)
-class KVUsage:
-    """What the KV cache of a run cost, on all ranks together.
-
-    Attributes:
-        format: the KV plan in words; of a plain one as `--kv` takes it.
-        bytes_per_token: what one more token takes: K and V of all layers and heads with their scales; tokens kept in BF16
-            are not counted.
-        bytes: allocated in all.
-        bf16_bytes: what the same slots would take in bf16.
-    """
-
-    format: str
-    bytes_per_token: float
-    bytes: int
-    bf16_bytes: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """Texts and cost of one `Session.generate`.
-
-    Attributes:
-        ranks: what each rank holds, on rank 0; elsewhere nothing.
-        stored: the sequences as they are stored, prompt and text, if they were to be kept.
-        drafting: what it did, if tokens were drafted.
-    """
-
-    texts: list[str]
-    completions: list[Completion]
-    timing: Timing
-    kv: KVUsage
-    sampling: Sampling
-    ranks: tuple[RankMemory, ...] = ()
-    stored: tuple[StoredSequence, ...] = ()
-    drafting: DraftReport | None = None
+from haarkv.tq_ops.words import counted
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was known of a model's memory before its weights were read.
+    """What was known of a model's memory before its weights were read, and how long it took.
 
     Attributes:
         weights: that were about to be read.
         before: bytes that the process had, with torch, its code and the tokenizer.
+        seconds: until the model was ready.
     """
 
     weights: WeightBytes
     before: int
+    seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Session:
     """A loaded model, ready to generate; `tq.load` returns one.
 
@@ -99,7 +67,7 @@ class Session:
         ranks: who runs the model together. Of several, `config`, `executor` and caches are of this rank's part, and all must
             make the same calls; each gets the whole result.
         weight_bytes: of the weights that are here.
-        loaded: what was counted before they were read; None counts nothing.
+        loaded: what was counted before they were read, and the time it took; None counts nothing.
         uneven: the layers whose K or V was balanced as the model was loaded.
         guard: looks for K and V that the cache would lose; None looks for nothing.
         weights: fingerprint of the weights as they are here; stored sequences belong to them.
@@ -125,6 +93,11 @@ class Session:
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
     _process: int = field(default_factory=os.getpid, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        per_token = self.ranks.size * self.plan.bytes_per_token(self.config.kv_shapes)
+        kv = f"{self.plan.summary()}: {per_token:,.0f} bytes of K and V a token"
+        return f"Session({self.name!r} on {self.executor.name}, {kv})"
+
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping.
 
@@ -147,9 +120,11 @@ class Session:
         Args:
             given: by the names of `Sampling`.
         Raises:
-            InputError: a value outside its range.
+            InputError: a value outside its range, or one that chooses among tokens where the likeliest is taken anyway.
         """
-        return Sampling(**{**self.generation, **{name: value for name, value in given.items() if value is not None}})
+        asked = {name: value for name, value in given.items() if value is not None}
+        require_drawn(self.generation, asked)
+        return Sampling(**{**self.generation, **asked})
 
     def generate(
         self,
@@ -167,8 +142,11 @@ class Session:
         on_token: Callable[[int, int], object] | None = None,
         on_text: Callable[[int, str], object] | None = None,
         on_warning: Callable[[str], object] | None = None,
+        **settings: Unpack[SamplingSettings],
     ) -> Result:
         """Continue one prompt, or several in one ragged batch.
+
+            session.generate("import os", max_new_tokens=100, temperature=0.7, top_p=0.9)
 
         Args:
             prompts: a text, or several; one of several may be given as its token ids.
@@ -177,7 +155,9 @@ class Session:
             keep: give back the sequences as they are stored.
             max_context: tokens of prompt and text that the cache can hold for each prompt; by default as many as are needed,
                 up to the model's own limit.
-            sampling: as the model's `generation_config.json` says unless given; greedy if it says nothing.
+            sampling: all of how tokens are drawn. Unless given, it is as the model's `generation_config.json` says, and greedy
+                if that says nothing.
+            settings: some of it, by the names of `Sampling`, in place of the model's own.
             stop: a text ends before the first of these strings.
             chat, system: as in `encode`.
             on_prefill: called with (prompt tokens stored, prompt tokens in all) before the prefill and as it goes on.
@@ -190,7 +170,11 @@ class Session:
             InputError: this process was forked after the model was loaded.
             InputError: a prompt that is empty or does not fit, a context beyond the model's, or a stop string or system
                 message that cannot be.
+            InputError: `sampling` beside settings of it, or as `sampling_with`.
         """
+        if sampling is not None and settings:
+            raise InputError(f"sampling says all of how tokens are drawn; leave out {next(iter(settings))}")
+        sampling = sampling or self.sampling_with(**settings)
         if os.getpid() != self._process:
             raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
         given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -213,7 +197,6 @@ class Session:
             return growing[index].stopped
 
         cache, paging = self.new_cache(len(ids), context)
-        sampling = sampling or self.sampling_with()
         guard = self.guard
         watched = self.executor.over(guard.table) if guard and guard.watches(ids) else None
 
@@ -253,12 +236,28 @@ class Session:
             texts, completions, timing, self._usage(cache, len(ids), context), sampling, ranks, tuple(kept), drafting
         )
 
-    def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = False) -> None:
+    def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **given: Any) -> Stream:
+        """Continue one prompt, and take the text piece by piece as it comes.
+
+            for piece in session.stream("import os", max_new_tokens=100):
+                print(piece, end="", flush=True)
+
+        Args:
+            prompt: a text, or its token ids.
+            on_prefill: as of `generate`; called in another thread.
+            given: the other arguments of `generate`, but for `on_token` and `on_text`.
+        Returns:
+            an iterator over pieces of text; its `result` is `generate`'s once it has ended. What `generate` raises comes with
+            the first piece.
+        """
+        return Stream(partial(self.generate, [prompt], **given), on_prefill)
+
+    def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
         """Write a stored sequence to a file: the whole file, or nothing.
 
         Args:
             note: a text that the file carries along; `cache_file.read_note` gives it back.
-            compress: pack without loss what becomes smaller by it.
+            compress: pack without loss what becomes smaller by it; of a short text nearly all, for blocks are stored whole.
         Raises:
             InputError: it is not of this model and cache, or the file cannot be written.
         """
@@ -285,7 +284,7 @@ class Session:
         """Refuse a cache that this machine cannot hold, before a part of it is allocated."""
         if self.executor.device.type != "cpu":
             return
-        what = f"a KV cache for {sequences} sequence{'s' * (sequences != 1)} of {max_context:,} tokens"
+        what = f"a KV cache for {counted(sequences, 'sequence')} of {counted(max_context, 'token')}"
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
         taken = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
         require_memory(taken, what, "take fewer tokens or sequences, or a smaller format")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from haarkv.models.text import TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.words import counted
 
 # -- Prompts -----------------------------------------------------------------------------------------------------------------
 
@@ -60,9 +61,9 @@ def context_for(
     context = wanted or min(limit, longest + max_new_tokens)
     # The last token is predicted and never stored.
     if on_warning and longest <= context < longest + max_new_tokens - 1:
-        tokens = f"{context - longest + 1} of {max_new_tokens} new token{'s' * (max_new_tokens != 1)}"
+        tokens = f"{context - longest + 1} of {counted(max_new_tokens, 'new token')}"
         on_warning(
-            f"the context ends after {tokens}: the prompt has {longest} tokens, the context {context}; "
+            f"the context ends after {tokens}: the prompt has {counted(longest, 'token')}, the context {context}; "
             + ("shorten the prompt" if context == limit else "raise --max-context")
         )
     return context

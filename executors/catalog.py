@@ -297,6 +297,17 @@ def create(
     return executor
 
 
+def interpreted(executor: Executor, device: str | None) -> str:
+    """What to say before an executor begins in an interpreter that nobody asked for; "" if it computes on its device.
+
+    Args:
+        device: that was asked for.
+    """
+    if not executor.simulated or device is not None:
+        return ""
+    return f"executor {executor.name} runs in an interpreter here, minutes for a few tokens: {executor.description}"
+
+
 def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
     """The device of this rank where each takes its own; else what was asked for."""
     entry = _entry(name)

@@ -84,6 +84,19 @@ _HERE = "127.0.0.1"
 _LOOPBACK = (_HERE, "localhost", "::1")
 
 
+def require_vllm() -> None:
+    """Refuse where there is nothing to serve with: to be asked before anything else is looked at.
+
+    Raises:
+        InputError: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise InputError(
+            "vLLM is not installed here; in an environment of its own, `python -m haarkv.serving.vllm_plugin.install` "
+            "installs it for a CPU, and for a GPU vLLM's documentation says how"
+        )
+
+
 def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str], object] = lambda _: None) -> None:
     """Serve until stopped; returns when the server was told to end. It listens on this machine alone unless told otherwise.
 
@@ -94,13 +107,11 @@ def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str]
     Raises:
         InputError: vLLM is not installed, does not take the flags, or cannot serve this model so; nothing was started.
     """
-    # What is wrong with the command is said before anybody installs vLLM for it.
+    require_vllm()
     model = _as_vllm_takes_it(model)
     ours = _flags_of(cache, flags)
     if not cache.vllms_own:
         spec_from(cache.additional_config)
-    if find_spec("vllm") is None:
-        raise InputError("vLLM is not installed; docs/serving.md says how, for a CPU and for a GPU")
     parsed, config = _parsed([model, *ours, *_worker(cache)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand

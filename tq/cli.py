@@ -7,22 +7,32 @@ import resource
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
 from haarkv.tq_ops.errors import InputError, RankLostError
 from haarkv.tq_ops.npu.versions import leave_npu_alone
 from tq import __version__
+from tq.groups import Group
 from tq.output import drop_output, one_line, unsaid_is_fine
 from tq.ranks import LOST, Started
 
-_COMMANDS = (
-    "generate", "chat", "cache", "validate", "replay", "diff", "eval", "matrix", "calibrate", "plan", "bringup", "compile",
-    "export", "quantize", "bench", "serve", "formats", "info",
-)  # fmt: skip
+_SECTIONS = {
+    "Run": ("generate", "chat", "serve", "cache"),
+    "Choose a cache": ("info", "formats", "eval", "matrix", "plan", "calibrate"),
+    "Check": ("validate", "diff"),
+    "Measure": ("bench",),
+    "Files": ("export", "quantize"),
+    "Workshop": ("dev",),
+}
+_FIRST_STEPS = (
+    ("tq generate 'def main('", "The small model that ships writes Python."),
+    ("tq info MODEL", "Does yours fit here, and how long a text?"),
+    ("tq chat -m MODEL", "Talk with it."),
+    ("tq eval -m MODEL --text FILE", "What would each smaller cache change?"),
+)
 
 _LEAST_ADDRESSES = 2**30
 """Bytes; with half of it, torch is not loaded."""
@@ -43,17 +53,16 @@ class _SystemRefusedError(Exception):
     """The system refused to read or write, by the OSError that this one comes from; click would answer that too."""
 
 
-class _Commands(click.Group):
+class _Commands(Group):
     """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+    sections: ClassVar = {heading: {name: f"tq.commands.{name}" for name in names} for heading, names in _SECTIONS.items()}
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        command: click.Command = import_module(f"tq.commands.{cmd_name}").command
-        return command
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        workshop = self.get_command(ctx, "dev")
+        if isinstance(workshop, Group) and args[0] in workshop.list_commands(ctx):
+            raise click.UsageError(f"`tq {args[0]}` is a command of the workshop: `tq dev {args[0]}`", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand, and hide from click the errors that it would report in its own way."""
@@ -66,14 +75,32 @@ class _Commands(click.Group):
             raise _SystemRefusedError from error
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(
+    cls=_Commands, invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)  # fmt: skip
 @click.version_option(__version__, prog_name="haarkv")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show where in the program an error arose.")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Run decoder models such as Qwen3 with a rotated low-bit KV cache.
 
-    Start with `tq generate --prompt 'def main('`. Every command explains itself with --help.
+    Start with `tq generate 'def main('`. Every command explains itself with --help.
     """
+    if ctx.invoked_subcommand is None:
+        _greet(ctx)
+
+
+def _greet(ctx: click.Context) -> None:
+    """What `tq` alone says: what it is, and where to begin."""
+    page = ctx.make_formatter()
+    page.write_text(f"haarkv {__version__}: long contexts in a quarter of the memory.")
+    with page.section("First steps"):
+        page.write_dl(_FIRST_STEPS)
+    page.write_paragraph()
+    page.write_text("MODEL is a .gguf file, or a folder in Hugging Face format.")
+    page.write_text("All commands: tq --help")
+    print(page.getvalue(), end="")
 
 
 def _require_address_space() -> None:

@@ -27,7 +27,7 @@ def load(
     *,
     kv: str | KVSpec | None = None,
     tail: int | None = None,
-    sink: int = 0,
+    sink: int | None = None,
     skip_layers: Sequence[int] = (),
     calibration: CalibrationFile | Path | str | None = None,
     plan: Path | str | None = None,
@@ -52,7 +52,7 @@ def load(
             models; with a calibration k=lr4,v=tq4 with 124 recent and 4 first tokens in BF16; else auto, where the model's
             keys can be learned.
         tail: recent tokens that stay in BF16; the fewest that the format needs unless given.
-        sink: first tokens that stay in BF16.
+        sink: first tokens that stay in BF16; none unless given, or unless the default cache has some.
         skip_layers: layers that are left in bf16; negative ones count from the end.
         calibration: what formats `lr2` to `lr5` take their coordinates from: a file of `tq calibrate`, or what it holds.
         plan: a file of `tq plan`, which sets the whole cache.
@@ -64,7 +64,7 @@ def load(
             together.
     """
     beside: dict[str, Any] = {"tail": tail, "sink": sink, "skip_layers": skip_layers}
-    beside = {name: value for name, value in beside.items() if value or (name == "tail" and value is not None)}
+    beside = {name: value for name, value in beside.items() if value or value == 0}  # 0 is asked for as well
     given = next(iter([*beside, *["calibration"] * bool(calibration)]), None)
     default = default_cache(str(model), layers) if kv is None and plan is None and not calibration else KVSpec()
     auto = kv == AUTO_KV or default is None

@@ -2,107 +2,39 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.output import compiling, loading, say, scoring, warn
+from tq.cache_options import (
+    balance_option,
+    calibration_option,
+    collapse_option,
+    kv_option,
+    kv_options,
+    kv_spec,
+    loss_option,
+    named_plans,
+    plan_option,
+    sink_option,
+    skip_layers_option,
+    tail_option,
+)
+from tq.option_kinds import Decorator, count, file, new_tokens, numbers, set_threads, together, written
+from tq.output import compiling, loading, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.draft_choice import DraftSpec
     from haarkv.engine.session import Session
-    from haarkv.tq_ops.kv.plan import KVSpec
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def together(*options: Decorator) -> Decorator:
-    """Several options as one, in the order in which `--help` shall list them."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-def written() -> dict[str, str]:
-    """Of the command that runs, the options that its user wrote: by the names of their arguments, as they are written."""
-    context, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
-    return {
-        option.name: option.opts[0] for option in context.command.params
-        if option.name and context.get_parameter_source(option.name) is not default
-    }  # fmt: skip
-
-
-# -- Kinds of values -------------------------------------------------------------------------------------------------------
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """Integers with commas between; nothing if one of the parts is none, or is longer than any that means something."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[+-]?[0-9]{1,18}", part) for part in parts):
-        return ()
-    return tuple(map(int, parts))
-
-
-_LAYERS = "layers; write numbers with commas between, such as 0,1,-1"
-
-
-class Numbers(click.ParamType[tuple[int, ...]]):
-    """Integers, separated by commas.
-
-    Args:
-        least: the smallest that is taken; None takes layers, of which negative ones count from the end.
-    """
-
-    name = "numbers"
-
-    def __init__(self, least: int | None = 1) -> None:
-        self._least = least
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        numbers = integers(str(value))
-        if not numbers or min(numbers) < (min(numbers) if self._least is None else self._least):
-            kind = "positive integers" if self._least == 1 else f"integers from {self._least} up"
-            wanted = _LAYERS if self._least is None else f"{kind} such as 512,4096"
-            self.fail(f"{shown(value)} is not a list of {wanted}", param, ctx)
-        return numbers
-
-
-def numbers(name: str, about: str, default: str | None = None, *, least: int = 1, metavar: str | None = None) -> Decorator:
-    """An option that takes a list of integers; with a default, which `--help` then shows."""
-    shows = default is not None
-    return click.option(name, type=Numbers(least), default=default, show_default=shows, metavar=metavar, help=about)
-
-
-def count(
-    name: str, about: str | None = None, default: int | None = None, *, least: int = 1, metavar: str | None = None
-) -> Decorator:
-    """An option that takes an integer from `least` up; with a default, which `--help` then shows."""
-    kind, shows = click.IntRange(min=least), default is not None
-    return click.option(name, type=kind, default=default, show_default=shows, metavar=metavar, help=about)
-
-
-def file(name: str, about: str, variable: str | None = None, *, metavar: str = "FILE", required: bool = False) -> Decorator:
-    """An option that takes a path, under `variable` unless that is what it is called."""
-    names = (name, variable) if variable else (name,)
-    return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, required=required, help=about)
-
-
-def new_tokens(default: int = 64) -> Decorator:
-    """Give a command `--max-new-tokens`."""
-    return count("--max-new-tokens", default=default, metavar="N")
-
+__all__ = [
+    "balance_option", "calibration_option", "collapse_option", "count", "file", "kv_option", "kv_options", "kv_spec",
+    "loss_option", "named_plans", "new_tokens", "numbers", "plan_option", "set_threads", "sink_option", "skip_layers_option",
+    "tail_option", "together", "written",
+]  # fmt: skip
+"""What is defined elsewhere and found here as well: commands need one name for all of it."""
 
 # -- What is run, and on what ----------------------------------------------------------------------------------------------
 
@@ -113,11 +45,11 @@ MODELS = "tiny, random:SIZE, a folder in Hugging Face format or a .gguf file (~ 
 
 def model_option(default: str = "tiny") -> Decorator:
     """Give a command `--model`."""
-    return click.option("--model", default=default, show_default=True, help=f"{MODELS}.")
+    return click.option("--model", "-m", default=default, show_default=True, help=f"{MODELS}.")
 
 
 prompt_options = together(
-    click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a batch."),
+    click.option("--prompt", "-p", "prompts", multiple=True, metavar="TEXT", help="Repeat it for a batch."),
     click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A UTF-8 file as one prompt; - is stdin."),
 )
 
@@ -139,13 +71,15 @@ device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: 
 threads_option = click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
 
 
+def dtype_option(dtype: str | None = None) -> Decorator:
+    """Give a command `--dtype`, with a default, or the executor's own."""
+    shown_default = dtype or "bfloat16 on cuda and npu, else float32"
+    return click.option("--dtype", type=_DTYPES, default=dtype, show_default=shown_default)
+
+
 def run_options(dtype: str | None = None) -> Decorator:
     """Give a command `--device`, `--dtype` (with a default, or the executor's own), `--layers` and `--threads`."""
-    shown_default = dtype or "bfloat16 on cuda and npu, else float32"
-    return together(
-        device_option, click.option("--dtype", type=_DTYPES, default=dtype, show_default=shown_default), layers_option,
-        threads_option,
-    )  # fmt: skip
+    return together(device_option, dtype_option(dtype), layers_option, threads_option)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -153,138 +87,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 resume_option = file("--resume", "Save progress here; resume from it if it exists.", "resume_file")
 
 
-_THREADS = 256
-"""That a machine of any size starts."""
-
-
-def set_threads(threads: int | None) -> None:
-    """Use so many CPU threads, if a number was asked for.
-
-    Raises:
-        click.UsageError: far more than this machine has processors for; the system would not start them.
-    """
-    if threads is not None:
-        most = max(_THREADS, 2 * (os.cpu_count() or 1))
-        if threads > most:
-            raise click.UsageError(
-                f"--threads {shown(threads)}: this machine has {os.cpu_count()} processors; give at most {most}"
-            )
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-# -- The KV cache ----------------------------------------------------------------------------------------------------------
-
-kv_option = click.option(
-    "--kv", show_default="auto; of toys and random models tq4",
-    help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
-)  # fmt: skip
-loss_option = click.option(
-    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.002]."
-)
-plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
-calibration_option = click.option(
-    "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lr2 to lr5."
-)
-skip_layers_option = click.option(
-    "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
-)
-tail_option = click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
-sink_option = click.option(
-    "--kv-sink", type=click.IntRange(min=0), default=0, metavar="S", help="Keep the first S tokens in BF16."
-)
-_BESIDE = (tail_option, sink_option, skip_layers_option)
-
-
-balance_option = click.option(
-    "--balance", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
-    help="Scale uneven channels of K and V; the model stays the same, and the cache loses less.",
-)  # fmt: skip
-collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn where text from this cache would be garbage.")
-
-
-def kv_options(kv: bool = True) -> Decorator:
-    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache."""
-    return together(kv_option, loss_option, calibration_option, *_BESIDE, plan_option) if kv else together(*_BESIDE)
-
+# -- Sessions --------------------------------------------------------------------------------------------------------------
 
 session_options = together(kv_options(), balance_option, collapse_option, executor_option(), run_options())
 """What `open_session` takes, but for `--model`."""
-
-
-def kv_spec(given: Mapping[str, Any]) -> KVSpec:
-    """The cache that those options ask for.
-
-    Args:
-        given: a command's arguments by name; of those that it has not, the default.
-    Raises:
-        click.UsageError: a plan file together with an option that it already sets.
-        InputError: a file that is not a plan.
-    """
-    from haarkv.tq_ops.kv import calibration_file
-    from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.tq_ops.kv.plan_file import load
-
-    file = given.get("kv_plan")
-    by_default = given.get("kv") is None and file is None
-    default = _default_cache(given) if by_default else KVSpec(given.get("kv") or "tq4")
-    if file is None and (default is None or default.kv == "auto"):
-        return _chosen(given)
-    if given.get("kv_loss") is not None:
-        raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
-    if file is None:
-        assert default is not None
-        learned = KVSpec() if given.get("calibration") is None else calibration_file.load(given["calibration"]).spec
-        tail = default.tail if given["kv_tail"] is None else given["kv_tail"]  # 0 is asked for as well
-        sink, skipped = given["kv_sink"] or default.sink, given["kv_skip_layers"]
-        return replace(learned, kv=default.kv, tail=tail, sink=sink, skip_layers=skipped)
-    for name, option in written().items():
-        if name in ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
-            raise click.UsageError(f"--kv-plan sets the whole cache; leave out {option}")
-    return load(file)
-
-
-def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
-    """Without `--kv`: what stores any model, with a calibration what it is for, and None where a cache is chosen."""
-    from haarkv.engine.plans import default_spec
-    from haarkv.models.catalog import read_config
-    from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.planning.remembered import default_cache
-
-    if given.get("calibration") is not None and "model" in given:
-        return default_spec(learned=True, context=read_config(given["model"], given.get("layers")).max_position_embeddings)
-    return default_cache(given["model"], given.get("layers")) if "model" in given else KVSpec()
-
-
-def _chosen(given: Mapping[str, Any]) -> KVSpec:
-    """The cache of `--kv auto`, chosen now or before; what was chosen now is said in one line."""
-    for name, option in written().items():
-        if name in ("calibration", "kv_tail", "kv_sink", "kv_skip_layers"):
-            auto, other = ("--kv auto", "") if given.get("kv") else ("--kv auto, the default,", ", or name a format with --kv")
-            raise click.UsageError(f"{auto} sets the whole cache; leave out {option}{other}")
-    if "model" not in given:
-        raise click.UsageError("--kv auto is for commands that run one model; name a format")
-    from haarkv.validation.planning.auto import LOSS, require_loss, steps
-    from haarkv.validation.planning.remembered import cache_for, chosen_before, file_for
-
-    set_threads(given.get("threads"))
-    layers = given.get("layers")
-    loss = LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"])
-    if (known := chosen_before(file_for(given["model"], loss, layers))) is not None:
-        return known
-    say("choosing a KV cache for this model, once: it is remembered; --kv tq4 takes one that needs no choice")
-    # What another executor runs is chosen here on what can show its keys and queries.
-    said = list[str]()
-    with scoring(steps(given["model"], layers)) as on_step:
-        spec = cache_for(
-            given["model"], loss=loss, layers=layers, dtype=given.get("dtype"), device="cpu", on_step=on_step,
-            on_choice=said.append,
-        )  # fmt: skip
-    for line in said:
-        say(line)
-    return spec
-
 
 seed_option = click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -356,13 +162,16 @@ def open_session(given: Mapping[str, Any], **others: Any) -> Session:
     # The bar is there before torch is, whose import takes a second.
     with loading(given["model"]) as progress:
         from haarkv.engine.loading import load
-        from haarkv.engine.sampling import Sampling
+        from haarkv.engine.sampling import Sampling, require_drawn
         from haarkv.engine.text import stop_list
+        from haarkv.models.text import generation_settings
 
         spec, draft = kv_spec(given), draft_spec(given) if "draft" in given else None
         set_threads(given["threads"])
         stop_list(given.get("stop", ()))
         Sampling(**sampling_of(given))
+        if filters := sampling_of(given):
+            require_drawn(generation_settings(given["model"]), filters)
         names = ("executor", "device", "dtype", "layers", "allow_collapse")
         return load(
             given["model"], kv=spec, progress=progress, on_program=compiling, on_warning=warn, draft=draft,
@@ -386,22 +195,3 @@ def check_outputs(**outputs: Path | None) -> None:
         raise click.UsageError(f"{' and '.join(f'--{name}' for name in asked)} name the same file")
     for path in asked.values():
         check_writable(path)
-
-
-def named_plans(plan_files: Sequence[str], taken: Iterable[str], what: str) -> dict[str, KVSpec]:
-    """The plans of some files, each by its file's name.
-
-    Args:
-        taken: names of formats that stand beside them.
-        what: what would have the same name, in the plural.
-    Raises:
-        click.UsageError: a name would stand for two.
-        InputError: a file that is not a plan.
-    """
-    from haarkv.tq_ops import formats
-    from haarkv.tq_ops.kv.plan_file import load
-
-    plans = {Path(name).stem: load(name) for name in plan_files}
-    if len(plans) < len(plan_files) or plans.keys() & {*taken, *formats.names()}:
-        raise click.UsageError(f"two {what} would have the same name; a plan is named after its file: rename the file")
-    return plans

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 if TYPE_CHECKING:
     import rich.progress
     from rich.console import Console
+    from rich.table import Table
 
     from haarkv.engine.generation import OnPrefill
     from haarkv.models.checkpoint import Progress
@@ -74,25 +75,77 @@ def say(message: str) -> None:
     print(f"tq: {one_line(message)}", file=sys.stderr)
 
 
+_COLOURS = {"passed": "green", "FAILED": "bold red", "failed": "bold red", "OUTSIDE": "red", "WRONG NOW": "red"}
+"""Of words that judge."""
+
+
+def print_judged(line: str, passed: bool | None = None) -> None:
+    """Print a line on stdout, in a terminal in the colour of its verdict: green, or red. None prints it as it is."""
+    if passed is None:
+        print(line, flush=True)
+        return
+    style = _COLOURS["passed" if passed else "failed"]
+    _console()(markup=False, emoji=False).print(line, style=style, highlight=False, soft_wrap=True)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
     """Print a title and a table, on stdout unless a console is given.
 
-    Columns of numbers are right-aligned. Without column names there is no header and nothing is aligned.
+    Columns of numbers are right-aligned. Without column names there is no header and nothing is aligned. Where a terminal is
+    too narrow for the columns, each row becomes a paragraph with a line a column.
     """
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
-    for index in range(len(rows[0])):
-        cells = [row[index] for row in rows]
-        numeric = bool(columns) and all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
-        table.add_column(columns[index] if columns else "", justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(visible, row))
     # The name of a folder may look like markup, but is none.
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
     target.print(visible(title), highlight=False, soft_wrap=True)
-    target.print(table)
+    room = target.width if target.is_terminal else sys.maxsize
+    if not columns or _least(columns, rows, tight=True) <= room:
+        target.print(_as_table(columns, rows, tight=bool(columns) and _least(columns, rows, tight=False) > room))
+        return
+    for first, *rest in rows:
+        target.print(f"\n{columns[0]} {visible(first)}".rstrip(), highlight=False)
+        target.print(_as_table((), [(f"  {name}", cell) for name, cell in zip(columns[1:], rest, strict=True)], tight=True))
+
+
+_LEAST_TEXT = 16
+"""Columns of a terminal in which a cell of words can still be read."""
+
+
+def _least(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool) -> int:
+    """Columns of a terminal that a table takes at least, as `_as_table` makes it."""
+    total = (2 if tight else 3) * (len(columns) - 1)
+    for index, heading in enumerate(columns):
+        parts = _parts(heading) if tight else [heading]
+        cells = max(len(row[index]) for row in rows)
+        numeric = _numeric([row[index] for row in rows])
+        total += max(*map(len, parts), cells if numeric or not index else min(cells, _LEAST_TEXT))
+    return total
+
+
+def _parts(heading: str) -> list[str]:
+    """Where a heading can be broken."""
+    return heading.replace("/", "/ ").split() or [""]
+
+
+def _numeric(cells: Sequence[str]) -> bool:
+    return all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
+
+
+def _as_table(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool) -> Table:
+    """A table of rich's; a tight one has less space around cells, and each part of a heading on a line of its own."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    frame = None if tight and not columns else box.SIMPLE_HEAD
+    table = Table(box=frame, show_header=bool(columns), pad_edge=False, collapse_padding=tight)
+    for index in range(len(rows[0])):
+        numeric = bool(columns) and _numeric([row[index] for row in rows])
+        heading = columns[index] if columns else ""
+        heading = "\n".join(_parts(heading)) if tight else heading
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(visible(cell), style=_COLOURS.get(cell.split(":")[0], "")) for cell in row))
+    return table
 
 
 # -- A reader that leaves early --------------------------------------------------------------------------------------------

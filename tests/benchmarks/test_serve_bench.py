@@ -86,7 +86,7 @@ def test_arguments_become_cases_prompts_outside_users_inside():
         (["--kv", "bf16,k=lr4,v=q9_0"], "q9_0"),
         (["--kv-plan", "a/plan.json", "--kv-plan", "b/plan.json"], "the same name"),
         (["--repeats", "0"], "--repeats"),
-        ([], "vLLM is not installed in this Python; docs/serving.md says how"),
+        ([], "vLLM is not installed in this Python; `python -m haarkv.serving.vllm_plugin.install`"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(argv, word, capsys, monkeypatch):

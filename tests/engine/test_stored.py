@@ -403,7 +403,7 @@ def run(tmp_path, capsys, monkeypatch):
 
 
 def test_cache_commands(run):
-    assert run("save", "--prompt", "spam and eggs " * 12, "--out", "c")[0] == 0
+    assert run("save", "--prompt", "spam and eggs " * 12, "--no-compress", "--out", "c")[0] == 0
     code, out, _ = run("info", "c", "--json")
     found = json.loads(out)
     assert (code, found["tokens"], found["stored"], found["formats"]) == (0, found["stored"], found["tokens"], ["tq4"] * 2)
@@ -415,11 +415,15 @@ def test_cache_commands(run):
     code, _, err = run("--max-new-tokens", "2", "--load-cache", "c", "--save-cache", "d", "--seed", "1")
     assert code == 0
     assert "were stored already" in err
-    code, _, err = run("convert", "d", "--kv", "tq3", "--compress", "--out", "d")
+    code, _, err = run("convert", "d", "--kv", "tq3", "--out", "d")
     assert code == 0
     assert err.endswith(f"; the file has {Path('d').stat().st_size:,} bytes\n")
-    assert run("save", "--prompt", "spam and eggs " * 12, "--compress", "--out", "p")[0] == 0
+    assert run("save", "--prompt", "spam and eggs " * 12, "--out", "p")[0] == 0
     assert Path("p").stat().st_size < Path("c").stat().st_size
+    # Two tokens take a block, of which nearly all is empty.
+    for flag, size in ((), 8_000), (("--no-compress",), 200_000):
+        assert run("save", "--prompt", "de", *flag, "--out", "s", model="tiny")[0] == 0
+        assert size / 2 < Path("s").stat().st_size < size * 1.1
     assert (
         json.loads(run("--prompt", "spam and eggs " * 12 + "and", "--max-new-tokens", "5", "--load-cache", "p", "--json")[1])[
             "text"

@@ -133,7 +133,7 @@ def test_a_layer_of_other_widths_or_of_a_fixed_format_does_so_too(kv, case):
 
 @with_pypto
 def test_the_store_alone_writes_what_the_cache_does():
-    """What `tq bringup` runs before a whole layer."""
+    """What `tq dev bringup` runs before a whole layer."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(4, 2, 128, generator=generator) for _ in "kv")
     stored = []

@@ -1,4 +1,4 @@
-"""`tq bringup`: every rung broken once and named, what is kept and run again, and what the folder holds."""
+"""`tq dev bringup`: every rung broken once and named, what is kept and run again, and what the folder holds."""
 
 import html
 import json
@@ -40,12 +40,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def bringup(capsys, tmp_path, monkeypatch, checkpoint):
-    """Runs `tq bringup` on a small model: (exit code, stdout, stderr); the results are in `folder`."""
+    """Runs `tq dev bringup` on a small model: (exit code, stdout, stderr); the results are in `folder`."""
     monkeypatch.setattr(latency, "REPEATS", 1)
     monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**16)
 
     def call(*args, executor="cpu"):
-        code = main(["bringup", "--model", str(checkpoint), "--executor", executor, "--out", str(call.folder), *QUICK, *args])
+        common = ["--model", str(checkpoint), "--executor", executor, "--out", str(call.folder), *QUICK]
+        code = main(["dev", "bringup", *common, *args])
         return code, *capsys.readouterr()
 
     call.folder = tmp_path / "out"
@@ -139,7 +140,7 @@ def test_the_environment_is_judged_before_torch_is_imported(tmp_path):
         "        if name == 'torch': raise RuntimeError('libhccl.so: cannot open shared object file')\n"
         "sys.meta_path.insert(0, Refuses())\n"
         "from tq.cli import main\n"
-        f"sys.exit(main(['bringup', '--executor', 'cpu', '--out', {str(tmp_path / 'out')!r}]))"
+        f"sys.exit(main(['dev', 'bringup', '--executor', 'cpu', '--out', {str(tmp_path / 'out')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
@@ -295,7 +296,7 @@ def test_a_folder_is_not_written_over(bringup, tmp_path):
     (bringup.folder / "environment.json").write_text("{}")
     (bringup.folder / "add.json").write_text("{}")
     assert_refused(bringup(), "add --resume")
-    assert_refused(bringup("--resume"), "environment.json is no result of tq bringup; delete it")
+    assert_refused(bringup("--resume"), "environment.json is no result of tq dev bringup; delete it")
 
 
 def interrupted(model):
@@ -389,7 +390,7 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "num_key_value_heads": 1}
     model = write_checkpoint(tmp_path / "model", config=sizes)
     args = ["--prompt", "def main(argv):", "--max-new-tokens", "2", "--threads", "1"]
-    code = main(["bringup", "--device", "sim", "--model", str(model), "--out", str(tmp_path / "out"), *args])
+    code = main(["dev", "bringup", "--device", "sim", "--model", str(model), "--out", str(tmp_path / "out"), *args])
     out = capsys.readouterr().out
     assert code == 0, out
     assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
@@ -432,5 +433,5 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, ch
 @with_pypto
 @pytest.mark.npu_long
 def test_the_rehearsal_on_tiny(tmp_path, capsys):
-    assert main(["bringup", "--device", "sim", "--threads", "1", "--out", str(tmp_path / "out")]) == 0
+    assert main(["dev", "bringup", "--device", "sim", "--threads", "1", "--out", str(tmp_path / "out")]) == 0
     assert "passed: 9 of 9 rungs" in capsys.readouterr().out

@@ -28,6 +28,7 @@ from refusals import assert_refused
 from small_models import resized
 from terminal import AS_IN_A_TERMINAL
 
+import tq as public
 from haarkv.engine.text import GrowingText
 from haarkv.models.catalog import TINY, read_config
 from haarkv.models.qwen3_14b import config as qwen3_config
@@ -227,8 +228,10 @@ def test_help_and_the_bare_package_do_not_import_torch():
     code = (
         "import sys, tq\n"
         "from tq.cli import main\n"
-        "from tq.cli import _COMMANDS\n"
-        "for args in [['--help'], ['--version'], *([name, '--help'] for name in _COMMANDS)]:\n"
+        "from tq.cli import cli\n"
+        "names = cli.list_commands(None)\n"
+        "assert len(names) > 10\n"
+        "for args in [[], ['--help'], ['--version'], *([name, '--help'] for name in names)]:\n"
         "    assert main(args) == 0\n"
         "slow = {'torch', 'tokenizers', 'matplotlib'} & sys.modules.keys()\n"
         "assert not slow, slow\n"
@@ -286,8 +289,9 @@ def test_json_has_the_promised_keys_and_consistent_numbers(tq, checkpoint):
     assert ran.out.count("\n") == 1
     assert ran.err == ""
     assert result.keys() == {
-        "text", "token_ids", "prompt_tokens", "reused_tokens", "new_tokens", "finish", "prefill_ms", "prefill_tokens_per_s",
-        "decode_ms_per_token", "decode_tokens_per_s", "sampling", "kv", "memory", "executor", "model", "completions",
+        "text", "token_ids", "prompt_tokens", "reused_tokens", "new_tokens", "finish", "load_s", "prefill_ms",
+        "prefill_tokens_per_s", "decode_ms_per_token", "decode_tokens_per_s", "sampling", "kv", "memory", "executor", "model",
+        "completions",
     }  # fmt: skip
     assert result["kv"].keys() == {"format", "bytes_per_token", "bytes", "bf16_bytes"}
     assert [c["prompt_tokens"] for c in result["completions"]] == [5, 200]
@@ -296,6 +300,7 @@ def test_json_has_the_promised_keys_and_consistent_numbers(tq, checkpoint):
         assert completion["new_tokens"] == len(completion["token_ids"]) == 7
         assert completion["finish"] == "length"
     assert {key: result[key] for key in result["completions"][0]} == result["completions"][0]
+    assert result["load_s"] > 0
     assert result["prefill_ms"] > 0
     assert result["decode_ms_per_token"] > 0
     assert result["prefill_tokens_per_s"] == pytest.approx(205e3 / result["prefill_ms"])
@@ -526,7 +531,7 @@ def test_a_tokenizer_saved_with_truncation_or_padding_still_takes_the_whole_prom
 
 
 def test_info_tiny_counts_every_kv_byte(tq):
-    info = tq("info", "tiny", "--json", "--memory", "1GiB").json
+    info = tq("info", "tiny", "--json", "--memory", "1GiB", "--dtype", "bfloat16").json
     sizes = {row["format"]: row["bytes_per_token"] for row in info["kv"]}
     assert sizes["tq4"] == 2 * 6 * 2 * 66
     assert sizes["bf16"] == 2 * 6 * 2 * 256
@@ -537,7 +542,7 @@ def test_info_tiny_counts_every_kv_byte(tq):
         assert row["ratio"] == sizes["bf16"] / row["bytes_per_token"]
         assert row["max_tokens"] % 128 == 0
         # Tokens in groups wait in BF16: all but one and a chunk of 64, of each side that has groups.
-        groups = [formats.get(row["format"], side).group_tokens for side in "kv"]
+        groups = [kv_format.group_tokens for kv_format in formats.parse(row["format"], formats.unlearned([(2, 128)] * 6))]
         waiting = sum(6 * 2 * (group - 1 + 64) * 256 for group in groups if group > 1)
         fits = (info["memory"] - info["weight_bytes"] - info["work_bytes"] - waiting) / row["bytes_per_token"]
         assert fits - 128 < row["max_tokens"] <= fits
@@ -574,6 +579,26 @@ def test_info_reads_amounts_of_memory(tq, memory, size):
     assert tq("info", "random:14b", "--memory", memory).code == 0
 
 
+def test_info_counts_the_weights_that_generate_loads(tq, checkpoint):
+    """FP32 on a CPU, unless another dtype is asked for: the same for a model that is only drawn."""
+    for model in (checkpoint, TINY):
+        for dtype in ([], ["--dtype", "bfloat16"]):
+            given = {"dtype": dtype[1]} if dtype else {}
+            loaded = public.load(model, **given).loaded.weights
+            assert tq("info", model, "--json", *dtype).json["weight_bytes"] == loaded.total, (model, dtype)
+    said = " ".join(tq("info", "random:14b").out.split())
+    assert "59.073 GB in float32 on cpu, half with --dtype bfloat16" in said
+    assert "29.537 GB in bfloat16 on cpu" in " ".join(tq("info", "random:14b", "--dtype", "bfloat16").out.split())
+
+
+def test_info_tells_what_learned_keys_take(tq):
+    rows = {row["format"]: row["bytes_per_token"] for row in tq("info", "tiny", "--json").json["kv"]}
+    assert rows["k=lr4,v=tq4"] == rows["tq4"]
+    assert rows["k=lr2,v=tq2"] == 6 * 2 * (34 + 34)
+    assert "`tq calibrate`" in tq("info", "tiny").out
+    assert not any("lr" in row["format"] for row in tq("info", "random:qwen3.5-0.8b", "--json").json["kv"])
+
+
 def test_info_shortens_a_random_model(tq):
     info = tq("info", "random:14b", "--layers", 1, "--json").json
     assert len(info["layers"]) == 1
@@ -582,13 +607,15 @@ def test_info_shortens_a_random_model(tq):
 
 def test_formats_lists_every_format_with_its_bytes(tq):
     rows = {row["name"]: row for row in tq("formats", "--json").json}
-    assert list(rows) == formats.names()
+    assert list(rows) == [*formats.names(), "lr2", "lr3", "lr4", "lr5"]
+    assert (rows["lr3"]["bytes_per_vector"], rows["lr3"]["bits_per_value"]) == (50, 50 * 8 / 128)
     tq4 = rows["tq4"]
     assert tq4.keys() == {"name", "bits_per_value", "bytes_per_vector", "ratio", "purpose", "to_compare"}
     assert (tq4["bytes_per_vector"], tq4["bits_per_value"], tq4["ratio"]) == (66, 66 * 8 / 128, 256 / 66)
     assert rows["bf16"]["ratio"] == 1
     halved = {row["name"]: row for row in tq("formats", "--head-dim", 64, "--json").json}
     assert halved["tq4"]["bytes_per_vector"] == 34
+    assert "lr4" not in {row["name"] for row in tq("formats", "--head-dim", 80, "--json").json}  # 32 must divide it
     table = tq("formats").out
     assert all(name in table for name in rows)
     assert ("q4_0*" in table, "tq4*" in table) == (True, False)

@@ -271,7 +271,7 @@ def with_temporary(folder):
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "")
 def test_compile_killed_at_any_time_leaves_nothing(tmp_path):
     """The C++ is there whole or not at all, and the next run removes the simulator's files."""
-    line = [sys.executable, "-m", "tq", "compile", "--model", "tiny", "--program", "head", "--cpp", "out"]
+    line = [sys.executable, "-m", "tq", "dev", "compile", "--model", "tiny", "--program", "head", "--cpp", "out"]
     made, numbers = None, []
     for kill in killed_at_moments(13, line, tmp_path):
         made = made or sorted(content_of(tmp_path / "out"))

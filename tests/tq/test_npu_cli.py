@@ -1,4 +1,4 @@
-"""`tq generate --executor npu` and `tq compile`: what they print, and one line for whatever cannot be."""
+"""`tq generate --executor npu` and `tq dev compile`: what they print, and one line for whatever cannot be."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def test_generate_says_where_it_ran(capfd):
 @with_pypto
 def test_compile_writes_the_sources_and_lists_them(capfd, tmp_path):
     target = tmp_path / "cpp"
-    code, out, _ = run(capfd, "compile", "--program", "head", "--cpp", str(target), "--json")
+    code, out, _ = run(capfd, "dev", "compile", "--program", "head", "--cpp", str(target), "--json")
     assert code == 0
     (row,) = json.loads(out)["programs"]
     assert row["program"] == "head"
@@ -64,11 +64,11 @@ def test_compile_writes_the_sources_and_lists_them(capfd, tmp_path):
 
 def test_compile_takes_a_calibration_and_refuses_what_it_cannot_do_with_it(capfd, tmp_path):
     file = str(write_calibration(tmp_path / "made.safetensors"))
-    assert "lr3 needs the coordinates that `tq calibrate` learns" in refused(capfd, "compile", "--kv", "k=lr3,v=tq4")
+    assert "lr3 needs the coordinates that `tq calibrate` learns" in refused(capfd, "dev", "compile", "--kv", "k=lr3,v=tq4")
     said = "nothing to compile: its programs read tq4, tq4_seed and bf16, not tq3"
-    assert said in refused(capfd, "compile", "--kv", "k=lr3,v=tq3", "--calibration", file)
+    assert said in refused(capfd, "dev", "compile", "--kv", "k=lr3,v=tq3", "--calibration", file)
     assert "made for another model" in refused(
-        capfd, "compile", "--model", "random:14b", "--kv", "k=lr3,v=tq4", "--calibration", file
+        capfd, "dev", "compile", "--model", "random:14b", "--kv", "k=lr3,v=tq4", "--calibration", file
     )
 
 
@@ -86,7 +86,7 @@ def test_layers_that_store_alike_share_a_program():
 def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(capfd, tmp_path):
     file = write_calibration(tmp_path / "made.safetensors")
     given = ("--kv", KV, "--calibration", str(file), "--kv-skip-layers", "5")
-    code, out, _ = run(capfd, "compile", "--program", "decode", *given, "--cpp", str(tmp_path / "cpp"), "--json")
+    code, out, _ = run(capfd, "dev", "compile", "--program", "decode", *given, "--cpp", str(tmp_path / "cpp"), "--json")
     assert code == 0
     rows = json.loads(out)["programs"]
     assert [(row["program"], row["layers"]) for row in rows] == [("decode-layer0", [0, 1, 2, 3, 4]), ("decode-layer5", [5])]
@@ -104,9 +104,9 @@ def test_compile_lists_what_the_checks_find(capfd, monkeypatch):
     report = Report("head", 1, 20, {"UB": 200 * 2**10}, 100, 200, (finding,))
     compiled = Compiled("head", 1.0, {}, report)
     monkeypatch.setattr("haarkv.models.qwen3_14b.npu.compile.compile_programs", lambda *_: [compiled])
-    code, out, _ = run(capfd, "compile", "--program", "head")
+    code, out, _ = run(capfd, "dev", "compile", "--program", "head")
     assert code == 1
     assert "head, f, kernel_aicore/f.cpp:7: a buffer ends too late" in out
-    code, out, _ = run(capfd, "compile", "--program", "head", "--json")
+    code, out, _ = run(capfd, "dev", "compile", "--program", "head", "--json")
     assert code == 1
     assert json.loads(out)["programs"][0]["findings"] == [str(finding)]

@@ -13,7 +13,8 @@ import pytest
 from refusals import assert_refused
 
 import tq
-from tq.cli import _COMMANDS, cli, main
+from tq.cli import cli, main
+from tq.groups import section_of
 
 ROOT = Path(__file__).parents[2]
 # In this order wherever they stand together.
@@ -28,7 +29,7 @@ OWN = {
     ("bench prefill", "--kv"): "a list",
     ("export", "--kv"): "one format only",
     ("eval", "--kv-plan"): "another row, not the cache",
-    ("bringup", "--kv-plan"): "one more cache",
+    ("dev bringup", "--kv-plan"): "one more cache",
     ("bench decode", "--executor"): "several",
     ("bench prefill", "--executor"): "several",
     ("export", "--dtype"): "float16 too, and a default by target",
@@ -83,21 +84,22 @@ OWN = {
     ("plan", "--force"): "writes a plan",
     ("export", "--force"): "replaces a folder",
     ("serve", "--kv"): "tq4 or vLLM's own",
-    ("bringup", "--kv"): "a list",
-    ("bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
-    ("bringup", "--contexts"): "another default",
-    ("bringup", "--max-new-tokens"): "another default",
-    ("bringup", "--out"): "a folder of results",
-    ("bringup", "--resume"): "goes on in that folder",
+    ("dev bringup", "--kv"): "a list",
+    ("dev bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
+    ("dev bringup", "--contexts"): "another default",
+    ("dev bringup", "--max-new-tokens"): "another default",
+    ("dev bringup", "--out"): "a folder of results",
+    ("dev bringup", "--resume"): "goes on in that folder",
+    ("dev self-test", "--model"): "a file whose blocks are tried beside the model that ships",
 }
 
 
 def commands():
     context = click.Context(cli)
-    for name in _COMMANDS:
+    for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         if isinstance(command, click.Group):
-            yield from ((f"{name} {sub}", command.commands[sub]) for sub in command.commands)
+            yield from ((f"{name} {sub}", command.get_command(context, sub)) for sub in command.list_commands(context))
         else:
             yield name, command
 
@@ -128,6 +130,33 @@ def test_options_stand_in_one_order(name):
     assert shared == sorted(shared, key=ORDER.index)
 
 
+LONG = [name for name, command in COMMANDS.items() if len(options(command)) > 12]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_list_of_options_stands_under_headings(capsys, name):
+    sections = {option.opts[0]: section_of(option) for option in options(COMMANDS[name])}
+    assert [option for option, section in sections.items() if not section] == []
+    assert main([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option, section in sections.items():
+        *_, place = (found.start() for found in re.finditer(rf"^ +(-\w, )?{option}\b", shown, re.MULTILINE))
+        above = re.findall(r"^([A-Z][A-Za-z ]+):$", shown[:place], re.MULTILINE)
+        assert above[-1] == section, option
+
+
+def test_the_longest_lists_are_among_them():
+    assert {"generate", "validate", "bench decode", "eval", "chat", "plan", "calibrate"} <= set(LONG)
+
+
+def test_the_model_and_the_prompt_have_letters_wherever_they_are():
+    letters = {option.opts[0]: set() for command in COMMANDS.values() for option in options(command)}
+    for command in COMMANDS.values():
+        for option in options(command):
+            letters[option.opts[0]] |= {tuple(option.opts[1:])}
+    assert (letters["--model"], letters["--prompt"]) == ({("-m",)}, {("-p",)})
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_and_command_is_explained(name):
     assert COMMANDS[name].help
@@ -137,7 +166,10 @@ def test_every_option_and_command_is_explained(name):
 
 
 def test_help_says_all_that_names_a_model():
-    shown = [option.help for command in COMMANDS.values() for option in options(command) if option.opts[0] == "--model"]
+    shown = [
+        option.help for name, command in COMMANDS.items() for option in options(command)
+        if option.opts[0] == "--model" and (name, "--model") != ("dev self-test", "--model")
+    ]  # fmt: skip
     shown += [COMMANDS["info"].help, tq.load.__doc__]
     assert len(shown) > 6
     for text in shown:
@@ -156,10 +188,10 @@ def test_device_has_one_alias_everywhere():
 
 def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
-    assert defaults.pop("bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
+    assert defaults.pop("dev bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
     assert defaults.keys() == {
-        "generate", "chat", "cache save", "validate", "replay", "eval", "calibrate", "plan", "bench decode", "bench prefill",
-        "bench drafts", "bench long-context",
+        "generate", "chat", "cache save", "validate", "dev replay", "eval", "calibrate", "plan", "bench decode",
+        "bench prefill", "bench drafts", "bench long-context",
     }  # fmt: skip
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
@@ -192,7 +224,9 @@ NEEDED = {
     "bench drafts": ("--draft", "ngram"), "bench weights": ("--text", "text.txt"), "bench long-context": ("--model", "tiny"),
 }  # fmt: skip
 """What a command would lack."""
-ELSEWHERE = {"cache info", "cache convert", "replay", "serve", "bench serve", "bringup"}
+ELSEWHERE = {
+    "cache info", "cache convert", "serve", "bench serve", "dev replay", "dev bringup", "dev self-test", "dev sensitivity",
+}  # fmt: skip
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 ASKED = [
     (name, option.opts[0])

@@ -35,12 +35,21 @@ VALIDATE = "validate --model m --executor reference --prompt spam"
 REFUSED = {
     "": [
         ("generate", "no prompt", "--prompt"),
-        ("bogus", "bogus"),
+        ("bogus", "there is no command 'bogus'; `tq --help` lists them all"),
+        ("genrate 'spam'", "did you mean generate?"),
         ("--bogus", "--bogus"),
+        ("bench decod", "there is no command 'decod'; did you mean decode?"),
+        ("compile", "`tq compile` is a command of the workshop: `tq dev compile`"),
+        ("bringup --out x", "`tq dev bringup`"),
+        ("replay x", "`tq dev replay`"),
+        ("dev bring-up", "did you mean bringup?"),
+        ("generate why is the sky blue", "in quotes"),
     ],
     GENERATE: [
         ("--kv auto --kv-tail 3", "--kv auto sets the whole cache; leave out --kv-tail"),
         ("--kv-loss 0.1", "--kv-loss says what --kv auto may lose"),
+        ("--kv ''", "unknown KV format ''"),
+        ("--kv auto --kv-loss inf", "--kv-loss is a mean KL in nats a token, above 0, not inf"),
         ("--kv auto --kv-loss -1", "--kv-loss is a mean KL in nats a token, above 0, not -1"),
         ("--kv lr64", "there is no lr64: learned keys take lr2, lr3, lr4, lr5"),
         ("--model ''", "no such model: ''"),
@@ -61,7 +70,12 @@ REFUSED = {
         ("--layers 1", "--layers"),
         ("--chat", "chat template"),
         ("--promt a", "--promt"),
-        ("b", "b"),
+        ("b", "give PROMPT, or --prompt and --prompt-file, but not both"),
+        ("--top-k 40", "top-k chooses among tokens, and this model takes the likeliest; give a temperature as well"),
+        ("--top-p 0.9", "top-p", "give a temperature"),
+        ("--min-p 0.1", "min-p", "give a temperature"),
+        ("--kv k=lr4,v=tq4", "lr4 needs", "give its file with --calibration"),
+        ("--threads 999", "--threads 999: this machine has", "give at most"),
         (f"--threads 1{'0' * 30}", "processors; give at most"),
         ("--kv-tail 100000000000", "longer than this model's context of 1,024"),
         (f"--kv-sink 1{'0' * 30}", "longer than this model's context of 1,024"),
@@ -101,6 +115,7 @@ REFUSED = {
         (f"--memory {'9' * 400}", "memory"),
     ],
     "formats": [("--head-dim 127", "127"), *((f"--head-dim '{word}'", "--head-dim") for word in WORDS)],
+    "export --model m --out o": [("--kv tq3", "exported graphs read tq4, not tq3\n")],
     "export --out o": [(f"--layers '{word}'", "--layers") for word in WORDS],
     EVAL: [
         ("--kv bf16,tq9", "tq9", "choose from"),
@@ -151,17 +166,16 @@ REFUSED = {
         ("--replay absent/layer", "absent", "does not exist"),
         ("--steps 2000", "context"),
         ("--prompt-tokens 1 --steps 0", "one token"),
-        ("--self-test", "--self-test", "leave out"),
-        ("--sensitivity", "--sensitivity", "leave out"),
-        ("--self-test --sensitivity", "--self-test and --sensitivity"),
+        ("--self-test", "--self-test is a command of its own now: `tq dev self-test`"),
+        ("--sensitivity", "`tq dev sensitivity`"),
     ],
     "validate": [("--prompt-tokens 3", "--prompt-tokens", "--prompt")],
-    "compile": [
+    "dev compile": [
         ("--cpp m", "m exists"),
         ("--cpp a/b", "its parent is not a folder"),
         ("--model random:3b", "no such size: random:3b"),
         ("--program tail", "'tail' is not one of"),
-        ("--kv q8_0", "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0"),
+        ("--kv q8_0", "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0\n"),
         ("--kv k=lr3,v=tq4", "lr3 needs the coordinates that `tq calibrate` learns"),
     ],
     "serve tiny": [
@@ -202,7 +216,7 @@ def snapshot(folder: Path):
 def test_a_mistake_is_one_line_and_2_and_changes_no_file(capsys, monkeypatch, folder, line, words):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    monkeypatch.setattr(serving, "find_spec", lambda _: None)  # it is refused before vLLM is missed
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())  # else that vLLM is missing is said first
     before = snapshot(folder)
     ran = main(shlex.split(line)), *capsys.readouterr()
     assert_refused(ran, *words)

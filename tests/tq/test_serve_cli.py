@@ -33,23 +33,29 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("model", ["~/absent", "~no_such_user/model", "./absent", "/absent", "models/of/mine", ""])
-@pytest.mark.parametrize("vllm", [object(), None], ids=["vllm", "no vllm"])
-def test_a_folder_that_is_not_there_is_refused_as_it_was_written(monkeypatch, tmp_path, capsys, model, vllm):
+def test_a_folder_that_is_not_there_is_refused_as_it_was_written(monkeypatch, tmp_path, capsys, model):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(serving, "find_spec", lambda _: vllm)
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())
     assert main(["serve", model]) == 2
     assert f"no such model: {model or repr('')};" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["tiny", "gpt2", "org/name", "org/name/q4.gguf", "s3://bucket/of/mine", "models/of/mine"])
-def test_a_name_that_vllm_may_load_needs_vllm(monkeypatch, tmp_path, capsys, model):
+@pytest.mark.parametrize("args", [["tiny"], ["gpt2"], ["/absent"], ["tiny", "--kv", "tq9"], ["tiny", "--kv", "auto"]])
+def test_without_vllm_that_is_said_before_anything_else(monkeypatch, tmp_path, capsys, args):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "of" / "mine").mkdir(parents=True)
     monkeypatch.setattr(serving, "find_spec", lambda _: None)
-    assert main(["serve", model]) == 2
+    assert main(["serve", *args]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert "vLLM is not installed" in line
+    assert "python -m haarkv.serving.vllm_plugin.install" in line
+
+
+@pytest.mark.parametrize("model", ["gpt2", "org/name", "org/name/q4.gguf", "s3://bucket/of/mine", "models/of/mine"])
+def test_a_name_that_vllm_may_load_is_left_to_it(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "of" / "mine").mkdir(parents=True)
+    assert serving._as_vllm_takes_it(model) == model
 
 
 @pytest.mark.parametrize("kv", ["tq4", "bf16", "k=tq8,v=tq3"])
@@ -113,6 +119,7 @@ def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked
         say("it starts")
 
     monkeypatch.setattr(serving, "serve", stand_in)
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())
     if "auto" not in args:
         assert main(["serve", "tiny", *args]) == 0
         assert taken.pop().plan is None

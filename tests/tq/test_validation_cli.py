@@ -110,10 +110,10 @@ def test_a_failing_layer_is_written_and_runs_again_on_any_executor(validate, run
     code, out, err = validate(*common, "--replay", "layer.replay", "--json")
     assert (code, err) == (1, "")
     assert "1 token of 1 sequence" in json.loads(out)["replay"]
-    assert "run it with tq replay layer.replay --executor" in json.loads(out)["replay"]
+    assert "run it with tq dev replay layer.replay --executor" in json.loads(out)["replay"]
 
     def replay(*args):
-        return run("replay", "layer.replay", *args)
+        return run("dev", "replay", "layer.replay", *args)
 
     code, out, err = replay("--executor", "faulty", "--json")
     again = json.loads(out)
@@ -314,8 +314,8 @@ def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_p
 
 
 def piped(*args, reader="head -1", before=""):
-    """A shell's pipe from `tq validate`, whose output nobody reads to the end: (exit code of tq, what was read, stderr)."""
-    command = shlex.join(["validate", *map(str, args)])
+    """A shell's pipe from a command, whose output nobody reads to the end: (exit code of tq, what was read, stderr)."""
+    command = shlex.join(map(str, args))
     code = f"{before}from tq.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
     # The reader is gone before anything is printed.
     script = (
@@ -341,7 +341,7 @@ PLANT = (
 def test_a_reader_that_leaves_early_changes_neither_files_nor_verdict(checkpoint, tmp_path, executor, code, reader, flag):
     files = ("--csv", tmp_path / "rows.csv", "--html", tmp_path / "page.html")
     args = ("--model", checkpoint, "--executor", executor, "--prompt", "spam " * 40, "--steps", 1, flag, *files)
-    got, out, err = piped(*args, reader=reader, before=PLANT)
+    got, out, err = piped("validate", *args, reader=reader, before=PLANT)
     assert (got, err) == (code, "")
     assert out.count("\n") == (reader != "true")
     assert names_in(tmp_path) == ["page.html", "rows.csv"]
@@ -355,7 +355,7 @@ def test_a_reader_that_leaves_the_self_test_early_does_not_make_it_pass(tmp_path
         "import haarkv.validation.layers.self_test as m; from haarkv.validation.layers.self_test import SelfTestRow; "
         f"m.self_test = lambda models, prompts, on_row: [(on_row({row}), {row})[1] for i in range(2001)]; "
     )
-    code, out, err = piped("--self-test", "--dtype", "float32", before=fake)
+    code, out, err = piped("dev", "self-test", "--dtype", "float32", before=fake)
     assert (code, out.count("\n"), err) == (1, 1, "")
 
 
@@ -370,7 +370,7 @@ def test_the_page_names_model_command_prompt_versions_machine_and_date(validate,
     assert re.search(r">2\d{3}-\d\d-\d\d \d\d:\d\d UTC<", text)
 
 
-def test_the_self_test_reports_what_it_missed(validate, monkeypatch):
+def test_the_self_test_reports_what_it_missed(run, monkeypatch):
     import haarkv.validation.layers.self_test as module
 
     row = module.SelfTestRow("float32", "ops", "a fault", "layer 3 head", "–", "nothing", False)
@@ -384,18 +384,18 @@ def test_the_self_test_reports_what_it_missed(validate, monkeypatch):
         return [row]
 
     monkeypatch.setattr(module, "self_test", fake)
-    code, out, _ = validate("--self-test", "--dtype", "bfloat16")
+    code, out, _ = run("dev", "self-test", "--dtype", "bfloat16")
     assert code == 1
     assert "MISS" in out
     assert "FAILED" in out
-    code, out, _ = validate("--self-test", "--dtype", "bfloat16", "--json")
+    code, out, _ = run("dev", "self-test", "--dtype", "bfloat16", "--json")
     assert code == 1
     assert json.loads(out)["passed"] is False
 
 
 @pytest.mark.judge_long
-def test_the_self_test_on_the_model_that_ships(validate):
-    code, out, _ = validate("--self-test", "--dtype", "bfloat16", "--json")
+def test_the_self_test_on_the_model_that_ships(run):
+    code, out, _ = run("dev", "self-test", "--dtype", "bfloat16", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0
     found = {(row["driven"], row["fault"]): row["found"] for row in rows}
@@ -428,13 +428,12 @@ def test_blocks_are_multiplied_as_generate_does_and_named(validate, gguf_file):
     assert restored["blocks"] == []
 
 
-def test_the_self_test_plants_faults_in_a_files_blocks(validate, gguf_file, checkpoint, monkeypatch):
+def test_the_self_test_plants_faults_in_a_files_blocks(run, gguf_file, checkpoint, monkeypatch):
     import haarkv.validation.layers.self_test as module
 
     monkeypatch.setattr(module, "self_test", lambda models, prompts, on_row: [])
-    code, out, err = validate("--self-test", "--model", gguf_file, "--dtype", "float32")
+    code, out, err = run("dev", "self-test", "--model", gguf_file, "--dtype", "float32")
     assert (code, err) == (0, "")
     assert "Q8_0, a scale is the neighbour's" in out
     assert "none (control, blocks)" in out
-    assert_refused(validate("--self-test", "--model", checkpoint), "--self-test", ".gguf")
-    assert_refused(validate("--sensitivity", "--model", gguf_file), "--sensitivity", "--model")
+    assert_refused(run("dev", "self-test", "--model", checkpoint), "--model", ".gguf")

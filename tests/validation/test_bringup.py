@@ -1,4 +1,4 @@
-"""The ladder beneath `tq bringup`: what a verdict needs, and what is left out of the file to send home."""
+"""The ladder beneath `tq dev bringup`: what a verdict needs, and what is left out of the file to send home."""
 
 import json
 import subprocess

@@ -75,7 +75,7 @@ def test_chunks_go_on_from_the_state_of_the_first(monkeypatch):
 
 
 def test_every_fault_is_found_in_its_layer_and_stage():
-    """As `tq validate --self-test` plants them; that has BF16 as well."""
+    """As `tq dev self-test` plants them; that has BF16 as well."""
     rows = self_test([MODEL], PROMPTS)
     assert len(rows) == len(DRIVES) * (len(FAULTS) + 2)
     assert all(row.caught for row in rows), [(row.driven, row.fault, row.found, row.how) for row in rows if not row.caught]

@@ -13,6 +13,7 @@ import click
 
 from tq import options
 from tq.commands.eval import read_text
+from tq.groups import Group
 from tq.output import loading, print_table, telling
 from tq.ranks import tensor_parallel
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from haarkv.models.parallel import Ranks
 
 
-@click.group("bench")
+@click.group("bench", cls=Group)
 def command() -> None:
     """Measure what executors, caches and servers cost."""
 

@@ -1,4 +1,4 @@
-"""`tq bringup`: the first hour on a new machine, one rung after the other."""
+"""`tq dev bringup`: the first hour on a new machine, one rung after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import click
 from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands.generate import read_prompt
-from tq.output import telling, unread_is_fine
+from tq.groups import Command
+from tq.output import print_judged, telling, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.kv.plan import KVSpec
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _FIRST = "environment"
 
 
-@click.command("bringup")
+@click.command("bringup", cls=Command)
 @options.model_option()
 @options.prompt_options
 @click.option(
@@ -46,9 +47,9 @@ def command(context: click.Context, /, **given: Any) -> int:
     """Bring an executor up on a new machine, from its versions to text and latency, one rung after the other.
 
     \b
-      tq bringup --out first                    # on a machine with an Ascend NPU
-      tq bringup --device sim --out rehearsal   # the same, without a card
-      tq bringup --out first --resume           # after a failed rung was mended
+      tq dev bringup --out first                    # on a machine with an Ascend NPU
+      tq dev bringup --device sim --out rehearsal   # the same, without a card
+      tq dev bringup --out first --resume           # after a failed rung was mended
 
     The first rung that fails ends it: the output names the rung, and the layer and stage if there is one. FOLDER holds a JSON
     file a rung, the whole messages of failures, index.html to look at, and report.json to send home, in which no path is left.
@@ -208,4 +209,5 @@ class _Show:
         if not self._quiet:
             log = f" (the whole message: {result.log})" if result.log else ""
             seconds = "   kept" if kept else f"{result.seconds:5.1f} s"
-            print(f"{result.name:14}  {result.verdict:20}  {seconds}  {result.found.said}{log}", flush=True)
+            line = f"{result.name:14}  {result.verdict:20}  {seconds}  {result.found.said}{log}"
+            print_judged(line, {"passed": True, "failed": False}.get(result.verdict))

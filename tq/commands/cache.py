@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.words import counted
 from tq import options
 from tq.commands.generate import read_prompts
+from tq.groups import Group
 from tq.output import err, prefilling, print_table, warn
 
 if TYPE_CHECKING:
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path)
 _OUT = options.file("--out", "The file to write.", required=True)
-_COMPRESS = click.option("--compress", is_flag=True, help="Pack the file without loss, where that saves 5 % or more.")
+_COMPRESS = click.option(
+    "--compress/--no-compress", default=True, show_default=True,
+    help="Pack the file without loss, where that saves 5 % or more.",
+)  # fmt: skip
 
 
-@click.group("cache")
+@click.group("cache", cls=Group)
 def command() -> None:
     """Store what a prompt leaves in the KV cache, look at it, and store it smaller.
 
@@ -56,7 +61,7 @@ def save(
     whole = result.stored[0]
     stored = replace(whole, token_ids=whole.token_ids[: whole.length])
     session.save_cache(out, stored, compress=compress)
-    print(f"{out}: {stored.length:,} tokens, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
+    print(f"{out}: {counted(stored.length, 'token')}, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
 
 
 @command.command("info")
@@ -96,6 +101,8 @@ def info(file: Path, as_json: bool) -> None:
 def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     """Store a sequence in another format, from what the file holds: the model is not needed.
 
+    Without --kv each layer keeps the format that it has, and no number changes.
+
     What the first format lost stays lost. --out may name FILE itself. Learned formats, of the file or wanted, are those of
     --calibration or --kv-plan. Uneven channels stay balanced, or not, as --balance had them when the file was made.
     """
@@ -116,6 +123,13 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     origin.require_fits(stored, before, str(file))
     if spec.weights and spec.weights != origin.weights:
         raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")
+    if not {"kv", "kv_plan"} & options.written().keys():
+        # What is not asked for stays as the file has it.
+        skipped = {layer % shape.num_layers for layer in spec.skip_layers}
+        tail = origin.tail if others["kv_tail"] is None else others["kv_tail"]
+        sink = origin.sink if others["kv_sink"] is None else others["kv_sink"]
+        layers = {layer: pair for layer, pair in layers.items() if layer not in skipped}
+        spec = replace(spec, layers=layers, tail=tail, sink=sink)
     after = spec.plan(shape.num_layers, shape)
     after.require_layout(shape.layers)
     after.require_context(len(stored.token_ids))

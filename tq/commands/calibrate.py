@@ -15,6 +15,7 @@ import click
 from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands.eval import read_text
+from tq.groups import Command
 from tq.output import loading, print_table, scoring, unread_is_fine
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from haarkv.validation.planning.calibrate import Learning, Subject
 
 
-@click.command("calibrate")
+@click.command("calibrate", cls=Command)
 @click.option(
     "--text", "text_files", metavar="FILE", multiple=True,
     help="UTF-8 text to learn from; repeatable; - is stdin [default: what the model writes itself].",

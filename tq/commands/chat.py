@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.words import counted
 from tq import options
-from tq.output import err, warn
+from tq.groups import Command
+from tq.output import err, say, warn
 
 if TYPE_CHECKING:
+    from haarkv.engine.result import Result
+    from haarkv.engine.sampling import Sampling
     from haarkv.engine.session import Session
     from haarkv.tq_ops.kv.stored import StoredSequence
 
 _MOST_LINE = 2**20
 """Characters of a line: more than any context holds."""
+_PROMPT = "> "
+_HELP = """\
+/help      this list
+/exit      end the conversation; so does Ctrl-D
+Ctrl-C     stop an answer, or drop the line that you are writing
+up, down   earlier lines"""
 
 
-@click.command("chat")
+@click.command("chat", cls=Command)
 @options.model_option()
 @options.session_options
 @options.new_tokens()
@@ -31,7 +46,8 @@ _MOST_LINE = 2**20
 def command(max_new_tokens: int, seed: int, system: str | None, file: Path | None, **given: Any) -> None:
     """Talk with a model. Each line of stdin is a message; the end of the input ends the conversation.
 
-    A model without a chat template goes on with the text as it is. Only what is new is computed at each turn.
+    A model without a chat template goes on with the text as it is. Only what is new is computed at each turn. In a terminal,
+    arrow keys edit a line and bring back earlier ones, Ctrl-C stops an answer, and /help lists what else there is.
     """
     from haarkv.tq_ops.output_files import check_writable
 
@@ -41,26 +57,79 @@ def command(max_new_tokens: int, seed: int, system: str | None, file: Path | Non
     if system is not None and not session.tokenizer.has_chat_template:
         raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
     sampling = session.sampling_with(seed=seed, **options.sampling_of(given))
-    messages, stored = _begun(session, file, system)
-    if messages and file is not None:
-        print(f"{file}: {sum(m['role'] == 'user' for m in messages)} earlier messages", file=err().file)
-    while (line := _next_line()) is not None:
-        messages.append({"role": "user", "content": line})
-        result = session.generate(
-            [_ids(session, messages)], stored=stored, keep=True, max_new_tokens=max_new_tokens, sampling=sampling,
-            on_text=lambda _, text: print(text, end="", flush=True), on_warning=warn,
-        )  # fmt: skip
+    talk = _Talk(session, sampling, max_new_tokens, file, *_begun(session, file, system))
+    if talk.messages and file is not None:
+        earlier = counted(len(talk.asked), "earlier message")
+        print(f"{file}: {earlier}", file=err().file)
+    for line in _typed(session, talk.asked) if _in_terminal() else _read():
+        talk.answer(line)
+
+
+@dataclass
+class _Talk:
+    """A conversation as it goes on.
+
+    Attributes:
+        messages: all that was said, as a chat template takes it.
+        stored: what of it is in the cache.
+    """
+
+    session: Session
+    sampling: Sampling
+    max_new_tokens: int
+    file: Path | None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    stored: StoredSequence | None = None
+
+    @property
+    def asked(self) -> list[str]:
+        """The user's messages."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
+    def answer(self, line: str) -> None:
+        """Print what the model says to a message. In a terminal Ctrl-C ends the answer there."""
+        self.messages.append({"role": "user", "content": line})
+        shown = list[str]()
+
+        def show(_: int, text: str) -> None:
+            shown.append(text)
+            print(text, end="", flush=True)
+
+        result = None
+        try:
+            result = self.session.generate(
+                [_ids(self.session, self.messages)], stored=self.stored, keep=True, max_new_tokens=self.max_new_tokens,
+                sampling=self.sampling, on_text=show, on_warning=warn,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if not _in_terminal():
+                raise
+        except InputError as error:
+            if not _in_terminal():
+                raise
+            say(str(error))  # another message may do
+            self.messages.pop()
+            return
         print(flush=True)
-        stored, done = result.stored[0], result.completions[0]
-        messages.append({"role": "assistant", "content": result.texts[0]})
-        if file is not None:
-            session.save_cache(file, stored, json.dumps(messages))
-        if err().is_terminal:
-            memory = result.ranks[0].describe() if result.ranks else ""
-            computed = f"{done.prompt_tokens - done.reused_tokens} of {done.prompt_tokens} tokens computed"
-            print(f"[{computed}; {memory}]", file=err().file)
-            if result.drafting:
-                print(f"[draft {result.drafting.describe()}]", file=err().file)
+        if result is None and not shown:
+            self.messages.pop()  # as if it had never been said
+            return
+        self.messages.append({"role": "assistant", "content": result.texts[0] if result else "".join(shown)})
+        if result is not None:
+            self.stored = result.stored[0]
+            _print_cost(result)
+        if self.file is not None and self.stored is not None:
+            self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
+
+
+def _print_cost(result: Result) -> None:
+    if not err().is_terminal:
+        return
+    done, memory = result.completions[0], result.ranks[0].describe() if result.ranks else ""
+    computed = f"{done.prompt_tokens - done.reused_tokens} of {counted(done.prompt_tokens, 'token')} computed"
+    print(f"[{computed}; {memory}]", file=err().file)
+    if result.drafting:
+        print(f"[draft {result.drafting.describe()}]", file=err().file)
 
 
 def _begun(session: Session, file: Path | None, system: str | None) -> tuple[list[dict[str, str]], StoredSequence | None]:
@@ -69,7 +138,6 @@ def _begun(session: Session, file: Path | None, system: str | None) -> tuple[lis
     Raises:
         InputError: the file is none of a conversation, or of another model or cache.
     """
-    from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.input_files import parse_json
     from haarkv.tq_ops.kv.cache_file import read_note
 
@@ -88,18 +156,66 @@ def _begun(session: Session, file: Path | None, system: str | None) -> tuple[lis
     return list(messages), stored
 
 
-def _next_line() -> str | None:
-    """The next line that is not empty; None at the end of the input."""
-    if sys.stdin is None:
-        return None
-    while True:
+# -- Where lines come from -------------------------------------------------------------------------------------------------
+
+
+def _in_terminal() -> bool:
+    """Whether somebody types and reads."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+
+
+def _read() -> Iterator[str]:
+    """The lines of stdin that are not empty; somebody who types without reading gets a prompt on stderr."""
+    while sys.stdin is not None:
         if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline(_MOST_LINE)
+            print(_PROMPT, end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline(_MOST_LINE)
+            line.encode()
+        except UnicodeError:
+            raise click.UsageError("a message on stdin is not UTF-8; convert it first") from None
         if not line:
-            return None
+            return
         if text := line.strip("\r\n"):
-            return text
+            yield text
+
+
+def _typed(session: Session, earlier: list[str]) -> Iterator[str]:
+    """Messages that are typed in a terminal, until /exit or the end of the input; commands are answered here.
+
+    Args:
+        earlier: lines that the arrow keys bring back as well.
+    """
+    with suppress(ImportError):  # not every Python has it; lines are then edited as the terminal does
+        import readline
+
+        readline.set_auto_history(True)
+        for line in earlier:
+            readline.add_history(line)
+    print(f"{session.name} on {session.executor.description}, KV cache {session.plan.summary()}", file=err().file)
+    print("/help lists what you can do, /exit ends", file=err().file)
+    while True:
+        try:
+            line = input(_PROMPT)[:_MOST_LINE]
+            line.encode()
+        except EOFError:
+            print(file=err().file)
+            return
+        except KeyboardInterrupt:
+            print("\n(/exit ends the conversation)", file=err().file)
+            continue
+        except UnicodeError:
+            say("that line is not UTF-8; write it again")
+            continue
+        command = line.strip()
+        if command == "/exit":
+            return
+        if command == "/help":
+            print(_HELP, file=err().file)
+        elif re.fullmatch(r"/[a-z]+", command):
+            print(f"there is no {command}; /help lists what there is", file=err().file)
+        elif command:
+            yield line
 
 
 def _ids(session: Session, messages: list[dict[str, str]]) -> list[int]:

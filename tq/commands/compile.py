@@ -1,4 +1,4 @@
-"""`tq compile`: compile a model's NPU programs and list the results."""
+"""`tq dev compile`: compile a model's NPU programs and list the results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_folder, whole_folder
 from tq import options
+from tq.groups import Command
 from tq.output import counting, print_table
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _PROGRAMS = ("decode", "prefill", "head")
 
 
-@click.command("compile")
+@click.command("compile", cls=Command)
 @options.model_option()
 @click.option(
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.words import counted
 from tq import options
 from tq.commands.generate import read_prompt
-from tq.output import loading, print_table, telling, unread_is_fine, warn
+from tq.groups import Command
+from tq.output import loading, print_judged, print_table, telling, unread_is_fine, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
@@ -29,7 +31,7 @@ _PROMPTS = (
 _SHOWN = 56
 
 
-@click.command("diff")
+@click.command("diff", cls=Command)
 @click.option("--a", "spec_a", metavar="SIDE", required=True, help="EXECUTOR, FORMAT or EXECUTOR:FORMAT.")
 @click.option("--b", "spec_b", metavar="SIDE", required=True, help="The same.")
 @options.model_option()
@@ -82,7 +84,7 @@ def command(
 
         def on_step(what: str) -> None:
             done[what] += 1
-            tell(f"{what}: {done[what]} tokens")
+            tell(f"{what}: {counted(done[what], 'token')}")
 
         diff = greedy_diff(a, b, texts, dtype=dtype, max_new_tokens=max_new_tokens, on_step=on_step)
     with unread_is_fine():
@@ -126,23 +128,19 @@ def _tail(text: str) -> str:
     return "…" * (shown != text) + repr(shown)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def _print_prompt(number: int, row: PromptDiff, tokenizer: Tokenizer) -> None:
     """The end of the common text, then how each side goes on."""
     found, length = row.divergence, len(row.a.token_ids)
     if found is None:
         ended = " and the end of text" if row.a.finish == "eos" else ""
-        print(f"\n── prompt {number}: the same {_count(length, 'token')}{ended}")
+        print(f"\n── prompt {number}: the same {counted(length, 'token')}{ended}")
     else:
         print(f"\n── prompt {number}: new token {found.position + 1} differs" + " (near tie)" * found.near_tie)
     print(f"   prompt  {_tail(row.prompt)}")
     if found is None:
         print(f"   both    {_head(row.text_a)}")
         return
-    common = f"{_tail(tokenizer.decode(row.a.token_ids[: found.position]))} ({_count(found.position, 'token')})"
+    common = f"{_tail(tokenizer.decode(row.a.token_ids[: found.position]))} ({counted(found.position, 'token')})"
     print(f"   both    {common if found.position else 'nothing'}")
     for name, side, token in (("A", row.a, found.token_a), ("B", row.b, found.token_b)):
         rest = tokenizer.decode(side.token_ids[found.position + 1 :])
@@ -175,21 +173,22 @@ def _print_fidelity(diff: GreedyDiff) -> None:
     ]
     print()
     print_table("Both fed A's tokens", [], rows)
-    print(_verdict(diff))
+    identical = not (any(row.divergence for row in diff.prompts) or diff.near_ties or diff.unexplained)
+    print_judged(_verdict(diff), False if diff.faulty else True if identical else None)
 
 
 def _verdict(diff: GreedyDiff) -> str:
     texts = sum(row.divergence is not None for row in diff.prompts)
     if not (texts or diff.near_ties or diff.unexplained):
         return "Identical: every token of every prompt."
-    parted = f"{_count(texts, 'continuation')} of {len(diff.prompts)} differ{'s' * (texts == 1)}"
+    parted = f"{counted(texts, 'continuation')} of {len(diff.prompts)} differ{'s' * (texts == 1)}"
     if not diff.same_format:
         return f"{parted}. Between formats that is no fault."
-    ties = f"another best token at {_count(diff.near_ties, 'near tie')}"
+    ties = f"another best token at {counted(diff.near_ties, 'near tie')}"
     if not diff.faulty:
         return f"{parted}; {ties} and nowhere else."
     prompt, position = diff.unexplained[0]
-    where = f"{_count(len(diff.unexplained), 'position')} where no rounding explains it"
+    where = f"{counted(len(diff.unexplained), 'position')} where no rounding explains it"
     return f"{parted}; {ties}, and at {where}, first at prompt {prompt + 1}, new token {position + 1}."
 
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
+from haarkv.tq_ops.words import counted
 from tq import options
 from tq.commands.generate import read_prompt
+from tq.groups import Command
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ _WIDTH = 120
 _MOST_RESUME = 2**28
 
 
-@click.command("eval")
+@click.command("eval", cls=Command)
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
 @options.model_option()
 @click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: all].")
@@ -122,9 +124,9 @@ def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
 
 
 def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:
-    dtype, number = str(setup.model.dtype).removeprefix("torch."), len(plan.windows)
-    windows = f"{number:,} window{'s' * (number != 1)} of {plan.windows[0].length:,}"
-    title = f"{model} in {dtype}: {plan.scored:,} tokens of {text_file} in {windows}, against its own bf16 cache"
+    dtype, windows = str(setup.model.dtype).removeprefix("torch."), counted(len(plan.windows), "window")
+    scored = f"{counted(plan.scored, 'token')} of {text_file} in {windows} of {plan.windows[0].length:,}"
+    title = f"{model} in {dtype}: {scored}, against its own bf16 cache"
     # With fewer positions the 99.9 % quantile is the largest value.
     tail = "99.9 %" if plan.scored >= 1000 else "largest"
     name = ("kv", [row.kv for row in rows])
@@ -149,7 +151,8 @@ def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Seque
     print("bits: a value, scales included, as allocated for a window; KL in nats")
     if plan.prompts:
         count, length = len(plan.prompts), len(plan.prompts[0])
-        print(f"greedy: of {plan.new_tokens} new tokens, those equal to bf16's; {count} prompts of {length} tokens")
+        of = f"{counted(count, 'prompt')} of {counted(length, 'token')}"
+        print(f"greedy: of {counted(plan.new_tokens, 'new token')}, those equal to bf16's; {of}")
 
 
 def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_folder, whole_folder
 from tq import __version__, options
+from tq.groups import Command
 from tq.output import loading, print_table
 
 
@@ -23,7 +24,7 @@ def _layers(value: str) -> tuple[int | None, int]:
     return (int(first), int(second)) if colon else (None, int(first))
 
 
-@click.command("export")
+@click.command("export", cls=Command)
 @options.model_option()
 @click.option("--kv", default="tq4", show_default=True, help="The graphs hold only tq4.")
 @options.file("--out", "A new folder; see --force.", metavar="DIR", required=True)
@@ -46,12 +47,13 @@ def command(
 ) -> None:  # fmt: skip
     """Write a model as two ONNX graphs, prefill and decode, and one file of weights. The cache holds packed codes and scales.
 
-    docs/onnx.md describes inputs and outputs. --for atc writes graphs of static shapes for Ascend's compiler, and atc.sh.
+    DIR/export.json says what they are of; each graph names its inputs and outputs. --for atc writes graphs of static shapes
+    for Ascend's compiler, and atc.sh.
     """
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.tq_ops.kv.reads import unsupported
+    from haarkv.tq_ops.kv.reads import ELSEWHERE, unsupported
     from haarkv.tq_ops.onnx.reads import EXPORTED
 
     try:
@@ -66,7 +68,7 @@ def command(
     config = read_config(model, end if begin is None else None)
     plan = KVSpec(kv).plan(config.num_layers)
     if reason := unsupported(EXPORTED, plan, config.kv_shapes) or graphs_unsupported(config):
-        raise InputError(f"cannot export this: {reason}")
+        raise InputError(f"cannot export this: {reason.removesuffix(ELSEWHERE)}")
     span = range(config.num_layers) if begin is None or end is None else range(begin, end)
     if not 0 <= span.start < span.stop <= config.num_layers:
         raise InputError(f"{model} has {config.num_layers} layers; --layers {span.start}:{span.stop} does not fit them")

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import check_writable
+from haarkv.tq_ops.words import counted
 from tq import options
+from tq.groups import Command
 from tq.output import err, prefilling, print_table, warn
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.engine.loading import Room
     from haarkv.engine.ranks import RankMemory
-    from haarkv.engine.session import Result, Session
+    from haarkv.engine.result import KVUsage, Result
+    from haarkv.engine.session import Session
     from haarkv.models.config import ModelConfig
     from haarkv.models.parallel import Ranks
     from haarkv.models.text import Tokenizer
@@ -29,7 +32,8 @@ _MOST_TEXT = 2**28
 """Bytes of a prompt or a text: more than any context holds, and what turns them into tokens takes many times as much."""
 
 
-@click.command("generate")
+@click.command("generate", cls=Command)
+@click.argument("words", nargs=-1, metavar="[PROMPT]")
 @options.model_option()
 @options.prompt_options
 @options.session_options
@@ -44,10 +48,15 @@ _MOST_TEXT = 2**28
 @options.json_option
 @tensor_parallel
 def command(
-    prompts: tuple[str, ...], files: tuple[str, ...], load_cache: Path | None, save_cache: Path | None, as_json: bool,
-    ranks: Ranks, **given: Any,
+    words: tuple[str, ...], prompts: tuple[str, ...], files: tuple[str, ...], load_cache: Path | None,
+    save_cache: Path | None, as_json: bool, ranks: Ranks, **given: Any,
 ) -> None:  # fmt: skip
-    """Continue prompts and stream the text.
+    """Continue PROMPT and stream the text.
+
+    \b
+      tq generate 'def main('
+      tq generate -m model.gguf 'Why is the sky blue?' --max-new-tokens 200
+      tq generate -p 'import os' -p 'class Node:'      # two prompts in one batch
 
     The text goes to stdout, its cost to stderr. --json describes the first prompt at its top level, and every prompt in
     `completions`.
@@ -60,6 +69,11 @@ def command(
 
     --draft changes how fast text comes, not which text may come.
     """
+    if len(words) > 1:
+        raise click.UsageError("a prompt of several words stands in quotes: tq generate 'WORDS'; several prompts take -p each")
+    if words and (prompts or files):
+        raise click.UsageError("give PROMPT, or --prompt and --prompt-file, but not both")
+    prompts = prompts or words
     texts = [] if load_cache and not (prompts or files) else read_prompts(prompts, files, ranks)
     if save_cache is not None:
         if len(texts) > 1:
@@ -144,7 +158,7 @@ class _Writer:
         """Show on a terminal how far several prompts are."""
         if not self._single and err().is_terminal:
             self._tokens += 1
-            print(f"\r{self._tokens} tokens", end="", file=sys.stderr, flush=True)
+            print(f"\r{counted(self._tokens, 'token')}", end="", file=sys.stderr, flush=True)
 
     def write(self, index: int, text: str) -> None:
         """Print text as it becomes certain."""
@@ -169,7 +183,8 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
     ]  # fmt: skip
     timing = result.timing
     return {
-        **each[0], "prefill_ms": 1e3 * timing.prefill_s, "prefill_tokens_per_s": timing.prefill_tokens_per_s,
+        **each[0], "load_s": session.loaded.seconds if session.loaded else None,
+        "prefill_ms": 1e3 * timing.prefill_s, "prefill_tokens_per_s": timing.prefill_tokens_per_s,
         "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
         "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
         "model": session.name, "completions": each,
@@ -186,19 +201,30 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
     name = session.executor.name
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
-        ("prompt", f"{timing.prefill_tokens:,} tokens in {1e3 * timing.prefill_s:.1f} ms{_rate(timing.prefill_tokens_per_s)}"
-                   + (f"; {reused:,} more were stored already" if reused else "")),
-        ("new", f"{sum(len(c.token_ids) for c in done):,} tokens, {ms}{_rate(timing.decode_tokens_per_s)} "
+        *([("loaded", f"in {session.loaded.seconds:.1f} s")] if session.loaded else []),
+        ("prompt", f"{counted(timing.prefill_tokens, 'token')} in {1e3 * timing.prefill_s:.1f} ms"
+                   f"{_rate(timing.prefill_tokens_per_s)}" + (f"; {reused:,} more were stored already" if reused else "")),
+        ("new", f"{counted(sum(len(c.token_ids) for c in done), 'token')}, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
         *([("draft", result.drafting.describe())] if result.drafting else []),
         ("sampling", _sampling(session, result, given)),
         ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a token, {kv.bytes:,} allocated; "
-                     f"bf16 would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x)"),
+                     f"bf16 would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x){_too_short(session, kv)}"),
     ]  # fmt: skip
     rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
     rows += [(f"rank {rank.rank}", _memory_of_rank(rank)) for rank in result.ranks if len(result.ranks) > 1]
     together = f", {session.ranks.size} ranks" if session.ranks.size > 1 else ""
     print_table(f"{session.name} on {session.executor.description}{together}", [], rows, err())
+
+
+def _too_short(session: Session, kv: KVUsage) -> str:
+    """Of a text whose cache takes more than bf16 would, how long another must be to gain."""
+    from haarkv.engine.plans import pays_from
+
+    if kv.bytes <= kv.bf16_bytes or not session.plan.keeps_tokens:
+        return ""
+    length = pays_from(session.config, session.plan)
+    return f"; it is smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller"
 
 
 def _memory_as_json(rank: RankMemory) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
+from tq.groups import Command
 from tq.output import print_table
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def _amount(value: str) -> int:
     return int(size)
 
 
-@click.command("info")
+@click.command("info", cls=Command)
 @click.argument("model", default="tiny")
 @click.option(
     "--memory", "memories", type=_memory, default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",
@@ -44,27 +45,28 @@ def _amount(value: str) -> int:
 )  # fmt: skip
 @click.option(
     "--weights", "mix", metavar="TYPE",
-    help="Count weights as a GGUF file of this type, such as q4_k_m or q8_0 [default: as the file has them, else bf16].",
+    help="Count weights as a GGUF file of this type, such as q4_k_m or q8_0 [default: as they are loaded here].",
 )  # fmt: skip
 @click.option("--context", type=click.IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
+@options.dtype_option()
 @options.layers_option
 @options.json_option
 def command(
-    model: str, memories: tuple[int, ...], mix: str | None, context: int | None, layers: int | None, as_json: bool
+    model: str, memories: tuple[int, ...], mix: str | None, context: int | None, dtype: str | None, layers: int | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
     MODEL is tiny (the default), random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a
-    model already downloaded. The weights are not read. Those of a .gguf file are counted as cpu has them in memory.
+    model already downloaded. The weights are not read. They are counted as the fastest executor of this machine holds them:
+    in --dtype, and of a .gguf file on cpu as its blocks.
 
     A context that fits may be longer than the model's positions, which YaRN extends. tq generate counts alike, and refuses
     what does not fit; Python, torch and the tokenizer come on top.
     """
-    import torch
-
     from haarkv.engine.generation import PREFILL_CHUNK
-    from haarkv.executors.catalog import block_types, default_dtype
-    from haarkv.models.catalog import read_config, source_of, weights_of
+    from haarkv.executors.catalog import AUTO, block_types, default_dtype, select
+    from haarkv.models.catalog import DTYPES, read_config, source_of, weights_of
     from haarkv.models.checkpoint import held_for
     from haarkv.models.footprint import random_bytes, work_bytes
     from haarkv.models.gguf_mix import mixed_bytes
@@ -73,13 +75,15 @@ def command(
     config, source = read_config(model, layers), source_of(model)
     held = held_for(source, config) if source is not None and source.path.is_file() else {}
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
+    here = select(AUTO, config, []).name
+    chosen = dtype or default_dtype(here)
     if mix is not None:
         weights, how = mixed_bytes(config, mix.lower()), f"in a file of {mix.lower()}"
     elif held:
-        weights = weights_of(model, config, default_dtype("cpu"), keep_blocks=block_types("cpu"))
-        how = "in memory on cpu"
+        weights, how = weights_of(model, config, chosen, keep_blocks=block_types(here)), f"in memory on {here}"
     else:
-        weights, how = random_bytes(config, torch.bfloat16), "in bf16"
+        weights, how = random_bytes(config, DTYPES[chosen]), f"in {chosen} on {here}"
+        how += "" if dtype or chosen != "float32" else ", half with --dtype bfloat16"
     work = work_bytes(config, PREFILL_CHUNK, 1)
     rows = _kv_rows(config, weights, memories, context)
     if as_json:
@@ -88,6 +92,7 @@ def command(
             "state_bytes": config.state_bytes,
             "parameters": num_parameters(config),
             "weights": mix,
+            "dtype": chosen,
             "weight_bytes": weights.total,
             "weight_bytes_mapped": weights.kept,
             "weight_bytes_in_file": in_file,
@@ -112,6 +117,8 @@ def command(
     names = ["tokens"] if len(memories) == 1 else [f"in {size}" for size in sizes]
     total = [f"GiB at {context:,} tokens"] if context else []
     print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
+    if any("lr" in r["format"] for r in rows):
+        print("lr2 to lr5 take what `tq calibrate` learns of the model; --kv auto learns it by itself")
 
 
 def _shape_rows(config: ModelConfig, parameters: str) -> list[tuple[str, str]]:
@@ -160,16 +167,22 @@ def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
 def _kv_rows(
     config: ModelConfig, weights: WeightBytes, memories: tuple[int, ...], context: int | None
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks."""
+    """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks.
+
+    Learned keys stand beside values of as many bits. Models whose keys cannot be learned have no such rows.
+    """
     from haarkv.engine.plans import longest_context, needed, plan_for
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
 
     bf16, rows = plan_for(KVSpec("bf16"), config).bytes_per_token(config.kv_shapes), []
-    for name in formats.names():
+    shapes = config.kv_shapes
+    learned = formats.unlearned([(shape.num_kv_heads, shape.head_dim) for shape in shapes if shape is not None])
+    pairs = [f"k={name},v=tq{name.removeprefix('lr')}" for name in formats.learned_names()]
+    for name in (*formats.names(), *pairs):
         try:
-            plan = plan_for(KVSpec(name), config)
+            plan = plan_for(KVSpec(name, calibration=learned if name in pairs else None), config)
         except InputError:
             continue
         tokens = [longest_context(config, plan, memory, weights) for memory in memories]

@@ -14,7 +14,9 @@ import click
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq import __version__
 from tq.commands.eval import read_text
-from tq.options import Numbers, set_threads, threads_option
+from tq.groups import Command
+from tq.option_kinds import Numbers
+from tq.options import set_threads, threads_option
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class _Besides(click.ParamType[tuple[tuple[int, int], ...]]):
         return tuple(dict.fromkeys((int(pair[1]), int(pair[2])) for pair in pairs if pair))
 
 
-@click.command("matrix")
+@click.command("matrix", cls=Command)
 @click.argument("models", nargs=-1, metavar="MODEL...")
 @click.option("--text", "texts", multiple=True, metavar="FILE", help="A UTF-8 text; repeatable. Its kind is the file's name.")
 @click.option("--out", "out_file", metavar="FILE", type=click.Path(path_type=Path), required=True, help="Results, JSON lines.")

@@ -14,6 +14,7 @@ from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands.eval import open_partial, read_text
 from tq.commands.plan_report import Found, ending, measured_by, print_plan
+from tq.groups import Command
 from tq.output import loading, scoring, unread_is_fine
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _CONTEXT = 4096
 
 
-@click.command("plan")
+@click.command("plan", cls=Command)
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to choose by; - is stdin.")
 @click.option(
     "--verify", "verify_file", metavar="FILE",

@@ -10,6 +10,7 @@ import click
 
 from haarkv.tq_ops.output_files import check_writable
 from tq import options
+from tq.groups import Command
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _WINDOW = 512
 _OWN = "own"
 
 
-@click.command("quantize")
+@click.command("quantize", cls=Command)
 @click.argument("model")
 @options.file("--out", "The GGUF file to write.", "out", required=True)
 @click.option(

@@ -1,4 +1,4 @@
-"""`tq replay`: run one failing layer from a file that `tq validate --replay` wrote, on any executor."""
+"""`tq dev replay`: run one failing layer from a file that `tq validate --replay` wrote, on any executor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from tq import options
 from tq.commands.validate_report import print_rows, print_verdict
 from tq.commands.validate_run import make_pair
+from tq.groups import Command
 from tq.output import print_table, unread_is_fine, visible
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.report import Report
 
 
-@click.command("replay")
+@click.command("replay", cls=Command)
 @click.argument("file", type=click.Path(path_type=Path))
 @options.executor_option()
 @options.device_option

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from tq import options
+from tq.groups import Command
 
 _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
@@ -18,7 +19,7 @@ _KV = (
 )
 
 
-@click.command("serve", context_settings=_CONTEXT)
+@click.command("serve", cls=Command, context_settings=_CONTEXT)
 @click.argument("model")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM FLAGS]...")
 @click.option("--kv", metavar="FORMAT", help=_KV)
@@ -33,7 +34,7 @@ _KV = (
 @click.option("--kv-metrics-per-layer", is_flag=True, help="Also report each layer in /metrics.")
 def command(
     model: str, flags: tuple[str, ...], kv: str | None, kv_loss: float | None, calibration: str | None, kv_tail: int | None,
-    kv_sink: int, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
+    kv_sink: int | None, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
     kv_metrics_per_layer: bool,
 ) -> None:  # fmt: skip
     """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny or a folder in Hugging Face format.
@@ -47,14 +48,15 @@ def command(
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
     from haarkv.models.catalog import TINY
-    from haarkv.serving.serve import Cache, serve
+    from haarkv.serving.serve import Cache, require_vllm, serve
 
+    require_vllm()
     if model.startswith("random:"):
         raise click.UsageError(
             "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
     given = {
-        "--kv": kv, "--calibration": calibration, "--kv-tail": kv_tail, "--kv-sink": kv_sink or None,
+        "--kv": kv, "--calibration": calibration, "--kv-tail": kv_tail, "--kv-sink": kv_sink,
         "--kv-skip-layers": kv_skip_layers or None,
     }  # fmt: skip
     if kv_plan is not None and (others := [option for option, value in given.items() if value is not None]):
@@ -78,8 +80,9 @@ def command(
         model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
     learned, plan = (None if file is None else Path(file) for file in (calibration, kv_plan))
     cache = Cache(
-        kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail, sink=kv_sink
-    )
+        kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail,
+        sink=kv_sink or 0,
+    )  # fmt: skip
     serve(model, cache, flags, say=say)
 
 

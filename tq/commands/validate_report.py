@@ -1,4 +1,4 @@
-"""What `tq validate` and `tq replay` print and write of a report, of two, and of a failing layer."""
+"""What `tq validate` and `tq dev replay` print and write of a report, of two, and of a failing layer."""
 
 from __future__ import annotations
 
@@ -176,6 +176,5 @@ def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
         return f"nothing was written: {error}"
     content = dumps(found)
     write_whole(file, content)
-    return (
-        f"{file} ({len(content):,} bytes): {found.case.describe()}; run it with tq replay {file} --executor {found.candidate}"
-    )
+    how = f"run it with tq dev replay {file} --executor {found.candidate}"
+    return f"{file} ({len(content):,} bytes): {found.case.describe()}; {how}"

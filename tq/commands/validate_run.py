@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
-from tq.output import comparing, compiling, loading
+from tq.output import comparing, compiling, loading, warn
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
@@ -43,7 +43,7 @@ def validated(
     with loading(model) as progress:
         from haarkv.engine.plans import plan_for
         from haarkv.engine.session import Session
-        from haarkv.executors.catalog import AUTO, block_types, check, create, default_dtype, select
+        from haarkv.executors.catalog import AUTO, block_types, check, create, default_dtype, interpreted, select
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
@@ -69,6 +69,8 @@ def validated(
         kept = () if config.state_shapes else block_types(selected.name)
         here = load_model(model, dtype or shared, layers, progress, ranks, keep_blocks=kept)
         on_trial = create(selected.name, here, plan_here, device, compiling)
+        if (slowly := interpreted(on_trial, device)) and ranks.rank == 0:
+            warn(slowly)
         if ranks.rank:
             follow(on_trial, ranks, config, plan_here)
             return None

@@ -1,1 +1,1 @@
-"""The low-bit KV cache for Hugging Face models: `tq.TQCache` and `tq.generate`; docs/run.md says how."""
+"""The low-bit KV cache for Hugging Face models: `tq.TQCache` and `tq.generate`."""

@@ -95,23 +95,24 @@ class TQCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: Any, kv: str | None = None, *, tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (),
-        plan: Mapping[int, str] | str | Path | None = None, calibration: CalibrationFile | str | Path | None = None,
+        self, config: Any, kv: str | None = None, *, tail: int | None = None, sink: int | None = None,
+        skip_layers: Sequence[int] = (), plan: Mapping[int, str] | str | Path | None = None,
+        calibration: CalibrationFile | str | Path | None = None,
         model: Any = None, balance: bool = True, allow_collapse: bool = False,
     ) -> None:  # fmt: skip
         decoder = decoder_config(config)
         theirs = _their_layers(decoder)
         if isinstance(plan, (str, Path)):
-            if (kv, tail, sink, tuple(skip_layers), calibration) != (None, None, 0, (), None):
+            if (kv, tail, sink, tuple(skip_layers), calibration) != (None, None, None, (), None):
                 raise InputError("a plan file sets the whole cache; leave out kv, tail, sink, skip_layers and calibration")
             spec = load(plan)
         else:
             file = load_calibration(calibration) if isinstance(calibration, (str, Path)) else calibration
             learned = (file.shape, file.calibration) if file else (None, None)
-            if kv is None and (tail, sink, plan) == (None, 0, None):
+            if kv is None and (tail, sink, plan) == (None, None, None):
                 default = default_spec(file is not None)
                 kv, tail, sink = default.kv, default.tail, default.sink
-            spec = KVSpec(kv or "tq4", tail, sink, skip_layers, plan or {}, *learned)
+            spec = KVSpec(kv or "tq4", tail, sink or 0, skip_layers, plan or {}, *learned)
         chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
         scales: Mapping[int, Scales] = {}
         self.uneven: tuple[Uneven, ...] = ()

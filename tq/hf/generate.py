@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from tq.hf.attention import packed_attention
 from tq.hf.cache import TQCache
 
@@ -27,7 +29,8 @@ def generate(
 
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[str], kv: str | None = None, *,
-    tail: int | None = None, sink: int = 0, skip_layers: Sequence[int] = (), plan: Mapping[int, str] | None = None,
+    tail: int | None = None, sink: int | None = None, skip_layers: Sequence[int] = (),
+    plan: Mapping[int, str] | str | Path | None = None, calibration: CalibrationFile | str | Path | None = None,
     balance: bool = True, allow_collapse: bool = False, **generate_kwargs: Any,
 ) -> str | list[str]:  # fmt: skip
     """Continue one prompt or several; the continuations without the prompts and without special tokens.
@@ -38,7 +41,7 @@ def generate(
         model: a causal language model of transformers.
         tokenizer: its tokenizer. It need not have a padding token: shorter prompts are padded on the left here.
         prompt: a text or several, taken as they are; apply a chat template before.
-        kv, tail, sink, skip_layers, plan, balance, allow_collapse: as `TQCache` takes them.
+        kv, tail, sink, skip_layers, plan, calibration, balance, allow_collapse: as `TQCache` takes them.
         generate_kwargs: for `model.generate`, such as `max_new_tokens`, `num_beams` or `do_sample`.
     Returns:
         a text for a text, a list for several; `num_return_sequences` = n makes it a list with n texts a prompt.
@@ -60,8 +63,8 @@ def generate(
     input_ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     cache = TQCache(
-        model.config, kv, tail=tail, sink=sink, skip_layers=skip_layers, plan=plan, model=model, balance=balance,
-        allow_collapse=allow_collapse,
+        model.config, kv, tail=tail, sink=sink, skip_layers=skip_layers, plan=plan, calibration=calibration, model=model,
+        balance=balance, allow_collapse=allow_collapse,
     )  # fmt: skip
     with packed_attention(model):
         output = model.generate(

@@ -21,7 +21,7 @@ from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVe
 from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3, RotatedBlockQ4
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.kvarn import kvarn_pair
-from haarkv.tq_ops.formats.learned import Calibration, bits_of
+from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, bits_of, unlearned
 from haarkv.tq_ops.formats.manthan import Manthan3
 from haarkv.tq_ops.formats.oscar import NAME as OSCAR
 from haarkv.tq_ops.formats.oscar import oscar_format
@@ -64,6 +64,11 @@ def names() -> list[str]:
     return list(_BY_NAME)
 
 
+def learned_names() -> list[str]:
+    """Formats of keys that are learned of a model: each takes a calibration."""
+    return [f"{PREFIX}{bits}" for bits in COLUMNS]
+
+
 def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> KVFormat:
     """The format of that name; `side` matters where K and V are stored differently.
 
@@ -76,7 +81,8 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
         if side == "v":
             raise InputError(f"{name} stores keys only; values have nothing to learn. Write k={name},v=tq{bits}")
         if calibration is None:
-            raise InputError(f"{name} needs the coordinates that `tq calibrate` learns of a model; give its file")
+            needs = f"{name} needs the coordinates that `tq calibrate` learns of a model"
+            raise InputError(f"{needs}; give its file with --calibration")
         return calibration.format(bits)
     if name == OSCAR:
         if calibration is None:
@@ -127,8 +133,10 @@ __all__ = [
     "Side",
     "describe",
     "get",
+    "learned_names",
     "names",
     "needs_calibration",
     "parse",
     "stored_bytes",
+    "unlearned",
 ]

@@ -7,7 +7,7 @@ the text (`formats.stretches`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
@@ -80,6 +80,20 @@ class Calibration:
         if bits not in self._formats:
             self._formats[bits] = LearnedFormat(self.k, bits)
         return self._formats[bits]
+
+
+def unlearned(heads: Sequence[tuple[int, int]]) -> Calibration:
+    """Coordinates that nobody has learned: bytes can be counted with them, and nothing stored.
+
+    Args:
+        heads: of each layer, its KV heads and their head_dim.
+    """
+
+    def hollow(count: int, dim: int) -> Basis:
+        vectors, matrices = torch.empty(count, dim, device="meta"), torch.empty(count, dim, dim, device="meta")
+        return Basis(vectors, matrices, matrices, vectors)
+
+    return Calibration(tuple(hollow(*each) for each in heads), "")
 
 
 def bits_of(name: str) -> int | None:

@@ -30,7 +30,7 @@ from haarkv.tq_ops.input_files import parse_json, size_of
 from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVPlan, ModelShape
 from haarkv.tq_ops.kv.recurrent import MOST_VERSIONS, StateShape
-from haarkv.tq_ops.kv.safetensors_header import metadata_of, start_of
+from haarkv.tq_ops.kv.safetensors_header import lacks, metadata_of, start_of
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
 from haarkv.tq_ops.kv.stored import StoredSequence, in_blocks
 from haarkv.tq_ops.kv.tensor_digest import digest_of
@@ -259,8 +259,8 @@ def _blocks_of(shape: KVShape, length: int) -> int:
 
 def _metadata(path: Path) -> dict[str, str]:
     metadata = metadata_of(start_of(path, "the cache "))
-    if not metadata.keys() >= _KEYS:
-        raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(metadata))))
+    if missing := _KEYS - set(metadata):
+        raise ValueError(lacks(metadata, *missing))
     if (version := metadata["haarkv_cache"]) not in (PLAIN, PACKED):
         raise ValueError(f"its version is {version}, not {PLAIN} or {PACKED}")
     return metadata

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -21,7 +22,7 @@ from haarkv.tq_ops.input_files import parse_json, read_file
 from haarkv.tq_ops.kv import calibration_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, is_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
-from haarkv.tq_ops.kv.safetensors_header import start_of
+from haarkv.tq_ops.kv.safetensors_header import lacks, metadata_of, start_of
 
 _VERSION = 1
 _KEYS = {"haarkv_plan", "model", "layers", "tail", "sink"}
@@ -82,7 +83,13 @@ def load(path: Path | str) -> KVSpec:
     Raises:
         InputError: it cannot be read or is no plan.
     """
-    if is_calibration(start_of(Path(path), "the plan ")):
+    begin = start_of(Path(path), "the plan ")
+    if is_calibration(begin):
+        metadata: Mapping[str, str] | None = None
+        with suppress(ValueError):  # damaged, which is said below
+            metadata = metadata_of(begin)
+        if metadata is not None and "haarkv_calibration" not in metadata:
+            raise InputError(f"{path} is no KV plan: {lacks(metadata, 'haarkv_calibration')}; `tq plan` writes one")
         learned = calibration_file.load(path)
         if not learned.plan:
             raise InputError(f"{path} is a calibration without a plan; `tq plan --calibration {path}` makes one")

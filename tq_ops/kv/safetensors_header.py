@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,11 +22,26 @@ def metadata_of(content: bytes) -> dict[str, str]:
     """
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > len(content) - 8:
-        raise ValueError(f"it is truncated or no safetensors file ({len(content)} bytes)")
+        raise ValueError("it is truncated or no safetensors file")
     metadata = _header(content[8 : 8 + length]).get("__metadata__", {})
     if not isinstance(metadata, dict):
         raise ValueError("its header is not that of a safetensors file")
     return {str(key): str(value) for key, value in metadata.items()}
+
+
+_OURS = {
+    "haarkv_cache": "a stored cache, which --load-cache takes",
+    "haarkv_calibration": "a calibration, which --calibration takes",
+    "haarkv_calibrating": "a half-done calibration, which `tq calibrate --resume` takes",
+}
+"""What a file of ours is, by the first word of its metadata."""
+
+
+def lacks(metadata: Mapping[str, str], *missing: str) -> str:
+    """Why a file is not of the kind whose metadata has these entries as well: what it is instead, if it is another of ours."""
+    if _OURS.keys() & set(missing) and (found := next((what for name, what in _OURS.items() if name in metadata), "")):
+        return f"it is {found}"
+    return "it lacks " + ", ".join(sorted(missing))
 
 
 def start_of(path: Path, what: str) -> bytes:
@@ -55,8 +71,8 @@ def read_promised(path: Path, what: str, key: str) -> bytes:
         InputError: it cannot be read, is no regular file, or does not fit into memory twice.
         ValueError: it is no such file, with what is wrong.
     """
-    if key not in metadata_of(start_of(path, what)):
-        raise ValueError(f"it lacks {key}")
+    if key not in (metadata := metadata_of(start_of(path, what))):
+        raise ValueError(lacks(metadata, key))
     size = size_of(path, what)
     require_memory(2 * size, f"{what}{path}", "name another file")
     return read_file(path, size, what)

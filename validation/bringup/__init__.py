@@ -1,1 +1,1 @@
-"""The first hour on a new machine: a ladder of rungs, each with a verdict of its own. `tq bringup` climbs it."""
+"""The first hour on a new machine: a ladder of rungs, each with a verdict of its own. `tq dev bringup` climbs it."""

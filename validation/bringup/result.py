@@ -132,7 +132,7 @@ class Folder:
         try:
             return from_json(json.loads(file.read_text(encoding="utf-8")))
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise InputError(f"{file} is no result of tq bringup; delete it") from None
+            raise InputError(f"{file} is no result of tq dev bringup; delete it") from None
 
     def save(self, result: Result) -> None:
         """Keep a result, in place of an older one."""

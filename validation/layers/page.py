@@ -9,6 +9,7 @@ from html import escape
 
 import torch
 
+from haarkv.tq_ops.words import counted
 from haarkv.validation.html import SORTING, Bar, Line, distances, document, facts, plot, table
 from haarkv.validation.layers.judge import bounds_of
 from haarkv.validation.layers.report import LayerRow, Mode, Report, row_cells
@@ -92,10 +93,10 @@ def _facts(report: Report, about: About) -> dict[str, str]:
         return escape(", ".join(f"{name} {value}" for name, value in found.items()))
 
     prompts = "".join(
-        f"<div><code>{escape(text[:_SHOWN])}{'…' * (len(text) > _SHOWN)}</code> ({tokens} tokens)</div>"
+        f"<div><code>{escape(text[:_SHOWN])}{'…' * (len(text) > _SHOWN)}</code> ({counted(tokens, 'token')})</div>"
         for text, tokens in zip((" ".join(text.split()) for text in about.prompts), report.prompt_tokens, strict=True)
     )
-    steps = f"{report.steps} decode step{'s' * (report.steps != 1)}"
+    steps = counted(report.steps, "decode step")
     return {
         "executor": escape(f"{report.candidate}, compared with {report.reference}"),
         "model": escape(f"{about.model} in {report.dtype}, KV cache {report.kv}; {steps}"),

@@ -139,7 +139,7 @@ def require_loss(loss: float) -> float:
     Raises:
         InputError: it is none.
     """
-    if not loss > 0:
+    if not 0 < loss < math.inf:
         raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
     return loss
 

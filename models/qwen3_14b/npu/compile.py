@@ -18,7 +18,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.reads import ELSEWHERE, unsupported
 from haarkv.tq_ops.npu.emitted.checks import Report, check
 from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.kept import unsupported as unkept
@@ -85,7 +85,7 @@ def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tupl
     """
     shapes = config.kv_shapes[: len(plan.layers)]
     if reason := programs.unsupported(config) or unsupported(READS, plan, shapes) or unkept(plan) or unturned(plan):
-        raise InputError(f"nothing to compile: {reason}")
+        raise InputError(f"nothing to compile: {reason.removesuffix(ELSEWHERE)}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):
         sharing.setdefault((sides_of(plan, layer), kept_shape(plan, layer)), []).append(layer)

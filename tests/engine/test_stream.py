@@ -1,0 +1,94 @@
+"""A text piece by piece: the pieces add up, whoever leaves stops the model, and sessions show themselves in a line."""
+
+import signal
+import threading
+import time
+
+import pytest
+from checkpoints import saying, write_checkpoint
+
+import tq
+from haarkv.engine.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream") / "m"
+    return tq.load(write_checkpoint(folder, config={"max_position_embeddings": 30_000}, mutate=saying("abé€z", endless=True)))
+
+
+def test_pieces_add_up_to_the_text(session):
+    stream = session.stream("a", max_new_tokens=12)
+    pieces = list(stream)
+    whole = session.generate("a", max_new_tokens=12)
+    assert len(pieces) > 5
+    assert "".join(pieces) == whole.texts[0]
+    assert stream.result.texts == whole.texts
+    assert stream.result.completions == whole.completions
+    assert list(stream) == []  # once
+    assert stream.result.texts == whole.texts
+
+
+def test_pieces_come_before_the_text_is_whole(session):
+    stream = session.stream("a", max_new_tokens=25_000)
+    assert next(stream) == "b"
+    assert stream.result is None
+    stream.close()
+
+
+def test_whoever_leaves_the_loop_stops_the_model(session):
+    before = threading.active_count()
+    for _ in session.stream("a", max_new_tokens=25_000):
+        break
+    until = time.monotonic() + 60
+    while threading.active_count() > before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert session.generate("a", max_new_tokens=1).texts == ["b"]  # and nobody holds the session
+
+
+def test_a_stream_that_is_interrupted_in_the_prompt_reads_no_further(session):
+    seen = []
+
+    def interrupt(done, total):
+        seen.append(done)
+        if done:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)
+
+    with pytest.raises(KeyboardInterrupt):
+        next(session.stream("a" * 5000, on_prefill=interrupt))
+    assert max(seen) < 5000
+    assert session.generate("a", max_new_tokens=1).texts == ["b"]
+
+
+def test_what_is_wrong_comes_with_the_first_piece(session):
+    with pytest.raises(tq.InputError, match="max_new_tokens must be at least 1"):
+        next(session.stream("a", max_new_tokens=0))
+    with pytest.raises(TypeError):
+        next(session.stream("a", temprature=1))
+
+
+# -- Settings, and lines ----------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_sampling_are_arguments(session):
+    result = session.generate("a", max_new_tokens=2, temperature=0.7, top_k=3, seed=5)
+    assert result.sampling == Sampling(0.7, 3, seed=5)
+    assert "".join(session.stream("a", max_new_tokens=2, temperature=0.7, top_k=3, seed=5)) == result.texts[0]
+    with pytest.raises(tq.InputError, match="sampling says all of how tokens are drawn; leave out temperature"):
+        session.generate("a", temperature=1.0, sampling=Sampling())
+    with pytest.raises(tq.InputError, match="top-k chooses among tokens, and this model takes the likeliest"):
+        session.generate("a", top_k=3)
+    assert session.generate("a", max_new_tokens=1, top_k=0, top_p=1.0).sampling == Sampling()  # they say nothing
+    assert session.generate("a", max_new_tokens=1, top_k=3, temperature=0).sampling.top_k == 3  # who says 0 knows
+
+
+def test_a_session_and_a_result_are_one_line(session):
+    assert repr(session) == f"Session({session.name!r} on reference, tq4: 144 bytes of K and V a token)"
+    result = session.generate(["a", "b", "z" * 100], max_new_tokens=1)
+    assert repr(result) == "Result(['b', '\ufffd', …], 3 new tokens, tq4: 55,296 bytes of KV cache)"
+    assert "1 new token," in repr(session.generate("a", max_new_tokens=1))
+    long = repr(session.generate("a", max_new_tokens=500))
+    assert len(long) < 160
+    assert "\n" not in long

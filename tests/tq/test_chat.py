@@ -1,0 +1,154 @@
+"""`tq chat` in a terminal and without one: keys, commands, interruptions, and what is kept."""
+
+import io
+import json
+import sys
+
+import pytest
+from checkpoints import saying, write_checkpoint
+from refusals import assert_refused
+from terminal import Terminal
+
+from haarkv.tq_ops.kv.cache_file import read_note
+
+CTRL_C, CTRL_D, UP, LEFT, BACKSPACE = "\x03", "\x04", "\x1b[A", "\x1b[D", "\x7f"
+
+
+@pytest.fixture(scope="module")
+def alphabet(tmp_path_factory):
+    """After a line's end comes `abc`, and the end of the text."""
+    return write_checkpoint(tmp_path_factory.mktemp("alphabet") / "m", mutate=saying("\nabc"))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """After a line's end comes `xy` and another one, for ever."""
+    config = {"max_position_embeddings": 30_000}
+    folder = tmp_path_factory.mktemp("endless") / "m"
+    return write_checkpoint(folder, config=config, mutate=saying("\nxy", endless=True))
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """A conversation in a terminal, up to its first prompt."""
+
+    def start(folder, *args):
+        terminal = Terminal("chat", "--model", folder, "--threads", 1, *args, cwd=tmp_path)
+        terminal.until("> ")
+        return terminal
+
+    return start
+
+
+def test_a_conversation_in_a_terminal(chat, alphabet):
+    with chat(alphabet) as terminal:
+        banner = terminal.shown
+        assert f"{alphabet} on the reference" in banner.replace("\r\n", "")
+        assert "KV cache tq4" in banner
+        assert "/help lists what you can do, /exit ends" in banner
+        terminal.type("hi\n")
+        assert "abc\r\n" in terminal.until("> ")
+        terminal.type("/help\n")
+        assert "Ctrl-C" in terminal.until("> ")
+        terminal.type("/hepl\n")
+        assert "there is no /hepl; /help lists what there is" in terminal.until("> ")
+        terminal.type("\n")  # no message
+        terminal.until("> ")
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.shown
+
+
+def test_keys_edit_a_line_and_bring_back_earlier_ones(chat, alphabet, tmp_path):
+    with chat(alphabet, "--session", "talk") as terminal:
+        terminal.type("hj" + BACKSPACE + "i\n")
+        terminal.until("abc")
+        terminal.until("> ")
+        terminal.type(UP + "!" + LEFT + "-\n")
+        terminal.until("abc")
+        terminal.until("> ")
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    said = [message["content"] for message in json.loads(read_note(tmp_path / "talk"))]
+    assert said == ["hi", "abc", "hi-!", "abc"]
+    with chat(alphabet, "--session", "talk") as terminal:
+        assert "talk: 2 earlier messages" in terminal.shown
+        terminal.type(UP + UP + "?\n")  # those of the file as well
+        terminal.until("abc")
+        terminal.until("> ")
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
+    assert json.loads(read_note(tmp_path / "talk"))[4]["content"] == "hi?"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(chat, endless, tmp_path):
+    with chat(endless, "--session", "talk", "--max-new-tokens", 25_000) as terminal:
+        terminal.type("hi\n")
+        terminal.until("xy\r\nxy")
+        terminal.type(CTRL_C)
+        terminal.until("> ")
+        terminal.type("half a li" + CTRL_C)
+        assert "(/exit ends the conversation)" in terminal.until("conversation)")
+        terminal.until("> ")
+        terminal.type("again\n")
+        terminal.until("xy\r\nxy")
+        terminal.type(CTRL_C)
+        terminal.until("> ")
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.shown
+    # Nothing was ever answered to the end, so that there is no sequence to store.
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_answer_that_was_stopped_stays_in_the_conversation(chat, endless, tmp_path):
+    with chat(endless, "--session", "talk", "--max-new-tokens", 4) as terminal:
+        terminal.type("hi\n")
+        terminal.until("xy\r\nx")
+        terminal.until("> ")
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
+    with chat(endless, "--session", "talk", "--max-new-tokens", 25_000) as terminal:
+        terminal.type("more\n")
+        terminal.until("xy\r\nxy\r\nxy")
+        terminal.type(CTRL_C)
+        terminal.until("> ")
+        terminal.type("/exit\n")
+        assert terminal.end() == 0
+    messages = json.loads(read_note(tmp_path / "talk"))
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert messages[3]["content"].startswith("xy\nxy")
+    with chat(endless, "--session", "talk", "--max-new-tokens", 4) as terminal:
+        terminal.type("and?\n")
+        terminal.until("xy\r\nx")
+        computed = int(terminal.until(" computed").split("[")[1].split(" of ")[0])
+        assert computed > len(messages[3]["content"])  # what was stopped is computed anew, what was stored is not
+
+
+def test_what_does_not_fit_is_said_and_the_conversation_goes_on(chat, alphabet):
+    with chat(alphabet) as terminal:
+        terminal.type("a" * 1100 + "\n")
+        terminal.until("this model's context only 1024; shorten it")
+        terminal.until("> ")
+        terminal.type("hi\n")
+        terminal.until("abc")
+        terminal.until("> ")
+        terminal.type(b"\xff\xfe\n")
+        terminal.until("not UTF-8")
+        terminal.until("> ")
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+
+
+# -- Without a terminal ----------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_a_pipe_are_messages_whatever_they_say(run, alphabet, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n\nhi\n"))
+    code, out, err = run("chat", "--model", alphabet)
+    assert (code, out, err) == (0, "abc\nabc\n", "")
+
+
+def test_a_pipe_that_is_no_utf8_is_one_line(run, alphabet, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert_refused(run("chat", "--model", alphabet), "stdin", "UTF-8")

@@ -1,0 +1,140 @@
+"""What once happened in silence is said, or no longer happens."""
+
+from pathlib import Path
+
+import pytest
+from calibration_files import write_calibration
+from checkpoints import write_checkpoint
+from npu_programs import with_pypto
+from refusals import assert_refused
+
+import tq as public
+from haarkv.engine.plans import pays_from
+from haarkv.models.catalog import read_config
+from haarkv.tq_ops.kv import cache_file
+from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint whose keys can be learned."""
+    return write_checkpoint(tmp_path_factory.mktemp("wide") / "m", config={"head_dim": 64})
+
+
+@pytest.fixture(scope="module")
+def learned(wide, tmp_path_factory):
+    return write_calibration(tmp_path_factory.mktemp("learned") / "learned.safetensors", wide)
+
+
+def kept(run, model, *args):
+    """The cache of a short text, in words."""
+    return run("generate", "--model", model, "--prompt", "ab", "--max-new-tokens", 2, "--json", *args).json["kv"]["format"]
+
+
+def test_a_calibration_alone_is_used(run, wide, learned):
+    assert kept(run, wide, "--calibration", learned) == "k=lr4,v=tq4; tail 124; sink 4"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [((), "tail 124; sink 4"), (("--kv-sink", 0), "tail 124"), (("--kv-tail", 0), "tail 0; sink 4"),
+     (("--kv-tail", 0, "--kv-sink", 0), "tail 0"), (("--kv-sink", 2), "tail 124; sink 2")],
+)  # fmt: skip
+def test_a_tail_or_sinks_of_0_that_were_asked_for_are_none(run, wide, learned, args, words):
+    assert kept(run, wide, "--calibration", learned, *args) == f"k=lr4,v=tq4; {words}"
+
+
+def test_in_python_as_well(wide, learned):
+    assert public.load(wide, calibration=learned).plan.describe() == "k=lr4,v=tq4; tail 124; sink 4"
+    assert public.load(wide, calibration=learned, sink=0).plan.describe() == "k=lr4,v=tq4; tail 124"
+    assert public.load(wide, calibration=learned, tail=0, sink=0).plan.describe() == "k=lr4,v=tq4; tail 0"
+
+
+# -- Files of ours that are another one's -----------------------------------------------------------------------------------
+
+
+def test_a_file_of_ours_in_the_wrong_place_is_called_what_it_is(run, wide, learned, tmp_path):
+    assert run("cache", "save", "--model", wide, "--prompt", "ab", "--out", "stored").code == 0
+    given = ("generate", "--model", wide, "--prompt", "ab")
+    a_cache, a_calibration = "it is a stored cache, which --load-cache takes", "it is a calibration, which --calibration takes"
+    assert_refused(run(*given, "--kv-plan", "stored"), "stored is no KV plan: ", a_cache)
+    assert_refused(run(*given, "--calibration", "stored"), "stored is no calibration: ", a_cache)
+    assert_refused(run(*given, "--load-cache", learned), "is no stored cache: ", a_calibration)
+    assert_refused(run(*given, "--kv-plan", learned), "is a calibration without a plan")
+
+
+def test_a_conversion_keeps_what_is_not_asked_to_change(run, wide):
+    given = ("--kv", "k=tq6,v=tq3", "--kv-tail", 8, "--kv-sink", 2)
+    assert run("cache", "save", "--model", wide, "--prompt", "spam " * 40, *given, "--out", "a").code == 0
+
+    def held(name):
+        return {key: run("cache", "info", name, "--json").json[key] for key in ("formats", "tail", "sink")}
+
+    def converted(*args):
+        assert run("cache", "convert", "a", *args, "--out", "b").code == 0
+        return held("b")
+
+    before = held("a")
+    assert before == {"formats": ["k=tq6,v=tq3"] * 2, "tail": 8, "sink": 2}
+    assert converted() == before
+    assert cache_file.load(Path("b"))[0].tensors.keys() == cache_file.load(Path("a"))[0].tensors.keys()
+    assert converted("--kv-tail", 0, "--kv-sink", 0) == {**before, "tail": 0, "sink": 0}
+    assert converted("--kv-skip-layers", 1) == {**before, "formats": ["k=tq6,v=tq3", "bf16"]}
+    assert converted("--kv", "tq2") == {"formats": ["tq2"] * 2, "tail": None, "sink": 0}
+
+
+# -- What it costs ------------------------------------------------------------------------------------------------------------
+
+
+def cost(run, model, *args):
+    """The cost lines of a text, as one line."""
+    ran = run("generate", "--model", model, *args)
+    assert ran.code == 0
+    return " ".join(ran.err.split())
+
+
+def test_a_text_too_short_to_gain_is_said_to_be(run, wide):
+    tail = ("--kv", "tq4", "--kv-tail", 124, "--kv-sink", 4)
+    said = cost(run, wide, "--prompt", "ab", "--max-new-tokens", 2, *tail)
+    config, plan = read_config(str(wide)), KVSpec("tq4", 124, 4).plan(2)
+    length = pays_from(config, plan)
+    assert f"; it is smaller than bf16 from {length:,} tokens on" in said
+    bf16 = KVSpec("bf16").plan(2)
+    for tokens, smaller in ((length, True), (length - 128, False)):
+        taken, plain = (cache_bytes(each, tokens, config.kv_shapes, 1) for each in (plan, bf16))
+        assert (taken < plain) == smaller
+    assert "smaller than bf16" not in cost(run, wide, "--prompt", "a" * (length - 5), "--max-new-tokens", 2, *tail)
+    assert "smaller than bf16" not in cost(run, wide, "--prompt", "ab", "--max-new-tokens", 2, "--kv", "tq4")
+    assert pays_from(config, KVSpec("fp32").plan(2)) is None
+
+
+def test_one_token_is_one_token(run, wide):
+    said = cost(run, wide, "--prompt", "a", "--max-new-tokens", 1)
+    assert "prompt 1 token in" in said
+    assert "new 1 token, no decode step" in said
+    ran = run("cache", "save", "--model", wide, "--prompt", "a", "--out", "stored")
+    assert "stored: 1 token," in ran.err
+
+
+def test_the_cost_says_how_long_loading_took_and_the_most_memory(run, wide):
+    ran = run("generate", "--model", wide, "--prompt", "a", "--max-new-tokens", 1)
+    words = {line.split()[0]: line.split()[1:] for line in ran.err.splitlines() if len(line.split()) > 2}
+    assert words["loaded"][0] == "in"
+    assert float(words["loaded"][1]) < 60
+    assert words["memory"][1:4] == ["GiB", "at", "most;"]
+
+
+@with_pypto
+def test_an_interpreter_that_nobody_asked_for_is_announced(run, monkeypatch):
+    def stop(*_, **__):
+        raise public.InputError("computed")
+
+    monkeypatch.setattr("haarkv.engine.session.generate", stop)
+    for device, announced in (((), True), (("--device", "sim"), False)):
+        _, _, err = run("generate", "--prompt", "x", "--executor", "npu", *device)
+        *before, last = err.splitlines()
+        assert last == "tq: computed"
+        assert (
+            any("executor npu runs in an interpreter here, minutes for a few tokens" in line for line in before) == announced
+        )

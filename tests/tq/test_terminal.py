@@ -1,0 +1,107 @@
+"""What a terminal shows: the first page, headings, narrow columns, colours; and the shell's completion."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from checkpoints import write_checkpoint
+from terminal import Terminal
+
+from tq.cli import _FIRST_STEPS, main
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+NARROW = 40
+
+
+def seen(*args, columns=80, cwd=None):
+    """Exit code and text of a command in a terminal."""
+    with Terminal(*args, columns=columns, cwd=cwd) as terminal:
+        code = terminal.end()
+        return code, terminal.shown.replace("\r\n", "\n")
+
+
+def test_tq_alone_greets_and_shows_four_first_steps(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert len(_FIRST_STEPS) == 4
+    assert all(command in out and about in out for command, about in _FIRST_STEPS)
+    assert "tq --help" in out
+    assert out.count("\n") < 12
+
+
+def test_commands_stand_under_headings(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    headings = re.findall(r"^([A-Z][a-z ]+):$", out, re.MULTILINE)
+    assert headings == ["Options", "Run", "Choose a cache", "Check", "Measure", "Files", "Workshop"]
+    workshop = out.split("Workshop:")[1]
+    assert re.findall(r"^  (\S+)", workshop, re.MULTILINE) == ["dev"]
+    assert main(["dev", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^  (\S+)", out.split("A new machine:")[1], re.MULTILINE) == [
+        "bringup", "compile", "replay", "self-test", "sensitivity",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "args", [(), ("--help",), ("dev",), ("generate", "--help"), ("bench", "decode", "--help")], ids=" ".join
+)
+def test_help_fits_into_a_narrow_terminal(args):
+    _, shown = seen(*args, columns=NARROW)
+    lines = shown.splitlines()
+    # Examples stand as they are; what explains has its room.
+    wide = [line for line in lines if len(line) > NARROW and not line.startswith("    tq ") and "--" not in line]
+    assert wide == []
+    words = [line for line in lines if len(line) > NARROW // 2]
+    assert len(words) > len(lines) / 3  # and it is not squeezed into a few columns at the edge
+
+
+@pytest.mark.parametrize("columns", [NARROW, 80, 160])
+def test_tables_are_readable_at_any_width(columns, tmp_path):
+    code, shown = seen("formats", columns=columns)
+    assert code == 0
+    text = COLOUR.sub("", shown)
+    assert all(len(line) <= columns for line in text.splitlines() if not line.startswith(("* ", "no layout")))
+    assert "4.125" in text
+    assert "bytes/vector" in text
+    # No number and no name is broken in two.
+    assert re.search(r"(^|\s)tq4_seed(\s|$)", text)
+    assert re.search(r"(^|\s)3\.88x(\s|$)", text)
+    code, shown = seen("info", "tiny", columns=columns)
+    assert code == 0
+    assert re.search(r"(^|\s)1,584(\s|$)", shown)
+
+
+@pytest.mark.parametrize(("columns", "tall"), [(NARROW, True), (80, False)])
+def test_a_table_that_does_not_fit_becomes_paragraphs(columns, tall):
+    _, shown = seen("info", "random:14b", "--memory", "80GiB,96GiB,128GiB", "--context", 1000, columns=columns)
+    assert ("format tq4" in shown) == tall
+
+
+def test_a_verdict_has_a_colour_in_a_terminal_and_none_in_a_pipe(tmp_path):
+    folder = write_checkpoint(tmp_path / "m")
+    args = ("validate", "--model", folder, "--executor", "reference", "--prompt", "spam", "--steps", 0, "--threads", 1)
+    code, shown = seen(*args)
+    assert code == 0
+    assert "\x1b[32mpassed: no fault" in shown
+    line = [sys.executable, "-m", "tq", *map(str, args)]
+    piped = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "passed: no fault" in piped.stdout
+    assert "\x1b" not in piped.stdout
+
+
+def test_the_shell_completes_commands_and_options():
+    def completed(*words):
+        env = {**os.environ, "_TQ_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        done = subprocess.run([sys.executable, "-m", "tq"], env=env, capture_output=True, text=True, check=True)
+        return [line.split(",")[1] for line in done.stdout.splitlines()]
+
+    assert completed("tq", "ge") == ["generate"]
+    assert completed("tq", "dev", "self") == ["self-test"]
+    assert "--kv-plan" in completed("tq", "generate", "--kv")
+    env = {**os.environ, "_TQ_COMPLETE": "bash_source"}
+    script = subprocess.run([sys.executable, "-m", "tq"], env=env, capture_output=True, text=True, check=True).stdout
+    assert "_TQ_COMPLETE=bash_complete" in script
