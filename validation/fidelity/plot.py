@@ -168,11 +168,7 @@ _FAMILIES = {
     "llama.cpp": ("#b3261e", "x", "llama.cpp"),
     "": ("#6b7280", "+", "other"),
 }
-<<<<<<< HEAD
-_LINES = ("tq", "by layer")
-=======
-_LINES = ("learned", "tq")
->>>>>>> docsa
+_LINES = ("by layer", "learned", "tq")
 _MOST_BITS = 13.0
 
 
