@@ -161,8 +161,8 @@ def _ended(error: BaseException, started: Started, debug: bool) -> int:
         return 2
     if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
         if not started.place:  # whoever started the ranks says so
-            # A terminal has shown ^C, and perhaps half a line of text.
-            print("\n" * sys.stderr.isatty() + "tq: interrupted", file=sys.stderr)
+            # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor.
+            print("\x1b[?25h\n" * sys.stderr.isatty() + "tq: interrupted", file=sys.stderr)
         return 130
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2

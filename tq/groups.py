@@ -18,7 +18,7 @@ _MANY = 12
 """Options of a command that are still one list."""
 _WIDEST = 110
 _NAMES, _NARROW = 30, 60
-"""Columns of names at most, and the width of a terminal below which they take a third of it."""
+"""Columns of names at most, and the width of a terminal below which each name has a line of its own."""
 
 _SECTIONS: Mapping[str, Sequence[str]] = {
     "Sides": ("--a", "--b"),

@@ -93,6 +93,15 @@ def test_a_verdict_has_a_colour_in_a_terminal_and_none_in_a_pipe(tmp_path):
     assert "\x1b" not in piped.stdout
 
 
+def test_an_interruption_leaves_the_cursor_visible():
+    with Terminal("generate", "def main(", "--max-new-tokens", 3000, "--threads", 1) as terminal:
+        terminal.until("\x1b[?25l")  # a bar begins
+        terminal.type("\x03")
+        assert terminal.end() == 130
+    assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")
+    assert terminal.shown.endswith("tq: interrupted\r\n")
+
+
 def test_the_shell_completes_commands_and_options():
     def completed(*words):
         env = {**os.environ, "_TQ_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
