@@ -28,7 +28,8 @@ def filled(config, spec, lengths, seed):
             count = min(pieces, length - begin)
             batch = paging.batch([sequence], [count])
             for layer in range(config.num_layers):
-                k, v = (torch.randn(count, config.heads.num_kv_heads, 128, generator=generator) for _ in "kv")
+                sizes = count, config.heads.num_kv_heads, config.heads.head_dim
+                k, v = (torch.randn(sizes, generator=generator) for _ in "kv")
                 cache.write(layer, k, v, batch)
     return cache, paging, sequences
 
@@ -61,9 +62,11 @@ def error_of_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config
     """How far off is what a layer adds, and fields of which not every byte in the cache is the reference's.
 
     Args:
+        heads: of queries and of keys; None for those of the config.
         plant: program -> one with a fault.
     """
-    config = resized(config, num_heads=heads[0], num_kv_heads=heads[1])
+    if heads:
+        config = resized(config, num_heads=heads[0], num_kv_heads=heads[1])
     model = telling(small_model(config, seed=3, dtype=torch.bfloat16))
     hidden = faint(sum(new), config.hidden_size, torch.Generator().manual_seed(2))
     results, windows = [], []
