@@ -7,31 +7,20 @@ from dataclasses import replace
 
 import pytest
 from npu_checked import check_layer, error_of_layer
+from npu_families import CONFIGS, WINDOW
 from npu_learned import learned_spec
 from npu_programs import with_pypto
-from small_models import gemma_config, small_config
+from small_models import small_config
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 
-SIZES = {"num_layers": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "head_norms": False}
-WINDOW = 40
-CONFIGS = {
-    "llama": small_config("llama", hidden_size=192, num_heads=9, num_kv_heads=3, head_dim=64, **SIZES),
-    "qwen2": small_config("qwen2", hidden_size=128, num_heads=14, num_kv_heads=2, head_dim=64, bias=True, **SIZES),
-    "gemma3": gemma_config(hidden_size=128, window=WINDOW),
-}
-CONFIGS["gemma3"] = replace(
-    CONFIGS["gemma3"],
-    layers=tuple(replace(layer, mlp=replace(layer.mlp, width=192)) for layer in CONFIGS["gemma3"].layers),
-)
 DECODE, PREFILL = ([1, 1, 1], [299, 0, 640]), ([33, 5], [250, 0])
 """New and stored tokens. Of the longest sequence a windowed layer skips two steps of keys."""
 CASES = {f"{name}, {kind}": (name, *case) for name in CONFIGS for kind, case in (("decode", DECODE), ("prefill", PREFILL))}
 WINDOWED, WHOLE = range(0, 1), range(1, 2)
-"""Layers of `gemma3`; those of other families are alike."""
 
 
 @with_pypto

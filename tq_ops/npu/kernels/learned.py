@@ -60,7 +60,8 @@ class LearnedKeys(ScaledSide):
         Rounding points: (x - mean) / length to BF16; scale to FP16. Boundaries and centroids are FP32 cubics, off by up to
             3e-7 from the reference's tables.
         """
-        rows, head_dim = fitting(tokens, VECTORS), self.head_dim
+        head_dim = self.head_dim
+        rows = fitting(tokens, VECTORS * 128 // max(head_dim, 128))
         all_tries = TRIES * head_dim
 
         def numbers(kind, width=head_dim):
