@@ -85,7 +85,7 @@ def test_a_part_that_is_left_out_or_anothers_is_seen(fault):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("random:qwen3.5-27b", "layer 0 of this qwen3_5_text model is another than it knows: it mixes tokens by DeltaNet"),
+        ("random:qwen3.5-27b", "layer 0 of this qwen3_5 model is another than it knows: it mixes tokens by DeltaNet"),
         ("random:30b-a3b", "layer 0 of this qwen3_moe model is another than it knows: it has experts"),
     ],
 )

@@ -8,7 +8,7 @@ from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.bounds import NPU_LAYER_ADDED
+from haarkv.validation.bounds import BF16_TIES, NPU_LAYER_ADDED
 from haarkv.validation.ops.caches import windows_of
 
 TQ4_SPEC = KVSpec("tq4")
@@ -49,6 +49,12 @@ DECODE, PREFILL = LAYER_CASES["decode, GQA 5"], LAYER_CASES["prefill after a sto
 def same_bytes(ours, theirs, field):
     """Whether a field of two caches holds the same; an FP32 norm may be off by its last bit: K was summed otherwise."""
     return torch.allclose(ours, theirs, rtol=2.0**-22, atol=0) if field == "norm" else torch.equal(ours, theirs)
+
+
+def but_for_ties(ours, theirs, most):
+    """Whether all numbers in BF16 are equal, or fewer than so many are the other neighbour: FP32 sums in another order."""
+    steps = (ours.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
+    return steps.max() <= 1 and steps.sum() < most
 
 
 def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG):
@@ -93,5 +99,6 @@ def error_of_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config
         for (_, side, field, theirs), (*_, tensor) in zip(reference_cache, our_cache, strict=True)
         if not same_bytes(tensor, theirs, field)
     ]
-    wrong += ["what stays in BF16"] * (not all(torch.equal(*pair) for pair in zip(*windows, strict=True)))
+    most = sum(new) * config.heads.num_kv_heads * config.heads.head_dim * BF16_TIES + 1
+    wrong += ["what stays in BF16"] * (not all(but_for_ties(*pair, most) for pair in zip(*windows, strict=True)))
     return worst_token(ours, reference), wrong

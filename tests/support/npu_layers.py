@@ -40,11 +40,12 @@ def worst_token(ours, theirs):
 def with_leftovers(cache, seed=4):
     """The cache, in every slot what other sequences left there, as long as keys and values are: not one of it may be seen."""
     generator = torch.Generator().manual_seed(seed)
-    for *_, tensor in cache_tensors(cache):
+    for layer, _, _, tensor in cache_tensors(cache):
         if tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) if tensor.dim() > 3 else 12.0)
         else:
-            tensor.copy_(torch.randint(0, 16 if tensor.shape[-1] == 128 else 256, tensor.shape, generator=generator))
+            levels = 16 if tensor.shape[-1] == cache.shape(layer).head_dim else 256
+            tensor.copy_(torch.randint(0, levels, tensor.shape, generator=generator))
     for tensor in windows_of(cache):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
