@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pypto
 
+_MOST_HEADS = 10  # of a vector tile
 _NORM_TILE_BYTES = 24 * 2**10  # of one FP32 operand; a norm keeps several alive in 192 KiB of unified buffer
 
 
@@ -90,8 +91,10 @@ def head_rope(x, cos, sin, rows, heads, head_dim):
 
 
 def heads_per_tile(heads):
-    """Heads of a vector tile of [rows, heads, D]."""
-    return heads if heads <= 10 else 8
+    """Heads of a vector tile of [rows, heads, D]: a divisor, or PyPTO's copies of the rest go beyond a tile's end."""
+    if heads <= _MOST_HEADS:
+        return heads
+    return 8 if heads % 8 == 0 else next(count for count in range(_MOST_HEADS, 0, -1) if heads % count == 0)
 
 
 def residual(projected, hidden, tiles):
