@@ -107,7 +107,7 @@ def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
         "q_proj": weights["q_proj"],
         "k_proj": weights["k_proj"],
         "v_proj": weights["v_proj"],
-        **{f"{x}_bias": row(f"{x}_bias", weights[f"{x}_proj"].shape[0]) for x in "qkv"},
+        **{f"{x}_bias": row(f"{x}_bias", weights[f"{x}_proj"].shape[0]).view(1, -1, head_dim) for x in "qkv"},
         **{f"{x}_norm": row(f"{x}_norm", head_dim).unsqueeze(0) for x in "qk"},
         "o_proj": weights["o_proj"],
         **{name: row(name, model.config.hidden_size) for name in ("mixer_out_norm", "post_norm", "mlp_out_norm")},

@@ -36,17 +36,20 @@ def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
     rows, parts, head_dim = layer.rows, layer.parts, layer.attention.head_dim
     heads, kv_heads, half = layer.attention.num_heads, layer.attention.num_kv_heads, head_dim // 2
     projected = [tiles.project(x, weight) for weight in projections]
-    if parts.bias:
-        tiles.elementwise()
-        projected = [y + pypto.cast(bias, pypto.DT_FP32) for y, bias in zip(projected, biases, strict=True)]
     pypto.set_vec_tile_shapes(16, 1, half)
     cos = pypto.reshape(cos, [rows, 1, half])
     sin = pypto.reshape(sin, [rows, 1, half])
-    for y, norm, out, count, is_q in (
-        (projected[0], norms[0], outputs[0], heads, True),
-        (projected[1], norms[1], outputs[1], kv_heads, False),
-    ):
-        by_head = pypto.reshape(y, [rows, count, head_dim])
+
+    def by_heads(side, count):
+        # A bias is added head by head: were it added to rows of a tile, PyPTO would reshape those beyond the tile's end.
+        y = pypto.reshape(projected[side], [rows, count, head_dim])
+        if parts.bias:
+            pypto.set_vec_tile_shapes(4, heads_per_tile(count), head_dim)
+            y = y + pypto.cast(biases[side], pypto.DT_FP32)
+        return y
+
+    for side, out, count, is_q in ((0, outputs[0], heads, True), (1, outputs[1], kv_heads, False)):
+        by_head, norm = by_heads(side, count), norms[side]
         if parts.head_norms:
             by_head = head_norm(by_head, norm, count, head_dim, layer.rms_norm_eps)
         for place, values in enumerate(head_rope(by_head, cos, sin, rows, count, head_dim)):
@@ -54,7 +57,7 @@ def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
             values = query(pypto.cast(values, pypto.DT_BF16)) if is_q else values
             pypto.assemble(values, [0, 0, place * half], out)
     pypto.set_vec_tile_shapes(4, kv_heads, head_dim)
-    outputs[2][:] = pypto.clone(pypto.reshape(projected[2], [rows, kv_heads, head_dim]))
+    outputs[2][:] = pypto.clone(by_heads(2, kv_heads))
 
 
 def _quantize(x, stored, new, back, layer):
@@ -183,9 +186,9 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         q_proj: pypto.Tensor([heads * head_dim, hidden_size], pypto.DT_BF16),
         k_proj: pypto.Tensor([kv_heads * head_dim, hidden_size], pypto.DT_BF16),
         v_proj: pypto.Tensor([kv_heads * head_dim, hidden_size], pypto.DT_BF16),
-        q_bias: pypto.Tensor([1, heads * head_dim], pypto.DT_BF16),
-        k_bias: pypto.Tensor([1, kv_heads * head_dim], pypto.DT_BF16),
-        v_bias: pypto.Tensor([1, kv_heads * head_dim], pypto.DT_BF16),
+        q_bias: pypto.Tensor([1, heads, head_dim], pypto.DT_BF16),
+        k_bias: pypto.Tensor([1, kv_heads, head_dim], pypto.DT_BF16),
+        v_bias: pypto.Tensor([1, kv_heads, head_dim], pypto.DT_BF16),
         q_norm: pypto.Tensor([1, 1, head_dim], norm_dtype),
         k_norm: pypto.Tensor([1, 1, head_dim], norm_dtype),
         o_proj: pypto.Tensor([hidden_size, heads * head_dim], pypto.DT_BF16),
