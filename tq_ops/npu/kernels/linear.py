@@ -91,7 +91,7 @@ def head_rope(x, cos, sin, rows, heads, head_dim):
 
 
 def heads_per_tile(heads):
-    """Heads of a vector tile of [rows, heads, D]: a divisor, or PyPTO's copies of the rest go beyond a tile's end."""
+    """Heads of a vector tile of [rows, heads, D]: a divisor, so that all tiles are alike."""
     if heads <= _MOST_HEADS:
         return heads
     return 8 if heads % 8 == 0 else next(count for count in range(_MOST_HEADS, 0, -1) if heads % count == 0)
