@@ -27,7 +27,7 @@ from haarkv.tq_ops.table import OpTable
 
 
 class NpuExecutor:
-    """Runs a bf16 model whose cache is in formats that programs read: one program a layer, one for the head.
+    """Runs a bf16 model of dense layers whose cache is in formats that programs read: one program a layer, one for the head.
 
     Of one of several ranks a layer is two programs, attention and MLP, and the sums over ranks stand between.
 
@@ -47,6 +47,8 @@ class NpuExecutor:
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
             raise InputError(f"executor npu cannot run this: {reason}")
+        if model.ranks.size > 1 and any(layer.norms_behind for layer in model.config.layers):
+            raise InputError("executor npu norms what attention and the MLP give within one program; run it on one rank")
         if model.dtype != torch.bfloat16:
             raise InputError("executor npu runs bfloat16 only; drop --dtype or give --dtype bfloat16")
         self._runner: Runner = open_runner(device)
@@ -66,7 +68,7 @@ class NpuExecutor:
         self._head_slices = [
             {name: keep(tensor) for name, tensor in part.items()} for part in inputs.head_constants(self._model, self._head)
         ]
-        self._masks: dict[AttentionShape, Tensor] = {}
+        self._masks: dict[AttentionShape, dict[str, Tensor]] = {}
 
     @property
     def compiled(self) -> dict[str, float]:
@@ -83,7 +85,7 @@ class NpuExecutor:
             programs.unsupported(config)
             or unsupported(READS, plan, config.kv_shapes)
             or kept.unsupported(plan)
-            or turns.unsupported(plan)
+            or turns.unsupported(plan, config.heads.head_dim)
         )
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
@@ -124,18 +126,23 @@ class NpuExecutor:
         cache.require_room(batch)
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
         build = programs.decode_program if one_each else programs.prefill_program
-        tiling = inputs.tile(
-            batch, build(self.config), self._model.rope_at(batch.positions)[self.config.common.attention.rope]
-        )
-        state = tiling.spread(hidden)
+        ropes, tilings = self._model.rope_at(batch.positions), {}
+        state: Tensor | None = None
         for index in span:
-            program = build(self.config, *sides_of(cache.plan, index), kept.kept_shape(cache.plan, index, cache.chunk))
-            state = self._layer(program, index, state, tiling, cache)
-        return state[tiling.row]
+            mixer = self.config.layers[index].attention
+            in_bf16 = kept.kept_shape(cache.plan, index, cache.chunk, mixer.window)
+            program = build(self.config, *sides_of(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
+            # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
+            alike = mixer.rope, cache.ring(index), program.attention.step_tokens
+            if alike not in tilings:
+                tilings[alike] = inputs.tile(cache.placed(index, batch), program, ropes[mixer.rope])
+            tiling = tilings[alike]
+            state = self._layer(program, index, tiling.spread(hidden) if state is None else state, tiling, cache)
+        return hidden if state is None else state[tiling.row]
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:
-        constants = {**self._layers[index], "mask": self._mask(program.attention)}
-        for tensor in inputs.domain_arguments(cache.plan, index, self.device).values():
+        constants = {**self._layers[index], **self._masks_of(program)}
+        for tensor in inputs.domain_arguments(program, cache.plan, index, self.device).values():
             self._runner.constant(tensor)
         if self._model.ranks.size == 1:
             arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
@@ -153,10 +160,11 @@ class NpuExecutor:
         """Hidden states and what all ranks add to them, rounded once."""
         return (hidden.float() + self._model.ranks.sum(added)).to(hidden.dtype)
 
-    def _mask(self, shape: AttentionShape) -> Tensor:
-        if shape not in self._masks:
-            self._masks[shape] = self._runner.constant(shape.mask().to(self.device))
-        return self._masks[shape]
+    def _masks_of(self, program: LayerProgram) -> dict[str, Tensor]:
+        if program.attention not in self._masks:
+            masks = inputs.mask_arguments(program, self.device)
+            self._masks[program.attention] = {name: self._runner.constant(mask) for name, mask in masks.items()}
+        return self._masks[program.attention]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         slices = []

@@ -17,7 +17,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import device
-from haarkv.tq_ops.npu.sides import SIDES
+from haarkv.tq_ops.npu.sides import fixed_sides
 from haarkv.tq_ops.npu.sim import simulator
 from haarkv.tq_ops.npu.versions import SIMULATED, installed
 
@@ -97,9 +97,9 @@ def test_the_cache_is_handed_over_as_it_is():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (resized(CONFIG, head_dim=64), "head_dim 128, not 64"),
-        (replace(CONFIG, hidden_size=48), "hidden_size that is a multiple of 128, not 48"),
-        (resized(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 128, not 200"),
+        (resized(CONFIG, head_dim=96), "a head_dim of 64, 128 or 256, not 96"),
+        (replace(CONFIG, hidden_size=48), "hidden_size that is a multiple of 64, not 48"),
+        (resized(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 64, not 200"),
     ],
 )
 def test_a_model_without_programs_is_refused_by_name(config, said):
@@ -228,8 +228,9 @@ def test_a_layer_of_other_formats_does_so_too(kv, case):
 
 
 def test_no_two_arguments_of_a_program_share_a_name():
-    for k in SIDES.values():
-        for v in SIDES.values():
+    sides = fixed_sides(128).values()
+    for k in sides:
+        for v in sides:
             names = [argument.name for argument in programs.decode_program(CONFIG, k, v).arguments]
             assert len(names) == len(set(names))
 

@@ -194,8 +194,8 @@ FAULTS = {
 def test_a_fault_in_the_coordinates_is_found_at_its_stage(monkeypatch, name, spoil, stage):
     honest = inputs.domain_arguments
 
-    def spoiled(plan, layer, device):
-        found = honest(plan, layer, device)
+    def spoiled(*call):
+        found = honest(*call)
         assert not torch.equal(found[name], spoil(found[name]))
         return found | {name: spoil(found[name]).contiguous()}
 

@@ -67,10 +67,10 @@ def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
     batch = paging.batch(sequences, [2])
     program = programs.prefill_program(SMALLER, *sides_of(plan, 0))
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
-    rows = inputs.back_argument(tiling, plan, 0)
-    assert rows is inputs.back_argument(tiling, plan, 1)
+    rows = inputs.back_argument(tiling, plan, 0, 128)
+    assert rows is inputs.back_argument(tiling, plan, 1, 128)
     assert torch.equal(rows[:2], turns.turn_table(plan.k(0).turns(0), rows.device)[:2])
-    assert len(inputs.back_argument(tiling, still, 0)) == 1
+    assert len(inputs.back_argument(tiling, still, 0, 128)) == 1
 
 
 def test_keys_that_turn_in_part_are_refused_by_name():
@@ -169,8 +169,8 @@ def test_queries_turned_wrongly_are_far_beyond_the_bound(name, monkeypatch):
 def spoil_turns(monkeypatch, spoil):
     honest = inputs.domain_arguments
 
-    def spoiled(plan, layer, device):
-        found = honest(plan, layer, device)
+    def spoiled(*call):
+        found = honest(*call)
         return found | {"k_turns": spoil(found["k_turns"]).contiguous()}
 
     monkeypatch.setattr(inputs, "domain_arguments", spoiled)

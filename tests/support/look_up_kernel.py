@@ -4,7 +4,7 @@ import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.learned import restored
-from haarkv.tq_ops.npu.kernels.tq4 import centroids, levels_of
+from haarkv.tq_ops.npu.kernels.tq4 import book, centroids, levels_of
 from haarkv.tq_ops.npu.reads import HEAD_DIM
 
 
@@ -26,14 +26,14 @@ def build_levels(program, options):
     def levels(x: pypto.Tensor([rows, 128], pypto.DT_FP32), out: pypto.Tensor([rows, 128], pypto.DT_FP32)):
         for _ in pypto.loop(1, name="LEVELS", idx_name="i"):
             pypto.set_vec_tile_shapes(16, 128)
-            out[:] = levels_of(x)
+            out[:] = levels_of(x, book(HEAD_DIM).steps)
 
     return levels
 
 
 def _restore(codes, out, layout):
     pypto.set_pass_options(sg_set_scope=1)
-    restored(codes, layout, lambda values, row: pypto.assemble(values, [row, 0], out))
+    restored(codes, layout, HEAD_DIM, lambda values, row: pypto.assemble(values, [row, 0], out))
     pypto.set_pass_options(sg_set_scope=-1)
 
 

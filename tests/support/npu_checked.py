@@ -8,7 +8,7 @@ from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.bounds import NPU_LAYER_ADDED
+from haarkv.validation.bounds import BF16_TIES, NPU_LAYER_ADDED
 from haarkv.validation.ops.caches import windows_of
 
 TQ4_SPEC = KVSpec("tq4")
@@ -28,7 +28,8 @@ def filled(config, spec, lengths, seed):
             count = min(pieces, length - begin)
             batch = paging.batch([sequence], [count])
             for layer in range(config.num_layers):
-                k, v = (torch.randn(count, config.heads.num_kv_heads, 128, generator=generator) for _ in "kv")
+                sizes = count, config.heads.num_kv_heads, config.heads.head_dim
+                k, v = (torch.randn(sizes, generator=generator) for _ in "kv")
                 cache.write(layer, k, v, batch)
     return cache, paging, sequences
 
@@ -50,6 +51,12 @@ def same_bytes(ours, theirs, field):
     return torch.allclose(ours, theirs, rtol=2.0**-22, atol=0) if field == "norm" else torch.equal(ours, theirs)
 
 
+def but_for_ties(ours, theirs, most):
+    """Whether all numbers in BF16 are equal, or fewer than so many are the other neighbour: FP32 sums in another order."""
+    steps = (ours.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
+    return steps.max() <= 1 and steps.sum() < most
+
+
 def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG):
     """A cache, and what a layer adds to a hidden state, by the programs and by the reference."""
     error, wrong = error_of_layer(heads, new, stored, spec, layers, config)
@@ -61,9 +68,11 @@ def error_of_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config
     """How far off is what a layer adds, and fields of which not every byte in the cache is the reference's.
 
     Args:
+        heads: of queries and of keys; None for those of the config.
         plant: program -> one with a fault.
     """
-    config = resized(config, num_heads=heads[0], num_kv_heads=heads[1])
+    if heads:
+        config = resized(config, num_heads=heads[0], num_kv_heads=heads[1])
     model = telling(small_model(config, seed=3, dtype=torch.bfloat16))
     hidden = faint(sum(new), config.hidden_size, torch.Generator().manual_seed(2))
     results, windows = [], []
@@ -90,5 +99,6 @@ def error_of_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config
         for (_, side, field, theirs), (*_, tensor) in zip(reference_cache, our_cache, strict=True)
         if not same_bytes(tensor, theirs, field)
     ]
-    wrong += ["what stays in BF16"] * (not all(torch.equal(*pair) for pair in zip(*windows, strict=True)))
+    most = sum(new) * config.heads.num_kv_heads * config.heads.head_dim * BF16_TIES + 1
+    wrong += ["what stays in BF16"] * (not all(but_for_ties(*pair, most) for pair in zip(*windows, strict=True)))
     return worst_token(ours, reference), wrong

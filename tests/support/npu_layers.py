@@ -40,12 +40,12 @@ def worst_token(ours, theirs):
 def with_leftovers(cache, seed=4):
     """The cache, in every slot what other sequences left there, as long as keys and values are: not one of it may be seen."""
     generator = torch.Generator().manual_seed(seed)
-    for *_, tensor in cache_tensors(cache):
+    for layer, _, _, tensor in cache_tensors(cache):
         if tensor.is_floating_point():
-            vectors = tensor.shape[-1] == 128 and tensor.dim() > 3
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) if vectors else 12.0)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) if tensor.dim() > 3 else 12.0)
         else:
-            tensor.copy_(torch.randint(0, 16 if tensor.shape[-1] == 128 else 256, tensor.shape, generator=generator))
+            levels = 16 if tensor.shape[-1] == cache.shape(layer).head_dim else 256
+            tensor.copy_(torch.randint(0, levels, tensor.shape, generator=generator))
     for tensor in windows_of(cache):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
@@ -85,8 +85,9 @@ def layer_call(program, new, stored, blocks=12, model=None, spec=None):
                 batch, hidden = run([min(at_once, length - begin)], [sequence])
                 executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
     batch, hidden = run(new)
-    tiling = inputs.tile(batch, program, model.ropes[model.config.common.attention.rope].at(batch.positions))
-    constants = {**inputs.layer_constants(model, LAYER), "mask": program.attention.mask()}
+    rope = model.ropes[model.config.layers[LAYER].attention.rope].at(batch.positions)
+    tiling = inputs.tile(cache.placed(LAYER, batch), program, rope)
+    constants = {**inputs.layer_constants(model, LAYER), **inputs.mask_arguments(program)}
     arguments, _ = inputs.layer_call(program, constants, tiling.spread(hidden), tiling, cache, LAYER)
     # The program gets copies; the reference then writes the cache itself.
     arguments = [a.clone() for a in arguments]

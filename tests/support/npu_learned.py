@@ -12,5 +12,6 @@ def learned_spec(config, kv=KV, seed=0, turning=False):
     Args:
         turning: keys are stored by stretches; else as they stand, by a program of its own.
     """
-    heads = config.heads.num_kv_heads
-    return KVSpec(kv, calibration=made_up.calibration(config.num_layers, heads, seed=seed, turning=turning))
+    heads = config.heads
+    calibration = made_up.calibration(config.num_layers, heads.num_kv_heads, heads.head_dim, seed=seed, turning=turning)
+    return KVSpec(kv, calibration=calibration)

@@ -89,8 +89,8 @@ def unordered(program):
 
 STALE = "a later step reads the first one's keys"
 FAULTS = {
-    "each query sees the token behind it": ("(start - tail - t * step)", "(start + 1 - tail - t * step)"),
-    "no query sees itself": ("(start - tail - t * step)", "(start - 1 - tail - t * step)"),
+    "each query sees the token behind it": ("start - tail - t * step", "start + 1 - tail - t * step"),
+    "no query sees itself": ("start - tail - t * step", "start - 1 - tail - t * step"),
     STALE: ("t * (step // BLOCK)", "t * 0"),
     "the first sequence's blocks": ("Place(block_table, sequence[first]", "Place(block_table, sequence[0]"),
 }

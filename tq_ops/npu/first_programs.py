@@ -65,15 +65,18 @@ class StoreByProgram:
         self._runner = runner
 
     def __call__(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Store K and V [T, Hkv, 128] fp32 at the batch's slots of a layer, in 128-token blocks."""
-        k_side, v_side = sides_of(cache.plan, layer)
+        """Store K and V [T, Hkv, D] fp32 at the batch's slots of a layer, in 128-token blocks."""
+        head_dim = cache.shape(layer).head_dim
+        k_side, v_side = sides_of(cache.plan, layer, head_dim)
         program = StoreProgram(cache.shape(layer).num_kv_heads, k=k_side, v=v_side)
-        matrix = READS.built_in(HEAD_DIM).transform.matrix(layer, HEAD_DIM)
+        matrix = READS.built_in(head_dim).transform.matrix(layer, head_dim)
         tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
         tensors |= k_side.domain_tensors(cache.plan.k(layer), layer, cache.device)
         turns = cache.plan.k(layer).turns(layer)
         missing = -k.shape[0] % program.rows
-        back = pad(turns_of_tokens(turns, batch.positions), (0, 0, 0, missing)) if turns else nothing_turned(cache.device)
+        back = nothing_turned(cache.device, head_dim)
+        if turns:
+            back = pad(turns_of_tokens(turns, batch.positions), (0, 0, 0, missing))
         tensors["back"] = back
         given = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
         for prefix, (side, x, fields) in zip("kv", given, strict=True):

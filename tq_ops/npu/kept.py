@@ -27,11 +27,13 @@ class KeptShape:
         tail: tokens that a query sees in BF16, the newest, itself among them.
         sink: first tokens that every query sees in BF16.
         ring: newest tokens there is room for.
+        seen: the newest tokens that a query sees at all, itself among them; None for all.
     """
 
     tail: int
     sink: int
     ring: int
+    seen: int | None = None
 
     @property
     def window(self) -> int:
@@ -50,14 +52,17 @@ class KeptShape:
         return min(self.span, _ONE_TILE)
 
 
-def kept_shape(plan: KVPlan, layer: int, chunk: int = KEPT_CHUNK) -> KeptShape | None:
+def kept_shape(plan: KVPlan, layer: int, chunk: int = KEPT_CHUNK, window: int | None = None) -> KeptShape | None:
     """What a layer keeps in BF16 of K and of V, None where nothing.
 
     Args:
         chunk: of the cache.
+        window: of the layer.
     """
     k_format = plan.k(layer)
-    return KeptShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk)) if plan.keeps(k_format) else None
+    if not plan.keeps(k_format):
+        return None
+    return KeptShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
 
 
 def unsupported(plan: KVPlan) -> str | None:
@@ -94,7 +99,8 @@ def keeping(kept: Kept, shape: KeptShape, batch: Batch) -> Keeping:
     heads, window = kept.vectors.shape[1:3]
     recent = positions.unsqueeze(1) - torch.arange(shape.tail, device=device)
     first = torch.arange(shape.sink, device=device).expand(len(positions), -1)
-    there = torch.cat([recent >= 0, first <= positions.unsqueeze(1)], 1)
+    oldest = (positions.unsqueeze(1) + 1 - shape.seen).clamp(min=0) if shape.seen else 0
+    there = torch.cat([recent >= oldest, (first <= positions.unsqueeze(1)) & (first >= oldest)], 1)
     places = torch.cat([kept.places(recent.clamp(min=0)), first], 1)
     seen = torch.full((len(positions), shape.span + 1), HIDDEN, device=device)
     # What is not there goes to a column behind the last.

@@ -27,7 +27,7 @@ TRIES = len(GAINS)
 SPAN = 8.0
 """What the levels of a coordinate span in a program before they become centroids. FP16 holds its cube."""
 _BYTE = 8
-_MOST_STRIDES = 4  # of the eighths of a part: 64 rows of 128 tokens
+_MOST_ROWS = 64  # of a part, of 128 tokens
 _POWERS = 4
 
 
@@ -96,16 +96,16 @@ class Layout:
             first += stride * len(units)
         return torch.cat(parts)
 
-    @cached_property
-    def parts(self) -> tuple[tuple[int, ...], ...]:
+    def parts(self, head_dim: int) -> tuple[tuple[int, ...], ...]:
         """Eighths that become centroids together: of one width, and few enough that not all of a tile is on its way at once.
 
         Levels of all rows, their squares and what becomes of them would not fit in the unified buffer.
         """
         found: list[list[int]] = []
+        most = _MOST_ROWS // (head_dim // EIGHTHS)
         for eighth in range(EIGHTHS):
             last = found[-1] if found else []
-            room = _MOST_STRIDES - sum(self.strides[other] for other in last)
+            room = most - sum(self.strides[other] for other in last)
             if last and self.widths[last[0]] == self.widths[eighth] and self.strides[eighth] <= room:
                 last.append(eighth)
             else:

@@ -13,7 +13,7 @@ from haarkv.tq_ops.npu.reads import HEAD_DIM
 from haarkv.tq_ops.npu.sides import TQ4, Side
 
 _BLOCK = 128
-_L0B, _BF16 = 64 * 2**10, 2
+_L0B, _L1B, _BF16 = 64 * 2**10, 256 * 2**10, 2
 _LONGEST_CUBE = 2048
 
 
@@ -26,6 +26,8 @@ class AttentionShape:
         step_tokens: keys of one step of the online softmax, a multiple of the block size.
         heads_at_once: KV heads of one iteration; divides `num_kv_heads`.
         longest_cube: most keys of one cube tile of the logits.
+        window: the newest tokens that a query sees, itself among them; None for all.
+        scale: of the logits; 1 / sqrt(head_dim) if None.
     """
 
     num_heads: int
@@ -34,6 +36,9 @@ class AttentionShape:
     step_tokens: int
     heads_at_once: int
     longest_cube: int = _LONGEST_CUBE
+    head_dim: int = HEAD_DIM
+    window: int | None = None
+    scale: float | None = None
 
     @property
     def group(self) -> int:
@@ -50,7 +55,12 @@ class AttentionShape:
         """M tile of the cube: 16 pads a small group; a larger one is cut evenly."""
         return 32 if self.queries % 32 == 0 else 16
 
-    def score_cube(self, width: int = HEAD_DIM) -> tuple[list[int], list[int], list[int]]:
+    @property
+    def softmax_scale(self) -> float:
+        """Of the logits."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def score_cube(self, width: int) -> tuple[list[int], list[int], list[int]]:
         """Tiles (M, K, N) of q @ k.T: as many keys as fit, so that all unpacking of a head feeds one task.
 
         Args:
@@ -62,9 +72,9 @@ class AttentionShape:
         return [self.cube_rows] * 2, [k, min(even, 4 * k)], [keys, keys]
 
     def weigh_cube(self) -> tuple[list[int], list[int], list[int]]:
-        """Tiles (M, K, N) of p @ v: probabilities are loaded once, values 1,024 at a time."""
-        tokens = [128, min(self.step_tokens, 2048), min(self.step_tokens, 1024)]
-        return [self.cube_rows] * 2, tokens, [HEAD_DIM] * 2
+        """Tiles (M, K, N) of p @ v: probabilities are loaded once, values as many at a time as fit, 1,024 of 128 numbers."""
+        tokens = [128, min(self.step_tokens, 2048), min(self.step_tokens, _L1B // (_BF16 * self.head_dim))]
+        return [self.cube_rows] * 2, tokens, square_tile(self.head_dim)
 
     def mask(self) -> Tensor:
         """[queries, 2 * step + unit] fp32: row r is 0 up to column `step + its token` and -1e30 behind it.
@@ -74,6 +84,15 @@ class AttentionShape:
         token = torch.arange(self.unit_tokens).repeat_interleave(self.group).unsqueeze(1)
         column = torch.arange(2 * self.step_tokens + self.unit_tokens)
         return torch.where(column <= self.step_tokens + token, 0.0, -1e30)
+
+    def left_behind(self) -> Tensor:
+        """What is not 0 where `mask` is: a view of it hides the keys that have left the window of a query."""
+        return -1e30 - self.mask()
+
+
+def square_tile(size: int) -> list[int]:
+    """L0 and L1 tile of an axis of the cube along a head, so that a square of 256 fits L0 as well."""
+    return [min(size, 128), size]
 
 
 def heads_at_once(num_kv_heads: int, most: int) -> int:
@@ -95,7 +114,7 @@ def with_tuned(options: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class StoreProgram:
-    """Scope 2a: K and V [rows * Hkv, 128] FP32, padded to a multiple of `rows` tokens, into the paged cache.
+    """Scope 2a: K and V [rows * Hkv, D] FP32, padded to a multiple of `rows` tokens, into the paged cache.
 
     Attributes:
         rows: tokens of a tile.

@@ -53,15 +53,17 @@ class Side:
         width: numbers of a vector as the cube meets it.
         layout: how levels of learned coordinates lie; None where nothing is learned.
         turning: keys are stored by stretches.
+        head_dim: of the vectors.
     """
 
     name: str
     vectors: Stored
     scales: Stored | None
     most_heads: int
-    width: int = HEAD_DIM
+    width: int
     layout: Layout | None = None
     turning: bool = False
+    head_dim: int = HEAD_DIM
 
     @property
     def scale_row(self) -> Stored:
@@ -83,17 +85,18 @@ class Side:
     def domain(self) -> tuple[Stored, ...]:
         """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`, and of stretches; else unread
         rows."""
+        dim = self.head_dim
         return (
-            Stored("forward", torch.bfloat16, HEAD_DIM), Stored("numbers", torch.float32, TRIES * HEAD_DIM),
-            Stored("places", torch.float16, self.layout.nbytes(HEAD_DIM) if self.layout else HEAD_DIM),
-            Stored("rows", torch.float32, HEAD_DIM), Stored("turns", torch.float32, HEAD_DIM),
+            Stored("forward", torch.bfloat16, dim), Stored("numbers", torch.float32, TRIES * dim),
+            Stored("places", torch.float16, self.layout.nbytes(dim) if self.layout else dim),
+            Stored("rows", torch.float32, dim), Stored("turns", torch.float32, dim),
         )  # fmt: skip
 
     def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
         """The arguments that `domain` describes, such as `k_forward`, of a layer; the same tensors each time."""
         found = {stored.field: _unread_row(stored, device) for stored in self.domain}
         if self.layout:
-            found |= domain_tensors(kv_format, HEAD_DIM, layer, device)
+            found |= domain_tensors(kv_format, self.head_dim, layer, device)
         if turns := kv_format.turns(layer):
             found["turns"] = turn_table(turns, device)
         return {f"k_{name}": tensor for name, tensor in found.items()}
@@ -111,34 +114,44 @@ def _unread_row(stored: Stored, device: torch.device) -> Tensor:
     return torch.zeros(1, stored.width, dtype=stored.dtype, device=device)
 
 
-TQ4 = Side(FORMAT.name, Stored("codes", torch.int8, HEAD_DIM // 2), Stored("scale", torch.float16, BLOCK_SIZE), 8)
-PUBLISHED = Side(formats.PUBLISHED.name, Stored("codes", torch.int8, HEAD_DIM), Stored("norm", torch.float32, 1), 4)
-BF16 = Side("bf16", Stored("data", torch.bfloat16, HEAD_DIM), None, 2)
-SIDES = {side.name: side for side in (TQ4, PUBLISHED, BF16)}
-"""Every side of a fixed format that programs read, by the name of its format."""
+def fixed_sides(head_dim: int) -> dict[str, Side]:
+    """Every side of a fixed format that programs read, by the name of its format."""
+    codes, levels = (Stored("codes", torch.int8, width) for width in (head_dim // 2, head_dim))
+    scale, norm = Stored("scale", torch.float16, BLOCK_SIZE), Stored("norm", torch.float32, 1)
+    data = Stored("data", torch.bfloat16, head_dim)
+    sides = (
+        Side(FORMAT.name, codes, scale, 8, head_dim, head_dim=head_dim),
+        Side(formats.PUBLISHED.name, levels, norm, 4, head_dim, head_dim=head_dim),
+        Side("bf16", data, None, 2, head_dim, head_dim=head_dim),
+    )
+    return {side.name: side for side in sides}
 
 
-def learned(kv_format: KVFormat, layer: int = 0) -> Side:
+TQ4, PUBLISHED, BF16 = fixed_sides(HEAD_DIM).values()
+
+
+def learned(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
     """The side of a format of learned keys in a layer."""
-    layout = layout_of(kv_format, HEAD_DIM)
-    codes = Stored("codes", torch.int8, layout.nbytes(HEAD_DIM))
+    layout = layout_of(kv_format, head_dim)
+    codes = Stored("codes", torch.int8, layout.nbytes(head_dim))
     scales, turning = Stored("scale", torch.float16, BLOCK_SIZE), kv_format.turns(layer) is not None
-    return Side(kv_format.name, codes, scales, 8, layout.width(HEAD_DIM), layout, turning)
+    return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
 
 
-def sides_of(plan: KVPlan, layer: int) -> tuple[Side, Side]:
+def sides_of(plan: KVPlan, layer: int, head_dim: int = HEAD_DIM) -> tuple[Side, Side]:
     """A layer's K and V."""
-    return side_of(plan.k(layer), layer), side_of(plan.v(layer), layer)
+    return side_of(plan.k(layer), layer, head_dim), side_of(plan.v(layer), layer, head_dim)
 
 
-def side_of(kv_format: KVFormat, layer: int = 0) -> Side:
+def side_of(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
     """The side that stores what a format stores in a layer.
 
     Raises:
         ValueError: no program reads it; `tq_ops.kv.reads.unsupported` tells so before there is a program.
     """
-    if misfit(READS, kv_format, HEAD_DIM) is not None:
+    if misfit(READS, kv_format, head_dim) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
-    if coordinates_of(kv_format, HEAD_DIM, layer):
-        return learned(kv_format, layer)
-    return SIDES[kv_format.name] if kv_format in READS.also else TQ4
+    if coordinates_of(kv_format, head_dim, layer):
+        return learned(kv_format, layer, head_dim)
+    sides = fixed_sides(head_dim)
+    return sides[kv_format.name if kv_format in READS.also else FORMAT.name]

@@ -13,7 +13,7 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import BLOCK, LayerProgram
 from haarkv.models.rope import RopeTable
-from haarkv.models.weights import assemble, checkpoint_shapes
+from haarkv.models.weights import assemble, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -66,9 +66,9 @@ def compile_programs(
         SimulatorError: the compiler refused, in its words.
     """
     several = wanted(config, names, plan)
-    model = blank_model(config)
     with Simulator() as simulator:
         for name, kind, layers in several:
+            model = blank_model(config, layers[0] if layers else 0)
             program, arguments = PROGRAMS[kind](model, plan, layers[0] if layers else 0)
             on_begin(name)
             run = simulator.run(program, arguments, Mode.COMPILE)
@@ -84,11 +84,12 @@ def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tupl
         InputError: a config or a format that no program can be built for.
     """
     shapes = config.kv_shapes[: len(plan.layers)]
-    if reason := programs.unsupported(config) or unsupported(READS, plan, shapes) or unkept(plan) or unturned(plan):
+    reason = programs.unsupported(config) or unsupported(READS, plan, shapes) or unkept(plan)
+    if reason := reason or unturned(plan, config.heads.head_dim):
         raise InputError(f"nothing to compile: {reason.removesuffix(ELSEWHERE)}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):
-        sharing.setdefault((sides_of(plan, layer), kept_shape(plan, layer)), []).append(layer)
+        sharing.setdefault(_built(programs.decode_program, config, plan, layer, layer), []).append(layer)
     found = []
     for kind in kinds:
         of_layers = [] if kind == _HEAD else list(map(tuple, sharing.values()))
@@ -97,10 +98,14 @@ def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tupl
     return found
 
 
-def blank_model(config: ModelConfig) -> DecoderModel:
-    """A model of one layer and of zeros: a compilation depends on shapes alone, and all layers share it."""
-    shapes = checkpoint_shapes(one := replace(config.with_layers(1), max_position_embeddings=1))
-    weights = assemble(one, lambda name: torch.zeros(shapes[name], dtype=torch.bfloat16))
+def blank_model(config: ModelConfig, layer: int = 0) -> DecoderModel:
+    """A model of one layer, declared as that one, and of zeros: a compilation depends on shapes alone."""
+    tensors = checkpoint_tensors(one := replace(config, layers=config.layers[layer : layer + 1], max_position_embeddings=1))
+
+    def zeros(name: str) -> torch.Tensor:
+        return torch.zeros(tensors[name].shape, dtype=tensors[name].kept_as(torch.bfloat16))
+
+    weights = assemble(one, zeros)
     return DecoderModel.of(one, weights)
 
 
@@ -128,16 +133,25 @@ def layer_call(
             paging.batch([sequence], [count])
     batch = paging.batch(sequences, new)
     rope = RopeTable(config.common.attention.rope, int(batch.positions.max()) + 1)
-    tiling = inputs.tile(batch, program, rope.at(batch.positions))
+    tiling = inputs.tile(cache.placed(layer, batch), program, rope.at(batch.positions))
     hidden = tiling.spread(torch.zeros(sum(new), config.hidden_size, dtype=torch.bfloat16))
-    constants = {**inputs.layer_constants(model, 0), "mask": program.attention.mask()}
+    constants = {**inputs.layer_constants(model, 0), **inputs.mask_arguments(program)}
     return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]
+
+
+def _built(
+    build: Callable[..., LayerProgram], config: ModelConfig, plan: KVPlan, stored_as: int, declared_as: int
+) -> LayerProgram:
+    """A layer's program, by its number in the plan and in the config."""
+    mixer = config.layers[declared_as].attention
+    kept = kept_shape(plan, stored_as, window=mixer.window)
+    return build(config, *sides_of(plan, stored_as, mixer.head_dim), kept, layer=declared_as)
 
 
 def _layer(
     build: Callable[..., LayerProgram], model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0
 ) -> tuple[Program, list[torch.Tensor]]:
-    program = build(model.config, *sides_of(plan, layer), kept_shape(plan, layer))
+    program = _built(build, model.config, plan, layer, 0)
     return program, layer_call(program, model, plan=plan, layer=layer)
 
 

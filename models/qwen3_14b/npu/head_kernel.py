@@ -11,11 +11,12 @@ def build(shape: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated head for a `HeadProgram`: tiles of tokens, and within each the vocabulary a piece at a time."""
     hidden_size, eps, vocab, piece, rows = shape.hidden_size, shape.rms_norm_eps, shape.vocab_size, shape.piece, shape.rows
     tiles = Tiles(rows)
+    norm_dtype = pypto.DT_FP32 if shape.plus_one else pypto.DT_BF16
 
     @pypto.frontend.jit(**options)
     def head(
         hidden: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
-        final_norm: pypto.Tensor([1, hidden_size], pypto.DT_BF16),
+        final_norm: pypto.Tensor([1, hidden_size], norm_dtype),
         lm_head: pypto.Tensor([vocab, hidden_size], pypto.DT_BF16),
         logits: pypto.Tensor([pypto.DYNAMIC, vocab], pypto.DT_FP32),
     ):

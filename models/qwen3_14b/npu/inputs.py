@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.kept import HIDDEN, Keeping, KeptShape, keeping
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
 from haarkv.tq_ops.weight import dense
@@ -60,6 +60,7 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
     """Lay a batch out for a program.
 
     Args:
+        batch: with the slots and the block table of its layer, `PagedKVCache.placed`.
         rope: cos and sin [T, D/2] fp32 of the batch's positions.
     """
     starts = batch.query_start_loc.tolist()
@@ -90,19 +91,26 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
 
 
 def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
-    """A layer's arguments that never change: weights and rotation, on the model's device."""
-    weights = model.weights.layers[index]
-    transform = READS.built_in(model.config.heads.head_dim).transform
-    rotation = transform.matrix(index, model.config.heads.head_dim).to(weights["q_proj"].device).contiguous()
+    """A layer's arguments that never change: weights and rotation, on the model's device. What it lacks is zeros that nobody
+    reads."""
+    weights, head_dim = model.weights.layers[index], model.config.heads.head_dim
+    fields, like = set(weights), weights["input_norm"]
+    rotation = READS.built_in(head_dim).transform.matrix(index, head_dim).to(like.device).contiguous()
+
+    def row(name: str, size: int) -> Tensor:
+        if name in fields:
+            return weights[name].view(1, -1)
+        return torch.zeros(1, size, dtype=weights["q_proj"].dtype if name.endswith("bias") else like.dtype, device=like.device)
+
     return {
         "input_norm": weights["input_norm"].view(1, -1),
         "q_proj": weights["q_proj"],
         "k_proj": weights["k_proj"],
         "v_proj": weights["v_proj"],
-        "q_norm": weights["q_norm"].view(1, 1, -1),
-        "k_norm": weights["k_norm"].view(1, 1, -1),
+        **{f"{x}_bias": row(f"{x}_bias", weights[f"{x}_proj"].shape[0]).view(1, -1, head_dim) for x in "qkv"},
+        **{f"{x}_norm": row(f"{x}_norm", head_dim).unsqueeze(0) for x in "qk"},
         "o_proj": weights["o_proj"],
-        "post_norm": weights["post_norm"].view(1, -1),
+        **{name: row(name, model.config.hidden_size) for name in ("mixer_out_norm", "post_norm", "mlp_out_norm")},
         "gate_proj": weights["gate_proj"],
         "up_proj": weights["up_proj"],
         "down_proj": weights["down_proj"],
@@ -122,19 +130,19 @@ def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, 
 
 def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """A layer's cache as its program sees it, the very bytes."""
-    k, v = sides_of(cache.plan, layer)
+    k, v = sides_of(cache.plan, layer, cache.shape(layer).head_dim)
     return {**k.tensors("k", cache.k_fields(layer)), **v.tensors("v", cache.v_fields(layer))}
 
 
 def kept_arguments(program: LayerProgram, tiling: Tiling, cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """What a layer's program takes of tokens in BF16: the very memory, and places, made once for all layers alike."""
     shape, (k, v) = program.kept, cache.kept(layer)
-    step, device = program.attention.step_tokens, tiling.row.device
     if shape is None or k is None or v is None:
-        return _none_kept(step, device)
+        return _none_kept(program.attention.step_tokens, program.attention.head_dim, tiling.row.device)
     if shape not in tiling._kept:
         tiling._kept[shape] = _places(program, shape, tiling, keeping(k, shape, tiling.batch))
-    return {"k_kept": k.vectors.view(-1, HEAD_DIM), "v_kept": v.vectors.view(-1, HEAD_DIM), **tiling._kept[shape]}
+    places = tiling._kept[shape]
+    return {f"{name}_kept": side.vectors.view(-1, side.vectors.shape[-1]) for name, side in (("k", k), ("v", v))} | places
 
 
 def _places(program: LayerProgram, shape: KeptShape, tiling: Tiling, of_tokens: Keeping) -> dict[str, Tensor]:
@@ -151,7 +159,8 @@ def _places(program: LayerProgram, shape: KeptShape, tiling: Tiling, of_tokens: 
     token, place = (torch.zeros(2 * tiling.rows, dtype=torch.int32, device=device) for _ in range(2))
     token[at] = (row % rows)[by_tile].int()
     place[at] = (of_tokens.begin[of_tokens.token] + of_tokens.place)[by_tile].int()
-    sinks = torch.zeros(1, program.attention.step_tokens, device=device)
+    # With a window the first step of a query may be a later one, in which nothing is hidden: the second half.
+    sinks = torch.zeros(1, program.attention.step_tokens * (1 if shape.seen is None else 2), device=device)
     sinks[:, : shape.sink] = HIDDEN
     return {
         "kept_begin": begin.int(), "kept_seen": seen.repeat_interleave(group, 0), "tile_keeps": count.int(),
@@ -160,28 +169,38 @@ def _places(program: LayerProgram, shape: KeptShape, tiling: Tiling, of_tokens: 
 
 
 @cache
-def _none_kept(step: int, device: torch.device) -> dict[str, Tensor]:
+def _none_kept(step: int, head_dim: int, device: torch.device) -> dict[str, Tensor]:
     """What stands for those arguments where nothing stays in BF16: nobody reads them."""
-    plain = torch.zeros(1, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    plain = torch.zeros(1, head_dim, dtype=torch.bfloat16, device=device)
     number = torch.zeros(1, dtype=torch.int32, device=device)
     named = dict.fromkeys(("kept_begin", "tile_keeps", "keep_token", "keep_row"), number)
-    floats = {"kept_seen": torch.zeros(1, HEAD_DIM, device=device), "sinks": torch.zeros(1, step, device=device)}
+    floats = {"kept_seen": torch.zeros(1, head_dim, device=device), "sinks": torch.zeros(1, step, device=device)}
     return {"k_kept": plain, "v_kept": plain, **named, **floats}
 
 
-def back_argument(tiling: Tiling, plan: KVPlan, layer: int) -> Tensor:
-    """By what each row's keys are turned back, [rows, 128] fp32, once for all layers alike; else a row that nobody reads."""
+def back_argument(tiling: Tiling, plan: KVPlan, layer: int, head_dim: int) -> Tensor:
+    """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; else a row that nobody reads."""
     turns = plan.k(layer).turns(layer)
     if turns is None:
-        return nothing_turned(tiling.row.device)
+        return nothing_turned(tiling.row.device, head_dim)
     if turns not in tiling._back:
         tiling._back[turns] = tiling.spread(turns_of_tokens(turns, tiling.batch.positions))
     return tiling._back[turns]
 
 
-def domain_arguments(plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
+def domain_arguments(program: LayerProgram, plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
     """What a layer's program takes of learned coordinates, on its device; the same tensors each time."""
-    return sides_of(plan, layer)[0].domain_tensors(plan.k(layer), layer, device)
+    return program.k.domain_tensors(plan.k(layer), layer, device)
+
+
+def mask_arguments(program: LayerProgram, device: torch.device | None = None) -> dict[str, Tensor]:
+    """What a layer's program adds to logits: without a window the second is a row that nobody reads."""
+    shape = program.attention
+    mask = shape.mask().to(device)
+    return {
+        "mask": mask,
+        "left_behind": torch.zeros_like(mask[:1]) if shape.window is None else shape.left_behind().to(device),
+    }
 
 
 def layer_call(
@@ -190,7 +209,7 @@ def layer_call(
     """One call of a layer's program.
 
     Args:
-        constants: of `layer_constants`, and `mask`.
+        constants: of `layer_constants` and `mask_arguments`.
         hidden: [rows, hidden] bf16, laid out as the tiling says.
     Returns:
         its arguments in order, and the one among them that becomes the layer's output [rows, hidden]; fp32 of a `partial`
@@ -200,8 +219,8 @@ def layer_call(
     tensors = {
         **constants,
         **tiling.tokens,
-        **domain_arguments(cache.plan, layer, hidden.device),
-        "back": back_argument(tiling, cache.plan, layer),
+        **domain_arguments(program, cache.plan, layer, hidden.device),
+        "back": back_argument(tiling, cache.plan, layer, program.k.head_dim),
         **cache_arguments(cache, layer),
         **kept_arguments(program, tiling, cache, layer),
         "hidden": hidden,

@@ -8,57 +8,73 @@ from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, Place, attend_step, softmaxes
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, Place, attend_step, softmaxes
 from haarkv.tq_ops.npu.kernels.kept import KeptSides, attend_kept, keep
-from haarkv.tq_ops.npu.kernels.linear import HALF, Tiles, head_norm_rope, hidden_norm, mlp, residual
+from haarkv.tq_ops.npu.kernels.linear import (
+    Tiles,
+    gated_mlp,
+    head_norm,
+    head_rope,
+    heads_per_tile,
+    hidden_norm,
+    norm_behind,
+    residual,
+)
 from haarkv.tq_ops.npu.kernels.side import Domain
 from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
 
-_HEADS_PER_VECTOR_TILE = 8
 
-
-def _project_qkv(x, projections, norms, cos, sin, outputs, query, layer, tiles):
-    """Scope 1 behind the norm: projections, head norms, RoPE. Fills q [rows, Hq, 128] and k, v [rows, Hkv, 128] FP32.
+def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
+    """Scope 1 behind the norm: projections, head norms, RoPE. Fills q [rows, Hq, D] and k, v [rows, Hkv, D] FP32.
 
     Args:
+        weights: projections of Q, K and V; their biases and the norms of heads, which are read where the layer has any.
         query: what K's side makes of a query in BF16, to be kept.
     Rounding points: q to BF16, as the reference.
     """
-    rows, eps = layer.rows, layer.rms_norm_eps
-    heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
+    projections, biases, norms = weights
+    rows, parts, head_dim = layer.rows, layer.parts, layer.attention.head_dim
+    heads, kv_heads, half = layer.attention.num_heads, layer.attention.num_kv_heads, head_dim // 2
     projected = [tiles.project(x, weight) for weight in projections]
-    pypto.set_vec_tile_shapes(16, 1, HALF)
-    cos = pypto.reshape(cos, [rows, 1, HALF])
-    sin = pypto.reshape(sin, [rows, 1, HALF])
-    for y, norm, out, count, is_q in (
-        (projected[0], norms[0], outputs[0], heads, True),
-        (projected[1], norms[1], outputs[1], kv_heads, False),
-    ):
-        for half, values in enumerate(
-            head_norm_rope(pypto.reshape(y, [rows, count, HEAD_DIM]), norm, cos, sin, rows, count, eps)
-        ):
+    pypto.set_vec_tile_shapes(16, 1, half)
+    cos = pypto.reshape(cos, [rows, 1, half])
+    sin = pypto.reshape(sin, [rows, 1, half])
+
+    def by_heads(side, count):
+        # A bias is added head by head: were it added to rows of a tile, PyPTO would reshape those beyond the tile's end.
+        y = pypto.reshape(projected[side], [rows, count, head_dim])
+        if parts.bias:
+            pypto.set_vec_tile_shapes(4, heads_per_tile(count), head_dim)
+            y = y + pypto.cast(biases[side], pypto.DT_FP32)
+        return y
+
+    for side, out, count, is_q in ((0, outputs[0], heads, True), (1, outputs[1], kv_heads, False)):
+        by_head, norm = by_heads(side, count), norms[side]
+        if parts.head_norms:
+            by_head = head_norm(by_head, norm, count, head_dim, layer.rms_norm_eps)
+        for place, values in enumerate(head_rope(by_head, cos, sin, rows, count, head_dim)):
             # K goes on in FP32: only what the format stores is rounded.
             values = query(pypto.cast(values, pypto.DT_BF16)) if is_q else values
-            pypto.assemble(values, [0, 0, half * HALF], out)
-    pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-    outputs[2][:] = pypto.clone(pypto.reshape(projected[2], [rows, kv_heads, HEAD_DIM]))
+            pypto.assemble(values, [0, 0, place * half], out)
+    pypto.set_vec_tile_shapes(4, kv_heads, head_dim)
+    outputs[2][:] = pypto.clone(by_heads(2, kv_heads))
 
 
 def _quantize(x, stored, new, back, layer):
-    """Scope 2a for K or V: x [rows, Hkv, 128] FP32 fills `new` with what its side stores; `back` as its `store` takes it."""
+    """Scope 2a for K or V: x [rows, Hkv, D] FP32 fills `new` with what its side stores; `back` as its `store` takes it."""
     kv_heads = layer.attention.num_kv_heads
-    pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
+    pypto.set_vec_tile_shapes(4, kv_heads, layer.attention.head_dim)
     stored.store(x, layer.rows, kv_heads, new, back)
 
 
 def _ready(q, stored_k, q_ready, attended, layer):
     """Bring every query into the domain of K's tiles, once, and clear the rows of `attended` that padding leaves."""
-    rows, heads = layer.rows, layer.attention.num_heads
-    by_head = (4, heads if heads <= 10 else _HEADS_PER_VECTOR_TILE, HEAD_DIM)
+    rows, heads, head_dim = layer.rows, layer.attention.num_heads, layer.attention.head_dim
+    by_head = (4, heads_per_tile(heads), head_dim)
     pypto.set_vec_tile_shapes(*by_head)
     stored_k.ready(q, rows, layer.attention, q_ready)
     pypto.set_vec_tile_shapes(*by_head)
-    attended[:] = pypto.cast(pypto.full([rows, heads, HEAD_DIM], 0.0, pypto.DT_FP32), pypto.DT_BF16)
+    attended[:] = pypto.cast(pypto.full([rows, heads, head_dim], 0.0, pypto.DT_FP32), pypto.DT_BF16)
 
 
 def _queries(q_ready, width, first_row, first_head, shape):
@@ -78,25 +94,67 @@ def _finish(softmax, stored_v, kept, attended, first_row, first_head, shape):
     Args:
         kept: `KeptSides` that they have yet to attend to, None where no tokens stay in BF16.
     """
+    head_dim = shape.head_dim
     for head in range(shape.heads_at_once):
-        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        pypto.set_vec_tile_shapes(16, head_dim)
         value, beside = attend_kept(softmax[head], kept, head, shape) if kept else (softmax[head].result(), None)
         out = stored_v.finish(value, beside)
-        pypto.set_vec_tile_shapes(16, shape.group, HEAD_DIM)
-        part = pypto.clone(pypto.reshape(out, [shape.unit_tokens, shape.group, HEAD_DIM]))
+        pypto.set_vec_tile_shapes(16, shape.group, head_dim)
+        part = pypto.clone(pypto.reshape(out, [shape.unit_tokens, shape.group, head_dim]))
         pypto.assemble(part, [first_row, (first_head + head) * shape.group, 0], attended)
 
 
 def _rest_of_layer(projected, tiles, hidden, weights, layer):
     """Scope 3 behind the output projection: residual, MLP, residual. BF16."""
+    (mixer_out_norm, mlp_out_norm), mlp_weights = weights
+    parts, sizes = layer.parts, (layer.hidden_size, layer.rms_norm_eps)
+    if parts.norms_behind:
+        projected = norm_behind(projected, mixer_out_norm, *sizes)
     middle = residual(projected, hidden, tiles)
-    return mlp(middle, *weights, layer.hidden_size, layer.rms_norm_eps, tiles)
+    added = gated_mlp(middle, *mlp_weights, *sizes, tiles, parts.activation)
+    if parts.norms_behind:
+        added = norm_behind(added, mlp_out_norm, *sizes)
+    return residual(added, middle, tiles)
 
 
 def _part_of_sum(projected, tiles, *_):
     """Of one of several ranks: what its heads add to the output projection, FP32. The rest is added up outside."""
     tiles.elementwise()
     return pypto.clone(projected)
+
+
+def _masks(tables, seen, gone, also, shape):
+    """What is added to the logits of a step.
+
+    Args:
+        tables: `AttentionShape.mask` and `left_behind`.
+        seen, gone: of the unit's first query, how many keys of the step are not later than those that it sees, and how many
+            have left its window; of no step if it has none.
+        also: added as well, unless None.
+    """
+
+    def moved(table, keys):
+        begin = shape.step_tokens - keys.min(shape.step_tokens).max(-shape.unit_tokens)
+        return pypto.view(table, [shape.queries, shape.step_tokens], [0, begin])
+
+    masks = [moved(tables[0], seen)]
+    if shape.window is not None:
+        masks.append(moved(tables[1], gone))
+    return masks if also is None else [*masks, also]
+
+
+def _first_step(start, packed, shape):
+    """The first step in which the unit's first query, at position `start`, sees a key; of a layer without a window 0."""
+    if shape.window is None:
+        return 0
+    return ((start - shape.window + 1).max(0) // shape.step_tokens).min((packed - 1) // shape.step_tokens)
+
+
+def _sinks_of(sinks, first, shape):
+    """What hides the sinks in a unit's first step, [1, step]: nothing where that is not the first of the sequence."""
+    if shape.window is None:
+        return sinks
+    return pypto.view(sinks, [1, shape.step_tokens], [0, first.min(1) * shape.step_tokens])
 
 
 def build(layer: Any, options: dict[str, Any]) -> Any:
@@ -107,38 +165,47 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     """
     shape, rows = layer.attention, layer.rows
     hidden_size, intermediate, eps = layer.hidden_size, layer.intermediate_size, layer.rms_norm_eps
-    heads, kv_heads, at_once = shape.num_heads, shape.num_kv_heads, shape.heads_at_once
+    heads, kv_heads, at_once, head_dim = shape.num_heads, shape.num_kv_heads, shape.heads_at_once, shape.head_dim
     unit, step, queries = shape.unit_tokens, shape.step_tokens, shape.queries
     vectors = rows * kv_heads
     side_k, side_v = layer.k, layer.v
     kernel_k, kernel_v = kernel_of(side_k), kernel_of(side_v)
     kept = layer.kept
-    tail, window, span = (kept.tail, kept.window, kept.span) if kept else (0, 0, HEAD_DIM)
+    tail, window, span = (kept.tail, kept.window, kept.span) if kept else (0, 0, head_dim)
     has_sinks = bool(kept and kept.sink)
+    newest = shape.window or 0
+    sinks_width = step * (1 if kept is None or shape.window is None else 2)
+    half, norm_dtype = head_dim // 2, pypto.DT_FP32 if layer.parts.plus_one else pypto.DT_BF16
     tiles = Tiles(rows)
     finish, out_dtype = (_part_of_sum, pypto.DT_FP32) if layer.partial else (_rest_of_layer, pypto.DT_BF16)
 
     @pypto.frontend.jit(**options)
     def decoder_layer(
         hidden: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
-        input_norm: pypto.Tensor([1, hidden_size], pypto.DT_BF16),
-        q_proj: pypto.Tensor([heads * HEAD_DIM, hidden_size], pypto.DT_BF16),
-        k_proj: pypto.Tensor([kv_heads * HEAD_DIM, hidden_size], pypto.DT_BF16),
-        v_proj: pypto.Tensor([kv_heads * HEAD_DIM, hidden_size], pypto.DT_BF16),
-        q_norm: pypto.Tensor([1, 1, HEAD_DIM], pypto.DT_BF16),
-        k_norm: pypto.Tensor([1, 1, HEAD_DIM], pypto.DT_BF16),
-        o_proj: pypto.Tensor([hidden_size, heads * HEAD_DIM], pypto.DT_BF16),
-        post_norm: pypto.Tensor([1, hidden_size], pypto.DT_BF16),
+        input_norm: pypto.Tensor([1, hidden_size], norm_dtype),
+        q_proj: pypto.Tensor([heads * head_dim, hidden_size], pypto.DT_BF16),
+        k_proj: pypto.Tensor([kv_heads * head_dim, hidden_size], pypto.DT_BF16),
+        v_proj: pypto.Tensor([kv_heads * head_dim, hidden_size], pypto.DT_BF16),
+        q_bias: pypto.Tensor([1, heads, head_dim], pypto.DT_BF16),
+        k_bias: pypto.Tensor([1, kv_heads, head_dim], pypto.DT_BF16),
+        v_bias: pypto.Tensor([1, kv_heads, head_dim], pypto.DT_BF16),
+        q_norm: pypto.Tensor([1, 1, head_dim], norm_dtype),
+        k_norm: pypto.Tensor([1, 1, head_dim], norm_dtype),
+        o_proj: pypto.Tensor([hidden_size, heads * head_dim], pypto.DT_BF16),
+        mixer_out_norm: pypto.Tensor([1, hidden_size], norm_dtype),
+        post_norm: pypto.Tensor([1, hidden_size], norm_dtype),
         gate_proj: pypto.Tensor([intermediate, hidden_size], pypto.DT_BF16),
         up_proj: pypto.Tensor([intermediate, hidden_size], pypto.DT_BF16),
         down_proj: pypto.Tensor([hidden_size, intermediate], pypto.DT_BF16),
-        rotation: pypto.Tensor([HEAD_DIM, HEAD_DIM], pypto.DT_BF16),
-        rotation_fp16: pypto.Tensor([HEAD_DIM, HEAD_DIM], pypto.DT_FP16),
+        mlp_out_norm: pypto.Tensor([1, hidden_size], norm_dtype),
+        rotation: pypto.Tensor([head_dim, head_dim], pypto.DT_BF16),
+        rotation_fp16: pypto.Tensor([head_dim, head_dim], pypto.DT_FP16),
         mask: pypto.Tensor([queries, 2 * step + unit], pypto.DT_FP32),
-        cos: pypto.Tensor([pypto.DYNAMIC, HALF], pypto.DT_FP32),
-        sin: pypto.Tensor([pypto.DYNAMIC, HALF], pypto.DT_FP32),
+        left_behind: pypto.Tensor([pypto.DYNAMIC, 2 * step + unit], pypto.DT_FP32),
+        cos: pypto.Tensor([pypto.DYNAMIC, half], pypto.DT_FP32),
+        sin: pypto.Tensor([pypto.DYNAMIC, half], pypto.DT_FP32),
         tile_tokens: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
-        back: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_FP32),
+        back: pypto.Tensor([pypto.DYNAMIC, head_dim], pypto.DT_FP32),
         slot: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         position: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         sequence: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
@@ -152,14 +219,14 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         k_scales: parameter(side_k.scale_row),
         v_vectors: parameter(side_v.vectors),
         v_scales: parameter(side_v.scale_row),
-        k_kept: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
-        v_kept: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_BF16),
+        k_kept: pypto.Tensor([pypto.DYNAMIC, head_dim], pypto.DT_BF16),
+        v_kept: pypto.Tensor([pypto.DYNAMIC, head_dim], pypto.DT_BF16),
         kept_begin: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         kept_seen: pypto.Tensor([pypto.DYNAMIC, span], pypto.DT_FP32),
         tile_keeps: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         keep_token: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         keep_row: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
-        sinks: pypto.Tensor([1, step], pypto.DT_FP32),
+        sinks: pypto.Tensor([1, sinks_width], pypto.DT_FP32),
         out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
     ):
         domain_k = Domain(rotation, rotation_fp16, k_forward, k_numbers, k_places, k_rows, k_turns)
@@ -168,20 +235,21 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
             base = tile * rows
             tokens = tile_tokens[tile]
-            q = pypto.tensor([rows, heads, HEAD_DIM], stored_k.kept_dtype, "q")
-            k = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "k")
-            v = pypto.tensor([rows, kv_heads, HEAD_DIM], pypto.DT_FP32, "v")
+            q = pypto.tensor([rows, heads, head_dim], stored_k.kept_dtype, "q")
+            k = pypto.tensor([rows, kv_heads, head_dim], pypto.DT_FP32, "k")
+            v = pypto.tensor([rows, kv_heads, head_dim], pypto.DT_FP32, "v")
             q_ready = stored_k.room_for_queries(q, rows, heads)
             new_k = stored_k.room(vectors, "new_k")
             new_v = stored_v.room(vectors, "new_v")
-            attended = pypto.tensor([rows, heads, HEAD_DIM], pypto.DT_BF16, "attended")
+            attended = pypto.tensor([rows, heads, head_dim], pypto.DT_BF16, "attended")
             for _ in pypto.loop(1, name="QKV", idx_name="i1"):
                 x = hidden_norm(pypto.view(hidden, [rows, hidden_size], [base, 0]), input_norm, hidden_size, eps)
-                c = pypto.view(cos, [rows, HALF], [base, 0])
-                s = pypto.view(sin, [rows, HALF], [base, 0])
-                _project_qkv(x, (q_proj, k_proj, v_proj), (q_norm, k_norm), c, s, (q, k, v), stored_k.query, layer, tiles)
+                c = pypto.view(cos, [rows, half], [base, 0])
+                s = pypto.view(sin, [rows, half], [base, 0])
+                weights = ((q_proj, k_proj, v_proj), (q_bias, k_bias, v_bias), (q_norm, k_norm))
+                _project_qkv(x, weights, c, s, (q, k, v), stored_k.query, layer, tiles)
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i2"):
-                by = pypto.view(back, [rows, HEAD_DIM], [base, 0]) if side_k.turning else None
+                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.turning else None
                 _quantize(k, stored_k, new_k, by, layer)
                 _quantize(v, stored_v, new_v, None, layer)
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
@@ -201,35 +269,33 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 start = position[first]
                 # Of the packed keys a query sees those that it does not see in BF16.
                 packed = (start - tail + (tokens - u * unit).min(unit)).max(1)
+                first_step = _first_step(start, packed, shape)
                 for g in pypto.loop(kv_heads // at_once, name="HEADS", idx_name="g"):
                     softmax = softmaxes(shape)
-                    for t in pypto.loop((packed + step - 1) // step, name="KEYS", idx_name="t"):
+                    for t in pypto.loop(first_step, (packed + step - 1) // step, name="KEYS", idx_name="t"):
                         place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
-                        # Row r of the table is 0 up to column step + its token, then -1e30.
-                        seen = (start - tail - t * step).min(step).max(-unit)
-                        hidden_keys = pypto.view(mask, [queries, step], [0, step - seen])
+                        seen, gone = start - tail - t * step, start - newest - t * step
                         queries_of_unit = _queries(q_ready, stored_k.query_width, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
-                            first_keys = sinks if has_sinks else None
-                            attend_step(
-                                softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=True,
-                                also=first_keys,
-                            )  # fmt: skip
+                            also = _sinks_of(sinks, first_step, shape) if has_sinks else None
+                            masks = _masks((mask, left_behind), seen, gone, also, shape)
+                            attend_step(softmax, queries_of_unit, stored_k, stored_v, place, masks, shape, first=True)
                         else:
-                            attend_step(softmax, queries_of_unit, stored_k, stored_v, place, hidden_keys, shape, first=False)
+                            masks = _masks((mask, left_behind), seen, gone, None, shape)
+                            attend_step(softmax, queries_of_unit, stored_k, stored_v, place, masks, shape, first=False)
                         if pypto.is_loop_end(t):
                             in_bf16 = None
                             if kept is not None:
-                                plain_queries = _queries(q, HEAD_DIM, u * unit, g * at_once, shape)
+                                plain_queries = _queries(q, head_dim, u * unit, g * at_once, shape)
                                 seen_kept = pypto.view(kept_seen, [queries, span], [first * shape.group, 0])
                                 row = kept_begin[first] + g * at_once * window
                                 in_bf16 = KeptSides(kept, k_kept, v_kept, stored_k, plain_queries, g * at_once, row, seen_kept)
                             _finish(softmax, stored_v, in_bf16, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
-                pypto.set_vec_tile_shapes(64, HEAD_DIM)
-                projected = tiles.project(pypto.reshape(attended, [rows, heads * HEAD_DIM]), o_proj)
+                pypto.set_vec_tile_shapes(64, head_dim)
+                projected = tiles.project(pypto.reshape(attended, [rows, heads * head_dim]), o_proj)
                 before = pypto.view(hidden, [rows, hidden_size], [base, 0])
-                mlp_weights = (post_norm, gate_proj, up_proj, down_proj)
-                pypto.assemble(finish(projected, tiles, before, mlp_weights, layer), [base, 0], out)
+                weights = ((mixer_out_norm, mlp_out_norm), (post_norm, gate_proj, up_proj, down_proj))
+                pypto.assemble(finish(projected, tiles, before, weights, layer), [base, 0], out)
 
     return decoder_layer

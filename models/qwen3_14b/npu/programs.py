@@ -6,15 +6,37 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from haarkv.models.config import ModelConfig, unknown_layer
+from haarkv.models.config import Activation, Layer, ModelConfig, unknown_layer
 from haarkv.tq_ops.kv.reads import wrong_head_dim
 from haarkv.tq_ops.npu.kept import KeptShape
 from haarkv.tq_ops.npu.program import Argument, Kernel
 from haarkv.tq_ops.npu.reads import READS
 from haarkv.tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
-from haarkv.tq_ops.npu.sides import TQ4, Side
+from haarkv.tq_ops.npu.sides import TQ4, Side, fixed_sides
 
 BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Parts:
+    """In what layers of the families differ, beside their sizes; all are built from one text.
+
+    Attributes:
+        head_norms, bias, activation, norms_behind: as a layer declares them.
+        plus_one: norms' weights are FP32; else they are BF16.
+    """
+
+    head_norms: bool = True
+    bias: bool = False
+    activation: Activation = "silu"
+    norms_behind: bool = False
+    plus_one: bool = False
+
+    @classmethod
+    def of(cls, layer: Layer) -> Parts:
+        """Those of a declared layer with attention and a dense MLP."""
+        mixer, mlp = layer.attention, layer.mlp
+        return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.norms_behind, layer.norm.plus_one)
 
 
 @dataclass(frozen=True)
@@ -24,6 +46,7 @@ class LayerProgram:
     Attributes:
         rows: tokens of a tile: projections run on so many rows at once; a multiple of the attention's unit.
         k, v: how K and V are stored.
+        parts: what it is made of.
         kept: what stays of both in BF16.
         partial: of one of several ranks: `out` is what its heads add to the output projection, FP32, and the layer ends
             there. The MLP's weights are arguments all the same, and are not read.
@@ -39,13 +62,14 @@ class LayerProgram:
     v: Side = TQ4
     partial: bool = False
     kept: KeptShape | None = None
+    parts: Parts = Parts()
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
         names = (
-            "hidden", "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj", "post_norm", "gate_proj",
-            "up_proj", "down_proj", "rotation", "rotation_fp16", "mask", "cos", "sin", "tile_tokens", "back", "slot",
-            "position", "sequence", "block_table",
+            "hidden", "input_norm", "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_proj",
+            "mixer_out_norm", "post_norm", "gate_proj", "up_proj", "down_proj", "mlp_out_norm", "rotation", "rotation_fp16",
+            "mask", "left_behind", "cos", "sin", "tile_tokens", "back", "slot", "position", "sequence", "block_table",
         )  # fmt: skip
         cache = (*self.k.arguments("k"), *self.v.arguments("v"))
         in_bf16 = tuple(Argument(name, output=self.kept is not None) for name in ("k_kept", "v_kept"))
@@ -66,6 +90,7 @@ class MlpProgram:
 
     Attributes:
         rows: tokens of a tile.
+        parts: what the layer is made of.
     """
 
     name: str
@@ -73,6 +98,7 @@ class MlpProgram:
     intermediate_size: int
     rms_norm_eps: float
     rows: int
+    parts: Parts = Parts()
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -94,6 +120,7 @@ class HeadProgram:
         vocab_size: rows of the head it projects to, padded to a multiple of 128.
         rows: tokens of a tile.
         piece: rows of the head projected at once.
+        plus_one: the norm's weight is FP32; else it is BF16.
     """
 
     name: str
@@ -102,6 +129,7 @@ class HeadProgram:
     rms_norm_eps: float
     rows: int
     piece: int
+    plus_one: bool = False
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -117,55 +145,87 @@ class HeadProgram:
 DECODE_ROWS, PREFILL_ROWS, PREFILL_UNIT = 16, 128, 32
 DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
+_MULTIPLE = 64
+"""Of hidden and intermediate size: whole lines of the cube's tiles."""
+KNOWN = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+"""What a layer may declare as it likes: `models.config.unknown_part`."""
 
 
 def decode_program(
-    config: ModelConfig, k: Side = TQ4, v: Side = TQ4, kept: KeptShape | None = None, *, step_tokens: int = DECODE_STEP
-) -> LayerProgram:
-    """One new token of each sequence; layers of the same formats share it, and any batch, context and block table."""
+    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: KeptShape | None = None, *,
+    step_tokens: int = DECODE_STEP, layer: int = 0,
+) -> LayerProgram:  # fmt: skip
+    """One new token of each sequence; layers declared alike of the same formats share it, and any batch, context and block
+    table.
+
+    Args:
+        k, v: how K and V are stored; `tq4` if None.
+        layer: whose declaration it follows.
+    """
+    k, v = (side or fixed_sides(config.heads.head_dim)[TQ4.name] for side in (k, v))
     at_once = heads_at_once(config.heads.num_kv_heads, min(k.most_heads, v.most_heads))
-    attention = AttentionShape(config.heads.num_heads, config.heads.num_kv_heads, 1, step_tokens, at_once)
-    return _layer(config, "decode_layer", DECODE_ROWS, attention, k, v, kept)
+    return _layer(config, layer, "decode_layer", DECODE_ROWS, (1, step_tokens, at_once), k, v, kept)
 
 
-def prefill_program(config: ModelConfig, k: Side = TQ4, v: Side = TQ4, kept: KeptShape | None = None) -> LayerProgram:
+def prefill_program(
+    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: KeptShape | None = None, *, layer: int = 0
+) -> LayerProgram:
     """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
-    attention = AttentionShape(config.heads.num_heads, config.heads.num_kv_heads, PREFILL_UNIT, PREFILL_STEP, 1)
-    return _layer(config, "prefill_layer", PREFILL_ROWS, attention, k, v, kept)
+    k, v = (side or fixed_sides(config.heads.head_dim)[TQ4.name] for side in (k, v))
+    return _layer(config, layer, "prefill_layer", PREFILL_ROWS, (PREFILL_UNIT, PREFILL_STEP, 1), k, v, kept)
 
 
 def _layer(
-    config: ModelConfig, name: str, rows: int, attention: AttentionShape, k: Side, v: Side, kept: KeptShape | None
-) -> LayerProgram:
-    sizes = config.hidden_size, config.common.mlp.width, config.final_norm.eps
-    return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept)
+    config: ModelConfig, index: int, name: str, rows: int, at_once: tuple[int, int, int], k: Side, v: Side,
+    kept: KeptShape | None,
+) -> LayerProgram:  # fmt: skip
+    """A layer's program; `at_once` is tokens of a unit, keys of a step and heads of an iteration."""
+    layer = config.layers[index]
+    mixer = layer.attention
+    unit, step, heads = at_once
+    if mixer.window is not None:
+        # What lies before a window is skipped step by step, so that steps are no longer than the window.
+        step = min(step, max(PREFILL_STEP, 1 << (mixer.window.bit_length() - 1)))
+    attention = AttentionShape(
+        mixer.num_heads, mixer.num_kv_heads, unit, step, heads, head_dim=mixer.head_dim, window=mixer.window, scale=mixer.scale
+    )
+    sizes = config.hidden_size, layer.mlp.width, layer.norm.eps
+    return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept, parts=Parts.of(layer))
 
 
 def cut(program: LayerProgram) -> tuple[LayerProgram, MlpProgram]:
     """A layer's program in two, each ending where several ranks add up what they have."""
     first = replace(program, name=f"{program.name}_attention", partial=True)
     sizes = (program.hidden_size, program.intermediate_size, program.rms_norm_eps, program.rows)
-    return first, MlpProgram(f"{program.name}_mlp", *sizes)
+    return first, MlpProgram(f"{program.name}_mlp", *sizes, program.parts)
 
 
 def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProgram:
     """Final norm and LM head of a model, or of an even slice of at most `most_vocab` rows of its vocabulary."""
     slices = math.ceil(config.vocab_size / (most_vocab or config.vocab_size))
     vocab = math.ceil(config.vocab_size / slices / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    return HeadProgram("head", config.hidden_size, vocab, config.final_norm.eps, DECODE_ROWS, min(vocab, _VOCAB_PIECE))
+    return HeadProgram(
+        "head",
+        config.hidden_size,
+        vocab,
+        config.final_norm.eps,
+        DECODE_ROWS,
+        min(vocab, _VOCAB_PIECE),
+        config.final_norm.plus_one,
+    )
 
 
 def unsupported(config: ModelConfig) -> str | None:
     """None, or in one sentence why no program can be built for such a model."""
-    if other := unknown_layer(config, ("head_norms",)):
-        return f"its programs are those of a dense Qwen3's layers, and {other}"
-    if not all(mixer.head_norms for mixer in config.attentions):
-        return f"its programs are those of a dense Qwen3's layers, and a {config.model_type} layer norms no heads"
-    if len(set(config.layers)) > 1 or config.embedding_scale != 1:
-        return "one program serves all layers of a dense Qwen3, and this model's differ"
+    if other := unknown_layer(config, KNOWN):
+        return f"its programs are those of dense layers with attention, and {other}"
+    if len({mixer.heads for mixer in config.attentions}) > 1:
+        return "its programs need heads of one number and size in all layers"
     if reason := wrong_head_dim(READS, config.heads.head_dim):
         return reason
-    for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.common.mlp.width)):
-        if size % 128:
-            return f"its programs need a {name} that is a multiple of 128, not {size}"
+    widths = {layer.mlp.width for layer in config.layers}
+    for name, sizes in (("hidden_size", {config.hidden_size}), ("intermediate_size", widths)):
+        for size in sizes:
+            if size % _MULTIPLE:
+                return f"its programs need a {name} that is a multiple of {_MULTIPLE}, not {size}"
     return None

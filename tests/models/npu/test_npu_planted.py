@@ -79,7 +79,7 @@ KEPT_FAULTS = {
     "what is seen in BF16 is seen packed as well": ("start - tail - t * step", "start - t * step"),
     "one token more is seen packed": ("start - tail - t * step", "start + 1 - tail - t * step"),
     "one token is not seen at all": ("start - tail - t * step", "start - 1 - tail - t * step"),
-    "sinks are seen packed as well": ("sinks if has_sinks else None", "None"),
+    "sinks are seen packed as well": ("_sinks_of(sinks, first_step, shape) if has_sinks else None", "None"),
     "nothing is written to the ring": ("pypto.loop(tile_keeps[tile]", "pypto.loop(tile_keeps[tile] * 0"),
     "the first sequence's ring": ("kept_begin[first]", "kept_begin[0]"),
     "the first head's ring": ("kept_begin[first] + g * at_once * window", "kept_begin[first]"),

@@ -45,7 +45,7 @@ def run(data, published_rotation):
             for index in LAYERS:
                 rotation = published_rotation(index, 128).contiguous()
                 constants = inputs.layer_constants(model, index) | {"rotation": rotation, "rotation_fp16": rotation.half()}
-                constants["mask"] = program.attention.mask()
+                constants |= inputs.mask_arguments(program)
                 arguments, state = inputs.layer_call(program, constants, state, tiling, cache, index)
                 simulator.run(program, arguments, Mode.NUMBERS)
             return state[tiling.row]

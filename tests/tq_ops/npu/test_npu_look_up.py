@@ -84,7 +84,7 @@ def test_learned_keys_are_restored_by_one_task_without_copies(simulator, bits):
     assert set(calls) == {"TLoad", "TCast", "TTrans", "TMulS", "TAddS", "TSubS", "TSub", "TMul", "TStore"} | (
         {"TAdd"} if layout.lower_pieces else set()
     )
-    assert (calls.count("TLoad"), calls.count("TStore")) == (1, len(layout.parts))
+    assert (calls.count("TLoad"), calls.count("TStore")) == (1, len(layout.parts(HEAD_DIM)))
     work = [
         operation.operands
         for path, text in run.sources.items() if "aiv" in path

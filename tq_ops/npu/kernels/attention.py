@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from haarkv.tq_ops.npu.reads import HEAD_DIM
+from haarkv.tq_ops.npu.scopes import square_tile
 
 BLOCK = 128
 
@@ -38,13 +38,14 @@ class Place:
 class OnlineSoftmax:
     """Softmax of one KV head over steps of keys: running maximum, sum and weighted values, FP32."""
 
-    def __init__(self, rows, name):
+    def __init__(self, rows, head_dim, name):
+        self.head_dim = head_dim
         self.total = pypto.tensor([rows, 1], pypto.DT_FP32, f"total{name}")
         self.best = pypto.tensor([rows, 1], pypto.DT_FP32, f"best{name}")
-        self.value = pypto.tensor([rows, HEAD_DIM], pypto.DT_FP32, f"value{name}")
+        self.value = pypto.tensor([rows, head_dim], pypto.DT_FP32, f"value{name}")
 
     def begin(self, score, weigh):
-        """The first step: logits [rows, step], and a function from probabilities to their sum of values [rows, 128]."""
+        """The first step: logits [rows, step], and a function from probabilities to their sum of values [rows, D]."""
         highest = pypto.amax(score, dim=-1, keepdim=True)
         p = pypto.exp(score - highest)
         self.total[:] = pypto.sum(p, dim=-1, keepdim=True)
@@ -70,38 +71,38 @@ class OnlineSoftmax:
         return self.value * shrink / total, beside / total
 
     def result(self):
-        """Values [rows, 128] FP32."""
+        """Values [rows, D] FP32."""
         return self.value / self.total
 
 
 def softmaxes(shape):
     """One `OnlineSoftmax` a head of the iteration; made anew for each unit."""
-    return [OnlineSoftmax(shape.queries, head) for head in range(shape.heads_at_once)]
+    return [OnlineSoftmax(shape.queries, shape.head_dim, head) for head in range(shape.heads_at_once)]
 
 
-def attend_step(softmax, queries, keys, values, place, mask, shape, *, first, also=None):
+def attend_step(softmax, queries, keys, values, place, masks, shape, *, first):
     """One step of keys, for every head of the iteration.
 
     Args:
         softmax: of `softmaxes`.
         queries: one [M, K's `query_width`] a head, as K's side takes them.
         keys, values: `CacheSide`s.
-        mask: [M, step] FP32, added to the logits.
+        masks: each [M, step] or [1, step] FP32, added to the logits one after the other.
         first: whether this is the unit's first step.
-        also: [1, step] FP32, added as well.
     Rounding points: probability times scale to FP16.
     """
     key_tiles, key_scales = keys.tiles(place, shape), keys.scales(place, shape)
     value_tiles, value_scales = values.tiles(place, shape), values.scales(place, shape)
     for head in range(shape.heads_at_once):
-        score = keys.scores(queries[head], key_tiles[head], key_scales, place, head, shape) + mask
-        score = score if also is None else score + also
+        score = keys.scores(queries[head], key_tiles[head], key_scales, place, head, shape)
+        for mask in masks:
+            score = score + mask
 
         def weigh(p, head=head):
             scaled = values.probabilities(scaled_by(p, values.scale_row(value_scales, place, head, shape, 1.0)))
             pypto.set_cube_tile_shapes(*shape.weigh_cube())
             out = pypto.matmul(scaled, value_tiles[head], pypto.DT_FP32)
-            pypto.set_vec_tile_shapes(16, HEAD_DIM)
+            pypto.set_vec_tile_shapes(16, shape.head_dim)
             return out
 
         if first:
@@ -116,18 +117,20 @@ def scaled_by(x, by):
 
 
 def rotate_queries(query, rotation, rows):
-    """query [rows, 128] FP16 -> rotated, FP16. Once a query, whatever the context.
+    """query [rows, D] FP16 -> rotated, FP16. Once a query, whatever the context.
 
     The product comes last and rounds on its way out of the cube: a vector task behind it would queue behind every unpack task.
     """
     cube = 64 if rows % 64 == 0 else 16
-    pypto.set_cube_tile_shapes([cube, cube], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
+    tile = square_tile(rotation.shape[1])
+    pypto.set_cube_tile_shapes([cube, cube], tile, tile)
     return pypto.matmul(query, rotation, pypto.DT_FP16)
 
 
 def unrotate(output, rotation, dtype=pypto.DT_BF16):
-    """output [rows, 128] FP16, rotated -> BF16 or FP32 in the model's own domain. Once a query."""
-    pypto.set_cube_tile_shapes([16, 48], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
+    """output [rows, D] FP16, rotated -> BF16 or FP32 in the model's own domain. Once a query."""
+    tile = square_tile(rotation.shape[1])
+    pypto.set_cube_tile_shapes([16, 48], tile, tile)
     return pypto.matmul(output, rotation, dtype, b_trans=True)
 
 

@@ -6,7 +6,6 @@ import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import (
     BLOCK,
-    HEAD_DIM,
     Place,
     attend_step,
     bf16_as_fp16,
@@ -16,6 +15,7 @@ from haarkv.tq_ops.npu.kernels.attention import (
 )
 from haarkv.tq_ops.npu.kernels.bf16 import Plain
 from haarkv.tq_ops.npu.kernels.tq4 import Packed
+from haarkv.tq_ops.npu.reads import HEAD_DIM
 from haarkv.tq_ops.npu.sides import BF16, TQ4
 
 _UNROTATE_CUBE = [128, 128], [128, 128], [128, 128]
@@ -108,9 +108,9 @@ def build(program: Any, options: dict[str, Any]) -> Any:
                     sides = _sides(variant, k_codes, k_scale, v_codes, v_scale, rotation_fp16)
                     queries = _queries(q_ready if converted else q, row, shape)
                     if pypto.is_loop_begin(t):
-                        attend_step(softmax, queries, sides[0], sides[1], place, hidden_keys, shape, first=True)
+                        attend_step(softmax, queries, sides[0], sides[1], place, (hidden_keys,), shape, first=True)
                     else:
-                        attend_step(softmax, queries, sides[0], sides[1], place, hidden_keys, shape, first=False)
+                        attend_step(softmax, queries, sides[0], sides[1], place, (hidden_keys,), shape, first=False)
                     if pypto.is_loop_end(t):
                         _finish(softmax, rotation_fp16, out, row, variant, shape)
 

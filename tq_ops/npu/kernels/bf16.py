@@ -2,16 +2,15 @@
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.attention import HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import CacheSide
 
 
 class Plain(CacheSide):
-    """One side of a `bf16` cache: values [blocks * Hkv * 128, 128] BF16, no scales, nothing rotated."""
+    """One side of a `bf16` cache: values [blocks * Hkv * 128, D] BF16, no scales, nothing rotated."""
 
     def quantize(self, x, count):
-        """x [count, 128] FP32 -> BF16."""
-        pypto.set_vec_tile_shapes(min(count, 32), HEAD_DIM)
+        """x [count, D] FP32 -> BF16."""
+        pypto.set_vec_tile_shapes(min(count, 32), self.head_dim)
         return [pypto.cast(x, pypto.DT_BF16)]
 
     def tiles(self, place, shape):

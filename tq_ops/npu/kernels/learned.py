@@ -7,17 +7,17 @@ import pypto
 
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.formats.learned import GAINS
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
+from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
 from haarkv.tq_ops.npu.kernels.tq4 import LARGEST_FP16, LEAST_NORM, STEEP
 from haarkv.tq_ops.npu.learned import LEVEL_ROWS, LIFT, MEAN, SHARED, SPAN, TRIES, WEIGHTS, cubic_of, pieces
+from haarkv.tq_ops.npu.scopes import square_tile
 
 VECTORS = 8  # of a vector tile of FP32
-_ALL_TRIES = TRIES * HEAD_DIM
-_UNITS = HEAD_DIM // EIGHTHS
 # Adding and subtracting it rounds FP32 to whole numbers; FP16 to multiples of a step if it is that many steps.
 _WHOLE = 1.5 * 2.0**23
 _STEPS = 1.5 * 2.0**10
+_LANES = 16  # of the cube, at least
 
 
 class LearnedKeys(ScaledSide):
@@ -33,17 +33,17 @@ class LearnedKeys(ScaledSide):
         """Head by head: each has its own coordinates, and its vectors are rows of one matrix."""
         # Tiles are not merged into one task: they are few and long, and run side by side.
         pypto.set_pass_options(vec_nbuffer_setting={-1: 1})
-        flat = pypto.reshape(x, [tokens, kv_heads * HEAD_DIM])
+        flat = pypto.reshape(x, [tokens, kv_heads * self.head_dim])
         whole = self.room(tokens * kv_heads, "whole")
         for head in range(kv_heads):
-            own = self.as_stored(pypto.view(flat, [tokens, HEAD_DIM], [0, head * HEAD_DIM]), back, tokens)
+            own = self.as_stored(pypto.view(flat, [tokens, self.head_dim], [0, head * self.head_dim]), back, tokens)
             for field, values in zip(whole, self._quantize(own, head, tokens, kv_heads), strict=True):
                 pypto.assemble(values, [head * tokens, 0], field)
         for field, values in zip(new, whole, strict=True):
             field[:] = values
 
     def as_stored(self, x, back, tokens):
-        """Keys [tokens, 128] FP32 of one head as their stretch stores them; as they are where nobody knows how they turn."""
+        """Keys [tokens, D] FP32 of one head as their stretch stores them; as they are where nobody knows how they turn."""
         return x
 
     def row_of(self, token, head, tokens, kv_heads):
@@ -54,55 +54,57 @@ class LearnedKeys(ScaledSide):
         """One head as `tq_ops.formats.learned.LearnedFormat`.
 
         Args:
-            x: [tokens, 128] FP32.
+            x: [tokens, D] FP32.
         Returns:
             codes [tokens, bytes] INT8 and scale [tokens, 1] FP16.
         Rounding points: (x - mean) / length to BF16; scale to FP16. Boundaries and centroids are FP32 cubics, off by up to
             3e-7 from the reference's tables.
         """
-        rows = fitting(tokens, VECTORS)
+        head_dim = self.head_dim
+        rows = fitting(tokens, VECTORS * 128 // max(head_dim, 128))
+        all_tries = TRIES * head_dim
 
-        def numbers(kind, width=HEAD_DIM):
+        def numbers(kind, width=head_dim):
             return pypto.view(self.domain.numbers, [1, width], [kind * kv_heads + head, 0])
 
         def level_row(name):
-            return pypto.view(self.domain.numbers, [1, _ALL_TRIES], [SHARED * kv_heads + LEVEL_ROWS.index(name), 0])
+            return pypto.view(self.domain.numbers, [1, all_tries], [SHARED * kv_heads + LEVEL_ROWS.index(name), 0])
 
-        pypto.set_vec_tile_shapes(rows, HEAD_DIM)
+        pypto.set_vec_tile_shapes(rows, head_dim)
         shifted = x - numbers(MEAN)
         gamma = _length(shifted * shifted)
         unit = pypto.cast(shifted / _at_least(gamma, LEAST_NORM, tokens), pypto.DT_BF16)
-        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
-        forward = pypto.view(self.domain.forward, [HEAD_DIM, HEAD_DIM], [head * HEAD_DIM, 0])
+        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, square_tile(head_dim), square_tile(head_dim))
+        forward = pypto.view(self.domain.forward, [head_dim, head_dim], [head * head_dim, 0])
         y = pypto.matmul(unit, forward, pypto.DT_FP32)
         # One task from here to the levels: cut elsewhere, each half step would go through memory.
         pypto.set_pass_options(sg_set_scope=head + 1)
         squares = y * y
         gamma = gamma * _length(squares * numbers(WEIGHTS))
-        y = y / _at_least(_length(squares * (1.0 / HEAD_DIM)), LEAST_NORM, tokens)
-        pypto.set_vec_tile_shapes(rows, _ALL_TRIES)
+        y = y / _at_least(_length(squares * (1.0 / head_dim)), LEAST_NORM, tokens)
+        pypto.set_vec_tile_shapes(rows, all_tries)
         value = pypto.concat([y if gain == 1.0 else y * gain for gain in GAINS], 1)
         level, restored = _choose(value, level_row)
-        weighted = restored * numbers(WEIGHTS, _ALL_TRIES)
-        pypto.set_vec_tile_shapes(rows, HEAD_DIM)
-        level, kept = _nearest(level, restored, weighted, y, tokens)
+        weighted = restored * numbers(WEIGHTS, all_tries)
+        pypto.set_vec_tile_shapes(rows, head_dim)
+        level, kept = _nearest(level, restored, weighted, y, tokens, head_dim)
         parts = [level]
         if split := self.side.layout.lower_pieces:
-            upper = level * pypto.view(level_row("upper"), [1, HEAD_DIM], [0, 0])
+            upper = level * pypto.view(level_row("upper"), [1, head_dim], [0, 0])
             # Down to a whole number: to the next one, once less than half has been taken away.
             parts.append((upper - (0.5 - 0.5 ** (1 + max(piece.bits for piece in split))) + _WHOLE) - _WHOLE)
-        levels = pypto.tensor([tokens, len(parts) * HEAD_DIM], pypto.DT_FP16, f"levels{head}")
+        levels = pypto.tensor([tokens, len(parts) * head_dim], pypto.DT_FP16, f"levels{head}")
         for index, values in enumerate(parts):
-            pypto.assemble(pypto.cast(values, pypto.DT_FP16), [0, index * HEAD_DIM], levels)
+            pypto.assemble(pypto.cast(values, pypto.DT_FP16), [0, index * head_dim], levels)
         scale = pypto.minimum(gamma / pypto.sqrt(kept), pypto.full([tokens, 1], LARGEST_FP16, pypto.DT_FP32))
         scale = pypto.cast(scale, pypto.DT_FP16)
         pypto.set_pass_options(sg_set_scope=-1)
-        return self._bytes(levels, len(parts) * HEAD_DIM, tokens), scale
+        return self._bytes(levels, len(parts) * head_dim, tokens), scale
 
     def _bytes(self, levels, width, tokens):
         """Bytes [tokens, bytes] INT8 of levels [tokens, width] by where each of them goes, which the cube adds up."""
-        nbytes = self.side.vectors.width
-        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, [HEAD_DIM, HEAD_DIM], [_UNITS, _UNITS])
+        nbytes, lanes = self.side.vectors.width, max(self.head_dim // EIGHTHS, _LANES)
+        pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, square_tile(self.head_dim), [lanes, lanes])
         places = pypto.view(self.domain.places, [width, nbytes], [0, 0])
         byte = pypto.matmul(levels, places, pypto.DT_FP32)
         pypto.set_vec_tile_shapes(fitting(tokens, 32), whole_lines(nbytes))
@@ -122,7 +124,11 @@ class LearnedKeys(ScaledSide):
             codes = pypto.view(self.stored_vectors, [BLOCK, nbytes], [row, 0])
             # One task a block: cut where tiles change their shape, each eighth would go through memory.
             pypto.set_pass_options(sg_set_scope=head * blocks + index + 1)
-            restored(codes, self.side.layout, lambda values, row, at=index: pypto.assemble(values, [row, at * BLOCK], out))
+
+            def put(values, row, at=index):
+                pypto.assemble(values, [row, at * BLOCK], out)
+
+            restored(codes, self.side.layout, self.head_dim, put)
             pypto.set_pass_options(sg_set_scope=-1)
         return out
 
@@ -132,33 +138,33 @@ class LearnedKeys(ScaledSide):
 
     def left_out(self, queries, head, kv_heads):
         """The product with the head's mean, which codes are stored without."""
-        pypto.set_vec_tile_shapes(16, HEAD_DIM)
-        mean = pypto.view(self.domain.numbers, [1, HEAD_DIM], [MEAN * kv_heads + head, 0])
+        pypto.set_vec_tile_shapes(16, self.head_dim)
+        mean = pypto.view(self.domain.numbers, [1, self.head_dim], [MEAN * kv_heads + head, 0])
         return pypto.sum(pypto.cast(queries, pypto.DT_FP32) * mean, dim=-1, keepdim=True)
 
     def ready(self, q, rows, shape, out):
-        group, width = shape.group, self.side.width
+        group, width, head_dim = shape.group, self.side.width, self.head_dim
         for head in range(shape.num_kv_heads):
-            pypto.set_vec_tile_shapes(4, group, HEAD_DIM)
-            own = pypto.cast(pypto.view(q, [rows, group, HEAD_DIM], [0, head * group, 0]), pypto.DT_FP32)
-            ready = self.products(pypto.reshape(own, [rows * group, HEAD_DIM]), head, _sixteens(rows * group))
+            pypto.set_vec_tile_shapes(4, group, head_dim)
+            own = pypto.cast(pypto.view(q, [rows, group, head_dim], [0, head * group, 0]), pypto.DT_FP32)
+            ready = self.products(pypto.reshape(own, [rows * group, head_dim]), head, _sixteens(rows * group))
             pypto.set_vec_tile_shapes(4, group, width)
             ready = pypto.cast(pypto.reshape(ready, [rows, group, width]), pypto.DT_FP16)
             pypto.assemble(ready, [0, head * group, 0], out)
 
     def products(self, queries, head, cube_rows):
-        """Queries [M, 128] FP32 by the rows of one of the KV heads, [M, width] FP32: what meets its tiles, over its lift."""
+        """Queries [M, D] FP32 by the rows of one of the KV heads, [M, width] FP32: what meets its tiles, over its lift."""
         width = self.side.width
-        lanes = min(width & -width, HEAD_DIM)
-        pypto.set_cube_tile_shapes([cube_rows] * 2, [64, HEAD_DIM], [lanes, lanes])
-        rows = pypto.view(self.domain.rows, [width, HEAD_DIM], [head * width, 0])
+        lanes = min(width & -width, 128)
+        pypto.set_cube_tile_shapes([cube_rows] * 2, [64, self.head_dim], [lanes, lanes])
+        rows = pypto.view(self.domain.rows, [width, self.head_dim], [head * width, 0])
         return pypto.matmul(queries, rows, pypto.DT_FP32, b_trans=True)
 
 
 # -- Restoring centroids ---------------------------------------------------------------------------------------------------
 
 
-def restored(codes, layout, put):
+def restored(codes, layout, head_dim, put):
     """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [width, tokens] FP16, each over its factor.
 
     They come in the parts of the layout: `put` takes one and its first row.
@@ -166,6 +172,7 @@ def restored(codes, layout, put):
     A byte read as signed is brought to the middle of its range first, in steps of `SPAN / 256`: all that follows is symmetric.
     """
     tokens, nbytes = codes.shape
+    units = head_dim // EIGHTHS
     pypto.set_vec_tile_shapes(tokens, whole_lines(nbytes))
     byte = pypto.transpose(pypto.cast(codes, pypto.DT_FP16), 0, 1)
     pypto.set_vec_tile_shapes(nbytes, tokens)
@@ -173,7 +180,7 @@ def restored(codes, layout, put):
     middle = raised - _rounded(raised, SPAN)
     eighths, first = {}, 0
     for column in layout.columns:
-        rows = _UNITS * column.nbytes
+        rows = units * column.nbytes
         pypto.set_vec_tile_shapes(rows, tokens)
         # Of units of two bytes every other row is the byte that is meant. The upper one is read a row further, so that
         # both lie in the same row.
@@ -181,8 +188,8 @@ def restored(codes, layout, put):
             _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), held, eighths)
         first += rows
     first = 0
-    for own in layout.parts:
-        rows = _UNITS * sum(layout.strides[eighth] for eighth in own)
+    for own in layout.parts(head_dim):
+        rows = units * sum(layout.strides[eighth] for eighth in own)
         # Each eighth is made where it belongs: nothing is copied.
         pypto.set_vec_tile_shapes(rows, tokens)
         level = pypto.concat([eighths[eighth] for eighth in own], 0) if len(own) > 1 else eighths[own[0]]
@@ -217,7 +224,7 @@ def _rounded(x, step):
 
 
 def _choose(value, row):
-    """Levels of values [tokens, tries * 128], FP32, and the centroids they stand for; `row` gives one of `LEVEL_ROWS`."""
+    """Levels of values [tokens, tries * D], FP32, and the centroids they stand for; `row` gives one of `LEVEL_ROWS`."""
     shrunk = pypto.clip(value * row("shrink"), -1.0, 1.0)
     square = shrunk * shrunk
     inverse = square * row("inverse3") + row("inverse2")
@@ -231,15 +238,15 @@ def _choose(value, row):
     return k + row("most"), (m * m * row("b") + row("a")) * m
 
 
-def _nearest(levels, restored, weighted, y, tokens):
-    """Levels [tokens, 128] of the try that lies nearest to y [tokens, 128], and its `kept` [tokens, 1].
+def _nearest(levels, restored, weighted, y, tokens, head_dim):
+    """Levels [tokens, D] of the try that lies nearest to y [tokens, D], and its `kept` [tokens, 1].
 
     Args:
-        levels: [tokens, tries * 128], and so are the next two.
+        levels: [tokens, tries * D], and so are the next two.
     """
 
     def of(values, number):
-        return pypto.view(values, [tokens, HEAD_DIM], [0, number * HEAD_DIM])
+        return pypto.view(values, [tokens, head_dim], [0, number * head_dim])
 
     level = of(levels, 0)
     kept, fit = _kept_and_fit(of(restored, 0), of(weighted, 0), y)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pypto
 import torch
 
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM, bf16_as_fp16, rotate_queries, scaled_by, unrotate
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, bf16_as_fp16, rotate_queries, scaled_by, unrotate
 
 _LINE = 32
 DTYPES = {
@@ -25,7 +25,7 @@ class Domain:
     """What leads into the domain of a side's tiles and out of it: arguments of the program, of which a side reads its own.
 
     Attributes:
-        rotation, rotation_fp16: [128, 128] BF16 and FP16.
+        rotation, rotation_fp16: [D, D] BF16 and FP16.
         forward, numbers, places, rows: of learned keys, as `tq_ops.npu.learned.domain_tensors` makes them.
         turns: of keys by stretches, as `tq_ops.npu.turns.turn_table` makes it.
     """
@@ -53,7 +53,7 @@ class CacheSide:
         domain: of its tiles.
         keeps: queries stay in BF16 until they are made ready, for tokens in BF16 meet them as they are.
     Attributes:
-        by_token: whether tiles are [step, 128]; else [width, step], of K alone.
+        by_token: whether tiles are [step, D]; else [width, step], of K alone.
         kept_dtype: of queries as they are kept until all of a tile's keys are stored.
         query_dtype: of queries as the cube takes them beside the tiles.
     """
@@ -64,6 +64,11 @@ class CacheSide:
     def __init__(self, side, vectors, scales, domain, keeps=False):
         self.keeps = keeps
         self.side, self.stored_vectors, self.stored_scales, self.domain = side, vectors, scales, domain
+
+    @property
+    def head_dim(self):
+        """D of the vectors."""
+        return self.side.head_dim
 
     @property
     def query_width(self):
@@ -80,17 +85,17 @@ class CacheSide:
         return room
 
     def store(self, x, tokens, kv_heads, new, back):
-        """Fill `new`, of `room`, with what is stored of x [tokens, Hkv, 128] FP32.
+        """Fill `new`, of `room`, with what is stored of x [tokens, Hkv, D] FP32.
 
         Args:
-            back: [tokens, 128] FP32, by what keys by stretches are turned; None for all others.
+            back: [tokens, D] FP32, by what keys by stretches are turned; None for all others.
         """
         count = tokens * kv_heads
-        for field, values in zip(new, self.quantize(pypto.reshape(x, [count, HEAD_DIM]), count), strict=True):
+        for field, values in zip(new, self.quantize(pypto.reshape(x, [count, self.head_dim]), count), strict=True):
             field[:] = values
 
     def quantize(self, x, count):
-        """What is stored of x [count, 128] FP32, one tensor for each of `room`."""
+        """What is stored of x [count, D] FP32, one tensor for each of `room`."""
         raise NotImplementedError
 
     def row_of(self, token, head, tokens, kv_heads):
@@ -136,7 +141,7 @@ class CacheSide:
         return rows
 
     def tiles(self, place, shape):
-        """[step, 128] of each head of the iteration, as the cube takes them; see `by_token`."""
+        """[step, D] of each head of the iteration, as the cube takes them; see `by_token`."""
         raise NotImplementedError
 
     def scales(self, place, shape):
@@ -164,7 +169,7 @@ class CacheSide:
         pypto.set_cube_tile_shapes(*shape.score_cube(self.side.width))
         raw = pypto.matmul(queries, tile, pypto.DT_FP32, b_trans=self.by_token)
         pypto.set_vec_tile_shapes(16, shape.step_tokens)
-        return scaled_by(raw, self.scale_row(scales, place, head, shape, HEAD_DIM**-0.5))
+        return scaled_by(raw, self.scale_row(scales, place, head, shape, shape.softmax_scale))
 
     def probabilities(self, p):
         """FP32 -> as the cube takes them beside the tiles."""
@@ -180,16 +185,16 @@ class CacheSide:
         return pypto.tensor([rows, heads, self.side.width], self.query_dtype, "q_ready")
 
     def ready(self, q, rows, shape, out):
-        """Fill `out`, of `room_for_queries`, with kept queries [rows, heads, 128] as the cube takes them; once a query.
+        """Fill `out`, of `room_for_queries`, with kept queries [rows, heads, D] as the cube takes them; once a query.
 
-        The vector tile is for [rows, heads, 128].
+        The vector tile is for [rows, heads, D].
         """
         heads = shape.num_heads
-        ready = self.query_rows(pypto.reshape(q, [rows * heads, HEAD_DIM]), rows * heads)
-        out[:] = pypto.clone(pypto.reshape(ready, [rows, heads, HEAD_DIM]))
+        ready = self.query_rows(pypto.reshape(q, [rows * heads, self.head_dim]), rows * heads)
+        out[:] = pypto.clone(pypto.reshape(ready, [rows, heads, self.head_dim]))
 
     def query_rows(self, query, rows):
-        """Kept queries [rows, 128] -> as the cube takes them."""
+        """Kept queries [rows, D] -> as the cube takes them."""
         return query
 
     def left_out(self, queries, head, kv_heads):
@@ -198,13 +203,13 @@ class CacheSide:
         A softmax of these logits alone does not change by it; tokens in BF16 must lack it too.
 
         Args:
-            queries: [M, 128] BF16 in the model's own domain.
+            queries: [M, D] BF16 in the model's own domain.
             head: of the KV heads.
         """
         return
 
     def finish(self, value, beside=None):
-        """What queries of a KV head attended to, [rows, 128] FP32 -> BF16 in the model's own domain; once a query.
+        """What queries of a KV head attended to, [rows, D] FP32 -> BF16 in the model's own domain; once a query.
 
         Args:
             beside: the same of tokens in BF16, in that domain already.
@@ -254,5 +259,5 @@ class RotatedSide(CacheSide):
         if beside is None:
             return unrotate(half, self.domain.rotation_fp16)
         plain = unrotate(half, self.domain.rotation_fp16, pypto.DT_FP32)
-        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        pypto.set_vec_tile_shapes(16, self.head_dim)
         return pypto.cast(plain + beside, pypto.DT_BF16)

@@ -10,14 +10,14 @@ from haarkv.tq_ops.npu.kernels.tq4_seed import SeedBytes
 from haarkv.tq_ops.npu.kernels.turned import TurnedKeys
 from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
 
-_KERNELS = {TQ4: Packed, PUBLISHED: SeedBytes, BF16: Plain}
+_KERNELS = {TQ4.name: Packed, PUBLISHED.name: SeedBytes, BF16.name: Plain}
 
 
 def kernel_of(side):
     """The class of a `Side`'s `CacheSide`."""
     if side.layout:
         return TurnedKeys if side.turning else LearnedKeys
-    return _KERNELS[side]
+    return _KERNELS[side.name]
 
 
 def parameter(stored):

@@ -4,25 +4,24 @@ from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.attention import HEAD_DIM
 from haarkv.tq_ops.npu.kernels.side import Domain
 from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
 
 
 def build(program: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated kernel of a `StoreProgram`: tiles of `program.rows` tokens."""
-    rows, kv_heads = program.rows, program.num_kv_heads
+    rows, kv_heads, head_dim = program.rows, program.num_kv_heads, program.k.head_dim
     side_k, side_v = program.k, program.v
     kernel_k, kernel_v = kernel_of(side_k), kernel_of(side_v)
     count = rows * kv_heads
 
     @pypto.frontend.jit(**options)
     def store_kv(
-        k: pypto.Tensor([pypto.DYNAMIC, kv_heads, HEAD_DIM], pypto.DT_FP32),
-        v: pypto.Tensor([pypto.DYNAMIC, kv_heads, HEAD_DIM], pypto.DT_FP32),
-        rotation: pypto.Tensor([HEAD_DIM, HEAD_DIM], pypto.DT_BF16),
+        k: pypto.Tensor([pypto.DYNAMIC, kv_heads, head_dim], pypto.DT_FP32),
+        v: pypto.Tensor([pypto.DYNAMIC, kv_heads, head_dim], pypto.DT_FP32),
+        rotation: pypto.Tensor([head_dim, head_dim], pypto.DT_BF16),
         slot: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
-        back: pypto.Tensor([pypto.DYNAMIC, HEAD_DIM], pypto.DT_FP32),
+        back: pypto.Tensor([pypto.DYNAMIC, head_dim], pypto.DT_FP32),
         k_forward: parameter(side_k.domain[0]),
         k_numbers: parameter(side_k.domain[1]),
         k_places: parameter(side_k.domain[2]),
@@ -42,11 +41,11 @@ def build(program: Any, options: dict[str, Any]) -> Any:
             new_v = stored_v.room(count, "new_v")
             base = tile * rows
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i1"):
-                by = pypto.view(back, [rows, HEAD_DIM], [base, 0]) if side_k.turning else None
-                pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-                stored_k.store(pypto.view(k, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_k, by)
-                pypto.set_vec_tile_shapes(4, kv_heads, HEAD_DIM)
-                stored_v.store(pypto.view(v, [rows, kv_heads, HEAD_DIM], [base, 0, 0]), rows, kv_heads, new_v, None)
+                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.turning else None
+                pypto.set_vec_tile_shapes(4, kv_heads, head_dim)
+                stored_k.store(pypto.view(k, [rows, kv_heads, head_dim], [base, 0, 0]), rows, kv_heads, new_k, by)
+                pypto.set_vec_tile_shapes(4, kv_heads, head_dim)
+                stored_v.store(pypto.view(v, [rows, kv_heads, head_dim], [base, 0, 0]), rows, kv_heads, new_v, None)
             for i in pypto.loop((tokens - base).min(rows), name="APPEND", idx_name="i2"):
                 stored_k.append(i, slot[base + i], new_k, kv_heads)
                 stored_v.append(i, slot[base + i], new_v, kv_heads)

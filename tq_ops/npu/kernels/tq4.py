@@ -1,61 +1,94 @@
 """The format `tq4` on the device: quantize, append to the paged cache, and read codes back as centroids (scope 2a).
 
-The cache is the host's own, byte for byte: codes [blocks * Hkv * 128, 64], which a program sees as INT8 (the same bits;
+The cache is the host's own, byte for byte: codes [blocks * Hkv * 128, D/2], which a program sees as INT8 (the same bits;
 PyPTO's interpreter reads UINT8 as signed), and FP16 scales [blocks * Hkv, 128], so that one row lies along the logits.
-Byte j holds level j in its low half and level j + 64 in its high half.
+Byte j holds level j in its low half and level j + D/2 in its high half.
 """
+
+from dataclasses import dataclass
+from functools import cache
 
 import pypto
 import torch
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.side import RotatedSide, ScaledSide
-from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.tq_ops.npu.reads import READS
+from haarkv.tq_ops.npu.scopes import square_tile
 
-CENTROIDS = READS.built_in(HEAD_DIM).centroids
-BOUNDARIES = READS.built_in(HEAD_DIM).boundaries
 LEAST_NORM = 1e-30
 LARGEST_FP16 = 65504.0
 STEEP = 2.0**100
-STEPS = tuple(STEEP * below for below in torch.tensor(BOUNDARIES).nextafter(torch.tensor(-torch.inf)).tolist())
 # Beyond 16,384 FP16 counts in sixteens.
 _SIXTEENS = 24576.0
 # With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
-# 16 centroids. Found by trial; tests/tq_ops/npu/test_npu_look_up.py tries every byte.
+# 16 centroids of a head_dim of 128. Found by trial; tests/tq_ops/npu/test_npu_look_up.py tries every byte.
 _STEP = 0.09613037109375
+_FITTED = 128
 _POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
 
 
+@dataclass(frozen=True)
+class Book:
+    """The tables of a head_dim.
+
+    Attributes:
+        centroids: 16.
+        steps: `STEEP` times the number before each of the 15 boundaries.
+        unit: what the polynomial's centroids are multiplied with to be these: books differ by 1/sqrt(D) alone.
+    """
+
+    centroids: tuple[float, ...]
+    steps: tuple[float, ...]
+    unit: float
+
+
+@cache
+def book(head_dim):
+    """The `Book` of a head_dim."""
+    found = READS.built_in(head_dim)
+    below = torch.tensor(found.boundaries).nextafter(torch.tensor(-torch.inf))
+    return Book(tuple(found.centroids), tuple(STEEP * number for number in below.tolist()), (_FITTED / head_dim) ** 0.5)
+
+
+def vectors_per_tile(count, head_dim):
+    """Of so many vectors, those of a vector tile of FP32."""
+    return min(count, 32 * 128 // max(head_dim, 128))
+
+
 class Packed(RotatedSide, ScaledSide):
-    """One side of a `tq4` cache: codes [blocks * Hkv * 128, 64] INT8, scale [blocks * Hkv, 128] FP16."""
+    """One side of a `tq4` cache: codes [blocks * Hkv * 128, D/2] INT8, scale [blocks * Hkv, 128] FP16."""
 
     def quantize(self, x, count):
-        return quantize(x, self.domain.rotation, count)
+        return quantize(x, self.domain.rotation, count, self.head_dim)
 
     def tiles(self, place, shape):
-        """Centroids [step, 128] FP16 of each head of the iteration, rotated and without their scale."""
-        heads = range(shape.heads_at_once)
-        return [centroids(self.gather(place, head, shape, "packed"), BLOCK, HEAD_DIM) for head in heads]
+        """Centroids [step, D] FP16 of each head of the iteration, rotated, without their scale and the book's unit."""
+        heads, rows = range(shape.heads_at_once), min(BLOCK, BLOCK * 128 // self.head_dim)
+        return [centroids(self.gather(place, head, shape, "packed"), rows, self.head_dim) for head in heads]
+
+    def scale_row(self, scales, place, head, shape, factor):
+        return super().scale_row(scales, place, head, shape, factor * book(self.head_dim).unit)
 
 
-def quantize(x, rotation, vectors):
+def quantize(x, rotation, vectors, head_dim):
     """Rotate vectors and pick levels, the renormalisation folded into the scale, as `tq_ops.formats.rotated` does.
 
     Args:
-        x: [vectors, 128] FP32.
-        rotation: [128, 128] BF16.
+        x: [vectors, D] FP32.
+        rotation: [D, D] BF16.
     Returns:
-        codes [vectors, 64] INT8 and scale [vectors, 1] FP16.
+        codes [vectors, D/2] INT8 and scale [vectors, 1] FP16.
     Rounding points: x / norm to BF16; scale to FP16. A vector of zeros gets scale 0.
     """
-    rows = min(vectors, 32)
-    pypto.set_vec_tile_shapes(rows, HEAD_DIM)
+    rows, tables = vectors_per_tile(vectors, head_dim), book(head_dim)
+    pypto.set_vec_tile_shapes(rows, head_dim)
     norm = pypto.sqrt(pypto.sum(x * x, dim=-1, keepdim=True))
     divisor = pypto.maximum(norm, pypto.full([vectors, 1], LEAST_NORM, pypto.DT_FP32))
-    level = rotated_levels(x / divisor, rotation, vectors)
-    scale = norm / pypto.sqrt(pypto.sum(_squared_centroid(level), dim=-1, keepdim=True))
+    level = rotated_levels(x / divisor, rotation, vectors, head_dim)
+    scale = norm / pypto.sqrt(pypto.sum(_squared_centroid(level, tables.centroids), dim=-1, keepdim=True))
     scale = pypto.minimum(scale, pypto.full([vectors, 1], LARGEST_FP16, pypto.DT_FP32))
-    half = HEAD_DIM // 2
+    half = head_dim // 2
     low = pypto.view(level, [vectors, half], [0, 0])
     high = pypto.view(level, [vectors, half], [0, half])
     pypto.set_vec_tile_shapes(rows, half)
@@ -65,32 +98,34 @@ def quantize(x, rotation, vectors):
     return pypto.cast(pypto.cast(signed * 16.0 + low, pypto.DT_FP16), pypto.DT_INT8), pypto.cast(scale, pypto.DT_FP16)
 
 
-def rotated_levels(unit, rotation, vectors):
-    """Vectors of norm 1, [vectors, 128] FP32 -> `level = #{b : bf16(unit) @ rotation >= b}`, FP32 too."""
+def rotated_levels(unit, rotation, vectors, head_dim):
+    """Vectors of norm 1, [vectors, D] FP32 -> `level = #{b : bf16(unit) @ rotation >= b}`, FP32 too."""
     cube = min(vectors, 128)
-    pypto.set_cube_tile_shapes([cube, cube], [HEAD_DIM, HEAD_DIM], [HEAD_DIM, HEAD_DIM])
-    return levels_of(pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32))
+    pypto.set_cube_tile_shapes([cube, cube], square_tile(head_dim), square_tile(head_dim))
+    return levels_of(pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32), book(head_dim).steps)
 
 
-def levels_of(x):
+def levels_of(x, steps):
     """`#{b : x >= b}`, FP32. Arithmetic, for a select costs the device a dozen instructions a row.
 
-    The difference from the number before a boundary, times `STEEP`, is 1 or more from the boundary on, and 0 or less below it.
+    Args:
+        steps: of a `Book`. The difference from the number before a boundary, times `STEEP`, is 1 or more from the boundary
+            on, and 0 or less below it.
     """
     steep = x * STEEP
-    level = pypto.clip(steep - STEPS[0], 0.0, 1.0)
-    for step in STEPS[1:]:
+    level = pypto.clip(steep - steps[0], 0.0, 1.0)
+    for step in steps[1:]:
         level = level + pypto.clip(steep - step, 0.0, 1.0)
     return level
 
 
-def _squared_centroid(level):
+def _squared_centroid(level, centroids):
     """c[level]**2 in FP32; the book is odd about level 7.5, so |level - 7.5| chooses."""
     distance = pypto.abs(level - 7.5)
-    first = CENTROIDS[9] ** 2 - CENTROIDS[8] ** 2
-    value = pypto.clip(distance - 0.5, 0.0, 1.0) * first + CENTROIDS[8] ** 2
+    first = centroids[9] ** 2 - centroids[8] ** 2
+    value = pypto.clip(distance - 0.5, 0.0, 1.0) * first + centroids[8] ** 2
     for step in range(2, 8):
-        gain = CENTROIDS[8 + step] ** 2 - CENTROIDS[7 + step] ** 2
+        gain = centroids[8 + step] ** 2 - centroids[7 + step] ** 2
         value = value + pypto.clip(distance - (step - 0.5), 0.0, 1.0) * gain
     return value
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 import pypto
 
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, HEAD_DIM
+from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.learned import VECTORS, LearnedKeys, fitting
 from haarkv.tq_ops.npu.learned import MEAN
-
-_HALF = HEAD_DIM // 2
 
 
 class TurnedKeys(LearnedKeys):
     """`LearnedKeys` of stretches. Queries stay as they are until a step of keys says by how much they are turned."""
 
     query_dtype = pypto.DT_BF16
-    query_width = HEAD_DIM
+
+    @property
+    def query_width(self):
+        return self.head_dim
 
     def as_stored(self, x, back, tokens):
         """In FP32, as the reference turns them: the same bytes follow."""
@@ -40,7 +41,7 @@ class TurnedKeys(LearnedKeys):
         """Logits of a step; one longer than a stretch holds whole ones, whose queries go through the cube together.
 
         Args:
-            queries: [M, 128] BF16 in the model's own domain.
+            queries: [M, D] BF16 in the model's own domain.
         Rounding points: queries by rows to FP16, as those of `LearnedKeys`.
         """
         parts = max(1, shape.step_tokens // STRETCH)
@@ -58,16 +59,16 @@ class TurnedKeys(LearnedKeys):
 
     def _turned(self, queries, parts, place, head, shape):
         """Queries [parts * M, width] FP16 as the cube takes them beside each stretch of a step, and the mean's logits."""
-        rows, kv_head = shape.queries, place.head + head
+        rows, kv_head, head_dim = shape.queries, place.head + head, self.head_dim
         first = place.block // (STRETCH // BLOCK)
-        turned = pypto.tensor([parts * rows, HEAD_DIM], pypto.DT_FP32, f"turned{head}")
-        mean = pypto.view(self.domain.numbers, [1, HEAD_DIM], [MEAN * shape.num_kv_heads + kv_head, 0])
-        pypto.set_vec_tile_shapes(16, HEAD_DIM)
+        turned = pypto.tensor([parts * rows, head_dim], pypto.DT_FP32, f"turned{head}")
+        mean = pypto.view(self.domain.numbers, [1, head_dim], [MEAN * shape.num_kv_heads + kv_head, 0])
+        pypto.set_vec_tile_shapes(16, head_dim)
         plain = pypto.cast(queries, pypto.DT_FP32)
         of_mean = []
         for part in range(parts):
             own = turned_back(plain, self.domain.turns, first + part, 1, 16)
-            of_mean.append(pypto.sum(own * mean, dim=-1, keepdim=True) * HEAD_DIM**-0.5)
+            of_mean.append(pypto.sum(own * mean, dim=-1, keepdim=True) * shape.softmax_scale)
             pypto.assemble(own, [part * rows, 0], turned)
         products = self.products(turned, kv_head, 16)
         pypto.set_vec_tile_shapes(16, self.side.width)
@@ -75,16 +76,18 @@ class TurnedKeys(LearnedKeys):
 
 
 def turned_back(x, table, row, count, tile):
-    """x [n, 128] FP32 turned back by angles in rows of a table [.., 128] FP32, cos and then sin.
+    """x [n, D] FP32 turned back by angles in rows of a table [.., D] FP32, cos and then sin.
 
     Args:
         row: the first.
         count: one for all, or one for each of x.
         tile: vectors of a tile.
     """
-    pypto.set_vec_tile_shapes(tile, _HALF)
-    low, high = (pypto.view(x, [x.shape[0], _HALF], [0, at]) for at in (0, _HALF))
-    cos, sin = (pypto.view(table, [count, _HALF], [row, at]) for at in (0, _HALF))
+    head_dim = x.shape[1]
+    half = head_dim // 2
+    pypto.set_vec_tile_shapes(tile, half)
+    low, high = (pypto.view(x, [x.shape[0], half], [0, at]) for at in (0, half))
+    cos, sin = (pypto.view(table, [count, half], [row, at]) for at in (0, half))
     halves = [low * cos + high * sin, high * cos - low * sin]
-    pypto.set_vec_tile_shapes(tile, HEAD_DIM)
+    pypto.set_vec_tile_shapes(tile, head_dim)
     return pypto.concat(halves, 1)

@@ -9,6 +9,7 @@ from aicore.build import check_leaves
 from aicore.emission import Recorder, emit
 from aicore.leaf import read_leaves
 from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_stores
+from npu_families import CONFIGS
 from npu_layers import LAYER, layer_call, worst_token
 from npu_learned import learned_spec
 from npu_programs import store_case
@@ -126,6 +127,21 @@ def small_call(step=256, **kept):
 def test_a_small_decode_layer_reads_two_stretches(step, least, simulator, toolchain):
     program, call = small_call(step)
     assert check_layer(f"turned {step}", simulator, toolchain, call, program) >= least
+
+
+@pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.aicore_long)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_small_layer_of_another_family(name, kind, simulator, toolchain):
+    """Of Gemma 3 one with a window: its first sequence skips a step of keys, and sees some of two."""
+    config = replace(CONFIGS[name], layers=CONFIGS[name].layers[::-1])
+    model = small_model(config, dtype=torch.bfloat16)
+    if kind == "decode":
+        program, new, stored = programs.decode_program(config, step_tokens=256, layer=LAYER), [1, 1, 1], [520, 60, 2]
+    else:
+        program, new, stored = programs.prefill_program(config, layer=LAYER), [20, 3], [300, 2]
+    assert (program.attention.window is not None) == (name == "gemma3")
+    call = layer_call(program, new, stored, blocks=14, model=model)
+    assert check_layer(f"{name} {kind}", simulator, toolchain, call, program) >= 0.85
 
 
 def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, toolchain):
