@@ -108,6 +108,8 @@ def check_order(run, tokens, tiles):
     }
 
 
+# With tokens in BF16 the same and more is ordered, below, in half of the time.
+@pytest.mark.npu_long
 def test_decode_leaves_no_access_unordered():
     run = run_layer(decode, DECODE)
     check_order(run, tokens=18, tiles=2)
@@ -199,6 +201,7 @@ def check_found(run):
     assert ("write after write", "ROTATE", "KEYS") in unordered
 
 
+@pytest.mark.npu_long
 def test_without_the_barrier_fresh_rows_may_be_read_stale():
     check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=unordered))
 
