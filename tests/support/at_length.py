@@ -46,6 +46,5 @@ def thinned(mark: Any, *axes: Sequence[Any]) -> list[Any]:
         pairs.update(combinations(enumerate(best), 2))
     assert values == {(axis, value) for axis, of in enumerate(axes) for value in range(len(of))}
     return [
-        pytest.param(*(of[i] for of, i in zip(axes, cell, strict=True)), marks=() if cell in taken else mark)
-        for cell in cells
+        pytest.param(*(of[i] for of, i in zip(axes, cell, strict=True)), marks=() if cell in taken else mark) for cell in cells
     ]

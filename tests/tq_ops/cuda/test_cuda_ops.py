@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from at_length import MORE_CUDA, thinned
 from cuda_caches import DEVICE, as_bytes, attention_error, check_stored, on_device, padded, same, within
 from learned_slow import other_than_golden
 from op_tables import LAYER, Case, filled, poisoned_cache, relative
@@ -82,15 +83,19 @@ def test_attention_equals_the_references(case, dtype):
     assert attention_error(ops, case, dtype) <= within(dtype)
 
 
-@pytest.mark.parametrize("programs", [1, pytest.param(3, marks=pytest.mark.cuda_long), 12])
+# The rest runs with `make test-cuda-long`.
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
-        Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
-        Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
-        Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 2, 1), window=70),
-    ],
+    ("case", "programs"),
+    thinned(
+        MORE_CUDA,
+        [
+            Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
+            Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
+            Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
+            Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 2, 1), window=70),
+        ],
+        [1, 12, 3],
+    ),
     ids=str,
 )
 def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
@@ -226,9 +231,17 @@ def test_the_golden_bytes_of_learned_keys_are_stored(golden, bits):
     assert not other_than_golden(ops, golden("learned/lr"), bits, DEVICE)
 
 
-@pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))])
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"window": 2}], ids=str)
-def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(side, value, kept):
+# The rest runs with `make test-cuda-long`.
+@pytest.mark.parametrize(
+    ("refused", "kept"),
+    thinned(
+        MORE_CUDA,
+        [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))], [{}, {"tail": 3, "sink": 2}, {"window": 2}],
+    ),
+    ids=str,
+)  # fmt: skip
+def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(refused, kept):
+    side, value = refused
     ours, theirs, batch, k, v = new_tokens(replace(STORES[2], **kept))
     before = as_bytes(ours)
     (k if side == "k" else v)[2, 0, 127] = value
