@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
-	@echo "make test    linters, types, all tests, and the vLLM plug-in's on one real server"
+	@echo "make test    linters, types, tests, and the vLLM plug-in's on one real server"
 	@echo "make fuzz    thousands of malformed inputs, and commands killed at any time; SEED=1 draws others, REAL=FOLDER takes pretrained GGUF files too"
 	@echo "make test-long  more of the tests of the CPU, the formats and the command"
 	@echo "make test-judge  the validator: every fault of its self-test, and a thousand clean runs"

@@ -56,7 +56,7 @@ COUNTED = {2: (55, 1280), 3: (49, 1280), 4: (54, 1920), 5: (53, 2272)}
 """Operations of a block of 128 tokens, and their rows of 256 bytes. With `tq4` it is 20 and 2,560: its rows are tokens."""
 
 
-# The default's width, and one whose vectors have units of two bytes; the rest runs with `make test-npu`.
+# The rest runs with `make test-npu`.
 SOME = [bits if bits in (3, 4) else pytest.param(bits, marks=pytest.mark.npu_long) for bits in COLUMNS]
 
 
