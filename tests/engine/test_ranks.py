@@ -31,7 +31,7 @@ MODELS = {
         ),
     ),
 }
-FEW = ("4 KV heads on 2", "2 KV heads on 4, each held twice", "experts")
+FEW = ("2 KV heads on 4, each held twice", "experts")
 HELD = ("2 KV heads on 4, each held twice", "4 KV heads on 4")
 LENGTHS, STEPS = (37, 5), 2
 

@@ -108,7 +108,7 @@ def long_plan(**rest):
     return spec_of("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
 def test_learned_keys_of_a_text_of_several_stretches(dtype):
     """One sequence decodes in its third stretch, and one goes on into its second."""
     model = small_model(LONG, dtype=dtype)
@@ -131,8 +131,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("kept", [{}, {"tail": 700, "sink": 2}], ids=["packed", "kept"])
+@pytest.mark.parametrize(("turns", "kept"), thinned(MORE, list(TURNS), [{}, {"tail": 700, "sink": 2}]), ids=str)
 def test_chunks_that_begin_and_end_in_any_stretch(turns, kept):
     """Past and new keys of one chunk lie in several stretches, other ones in each sequence; blocks cross their borders."""
     config = resized(CONFIGS["mha_d64"], num_layers=1, num_heads=2, num_kv_heads=2, max_position_embeddings=4096)
