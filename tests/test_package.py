@@ -144,6 +144,7 @@ def test_each_environment_runs_its_own_copy(installed, project):
     assert where.is_relative_to(ROOT if "editable" in str(installed) else installed.parent)
 
 
+@pytest.mark.parametrize("installed", ["wheel", pytest.param("editable", marks=pytest.mark.long)], indirect=True)
 def test_what_vllm_loads_is_there(installed, project):
     code = (
         "from importlib.metadata import distribution\n"

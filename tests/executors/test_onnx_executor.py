@@ -1,6 +1,7 @@
 """The ONNX executor against the reference; its memory is the model's and the cache's own; whom it refuses."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -179,10 +180,14 @@ def test_a_text_within_a_stretch_is_read_by_the_graph_that_turns_nothing():
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
     ("kept", "kv", "dtype"),
-    thinned(
-        MORE,
-        [(5, 2), (None, 3), (3, 0), (1, 0), (40, 30)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16],
-    ),
+    [
+        *thinned(MORE, [(5, 2), (None, 3), (40, 30)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16]),
+        *rest(
+            MORE,
+            product([(3, 0), (1, 0)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16]),
+            lambda i, _: i == 0,
+        ),
+    ],
 )  # fmt: skip
 def test_tokens_in_bf16_are_those_that_the_reference_reads(kept, kv, dtype):
     """Chunks, a ring that starts over, decode, drafts that are taken back; sinks that are also among the newest."""

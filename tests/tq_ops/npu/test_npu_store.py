@@ -41,6 +41,7 @@ def test_learned_keys_are_those_of_the_format_after_every_pass(simulator, bits):
     assert case.tensors["k_scale"].view(-1, 2, 128)[slot // 128, 0, slot % 128] == 0
 
 
+@pytest.mark.npu_long
 def test_a_wrong_golden_is_refused(simulator):
     case = store_case(2)
     case.goldens["v_codes"][7, 3] ^= 1
