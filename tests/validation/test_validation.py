@@ -681,6 +681,7 @@ def test_the_self_test_finds_every_fault(dtype):
     assert [row for row in rows if not row.caught] == []
 
 
+@pytest.mark.judge_long
 @pytest.mark.usefixtures("no_long_prompts")
 def test_the_self_test_fails_where_the_validator_is_blind(monkeypatch):
     # A validator that takes no notice of K and V is caught out.
