@@ -130,7 +130,7 @@ def test_a_window_is_walked_and_not_its_context():
         (Case("tq4", 256, 2, 1, 8, (30,), (1,)), None, 100),
         (Case("k=tq5,v=tq4", 64, 2, 1, 8, (40, 3), (3, 2)), None, 100),
         (Case("tq4", 64, 2, 1, 8, (70, 0), (3, 2), window=30), None, 100),
-        (Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,)), None, 100),
+        pytest.param(Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,)), None, 100, marks=MORE_CUDA),
         # One program takes all of a column tile, whose vectors are then merged 16 at a time, those of one head.
         (Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2), 1, 90),
     ],
@@ -151,7 +151,7 @@ def test_other_sizes_change_no_result(case, programs, gpu, monkeypatch):
         (Case("tq4", 64, 1, 1, 8, (20,), (1,)), {"v_scales": 2.0**-16}),
         # Learned matrices are of any size; here queries become ten times FP16's largest number.
         (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (1,)), {"size": 1e4, "scale": 0.125e-4}),
-        (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (8,)), {"size": 1e4, "scale": 0.125e-4}),
+        pytest.param(Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (8,)), {"size": 1e4, "scale": 0.125e-4}, marks=MORE_CUDA),
     ],
     ids=str,
 )
@@ -231,7 +231,7 @@ def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else
     check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("bits", rest(MORE_CUDA, (2, 3, 4, 5), lambda _, bits: bits in (3, 4)))
 def test_the_golden_bytes_of_learned_keys_are_stored(golden, bits):
     assert not other_than_golden(ops, golden("learned/lr"), bits, DEVICE)
 
