@@ -12,7 +12,6 @@ import torch
 MORE = pytest.mark.long
 # With a GPU its kernels are quick: all of it runs.
 MORE_CUDA = () if torch.cuda.is_available() else pytest.mark.cuda_long
-MORE_PTX = pytest.mark.ptx_long
 MORE_JUDGE = pytest.mark.judge_long
 
 
