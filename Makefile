@@ -17,12 +17,13 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test fuzz test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lint tables bench clean
+.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lint tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
-	@echo "make test    linters, types, all tests, and the vLLM plug-in's on one real server"
+	@echo "make test    linters, types, tests, and the vLLM plug-in's on one real server"
 	@echo "make fuzz    thousands of malformed inputs, and commands killed at any time; SEED=1 draws others, REAL=FOLDER takes pretrained GGUF files too"
+	@echo "make test-long  more of the tests of the CPU, the formats and the command"
 	@echo "make test-judge  the validator: every fault of its self-test, and a thousand clean runs"
 	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
@@ -53,6 +54,9 @@ test:
 
 fuzz: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) $(if $(REAL),--real "$(REAL)") tests/tq tests/engine
+
+test-long: $(VENV)/dev.stamp
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m long
 
 test-judge: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m judge_long tests/validation tests/tq/test_validation_cli.py

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from fnmatch import fnmatch
 from functools import cache
 
@@ -102,6 +103,21 @@ def test_only_the_catalog_imports_an_executor():
 def test_only_listed_files_have_a_list_of_executors():
     names = set(catalog.NAMES)
     assert elsewhere(lambda text: list(name_lists(parsed(text), names)), allowed(EXECUTOR, *CHOOSES)) == {}
+
+
+def test_what_the_tests_leave_out_has_a_command():
+    """Each marker that `make test` deselects is run by the command that its description names."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    described = dict(marker.split(": ", 1) for marker in options["markers"])
+    left_out = re.findall(r"not (\w+)", options["addopts"])
+    assert len(left_out) > 5
+    for marker in left_out:
+        found = re.search(r"`make ([\w-]+)", described[marker])
+        target = found[1] if found else f"test-{marker}"
+        recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+        assert re.search(rf"-m '?[\w ]*\b{marker}\b", recipe[1]), marker
+        assert f'"make {target} ' in makefile, target
 
 
 def test_the_rules_would_see_names_elsewhere():

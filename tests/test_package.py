@@ -126,12 +126,14 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize(
     ("installed", "command"),
     [
-        ("wheel", ["tq", *GENERATE]),
         ("wheel", ["python", "-m", "pytest", "-q"]),
-        ("editable", ["python", "-m", "tq", *GENERATE]),
+        *(  # The rest runs with `make test-long`.
+            pytest.param(*given, marks=pytest.mark.long)
+            for given in (("wheel", ["tq", *GENERATE]), ("editable", ["python", "-m", "tq", *GENERATE]))
+        ),
     ],
     indirect=["installed"],
-    ids=["wheel-tq", "wheel-pytest", "editable-python -m tq"],
+    ids=["wheel-pytest", "wheel-tq", "editable-python -m tq"],
 )
 def test_it_works_beside_folders_of_the_same_names(installed, project, command):
     run(installed / command[0], *command[1:], cwd=project)
@@ -142,6 +144,7 @@ def test_each_environment_runs_its_own_copy(installed, project):
     assert where.is_relative_to(ROOT if "editable" in str(installed) else installed.parent)
 
 
+@pytest.mark.parametrize("installed", ["wheel", pytest.param("editable", marks=pytest.mark.long)], indirect=True)
 def test_what_vllm_loads_is_there(installed, project):
     code = (
         "from importlib.metadata import distribution\n"

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from at_length import MORE, rest
 from npu_programs import with_pypto
 from ranks import alone, benched, on_ranks, run_small, validated
 from small_models import SMALL, resized
@@ -30,6 +31,8 @@ MODELS = {
         ),
     ),
 }
+FEW = ("2 KV heads on 4, each held twice", "experts")
+HELD = ("2 KV heads on 4, each held twice", "4 KV heads on 4")
 LENGTHS, STEPS = (37, 5), 2
 
 
@@ -38,9 +41,11 @@ def test_a_script_that_torchrun_did_not_start_is_told_so():
         pass
 
 
-@pytest.mark.parametrize(("size", "config"), MODELS.values(), ids=MODELS)
-def test_together_they_are_one_process(size, config):
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize("name", rest(MORE, MODELS, lambda _, name: name in FEW))
+def test_together_they_are_one_process(name):
     """In FP32 with a cache that rounds nothing, only the order of FP32 sums is another."""
+    size, config = MODELS[name]
     args = ("reference", config, torch.float32, "fp32", LENGTHS, STEPS)
     one, many = alone(*args), on_ranks(size, run_small, *args)
     assert (many[0]["logits"] - one["logits"]).abs().max() <= REORDERED_LOGITS
@@ -58,7 +63,8 @@ def test_together_they_are_one_process(size, config):
                 assert error.max() <= REORDERED_KV
 
 
-@pytest.mark.parametrize(("size", "config"), [MODELS["4 KV heads on 4"], MODELS["2 KV heads on 4, each held twice"]])
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(("size", "config"), rest(MORE, (MODELS[name] for name in HELD), lambda i, _: i == 0))
 def test_a_rank_holds_its_part_and_no_more(size, config):
     args = ("reference", config, torch.bfloat16, "tq4", (5,), 0)
     one, many = alone(*args), on_ranks(size, run_small, *args)
@@ -73,7 +79,10 @@ def test_a_rank_holds_its_part_and_no_more(size, config):
         assert held["weights"] == 2 * numbers
 
 
-@pytest.mark.parametrize(("executor", "dtype"), [("reference", torch.float32), ("cpu", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("executor", "dtype"),
+    [("cpu", torch.bfloat16), pytest.param("reference", torch.float32, marks=MORE)],  # `make test-long`
+)
 def test_layer_by_layer_they_are_within_the_bounds_of_an_executor(executor, dtype):
     report, nothing = on_ranks(2, validated, executor, FOUR, dtype, LENGTHS, 1)
     assert nothing is None

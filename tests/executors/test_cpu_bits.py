@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from at_length import MORE, rest
 
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.cpu import CpuExecutor
@@ -69,7 +70,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "kv", "count"), CASES, ids=lambda x: str(getattr(x, "kv", x)))
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(
+    ("dtype", "kv", "count"), rest(MORE, CASES, lambda i, _: i in (0, 2, 7, 8, 10)), ids=lambda x: str(getattr(x, "kv", x))
+)
 def test_logits_have_the_same_bits_however_their_prompt_came(dtype, kv, count):
     tokens = drawn(count, 0)
     expected = logits(dtype, kv, tokens, [512] * -(-count // 512), 1)

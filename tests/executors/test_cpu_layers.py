@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from at_length import MORE, thinned
 from block_weights import made
 from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, resized, small_model
 
@@ -65,9 +66,12 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
     return found, [field for i in layers for of in (cache.k_fields(i), cache.v_fields(i)) for field in of.values()]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kv", [KVSpec("tq4"), TAIL], ids=str)
-@pytest.mark.parametrize("config", [SMALL, BIASED, LLAMA], ids=lambda c: c.model_type)
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(
+    ("config", "kv", "dtype"),
+    thinned(MORE, [SMALL, BIASED, LLAMA], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
+    ids=lambda of: getattr(of, "model_type", str(of)),
+)
 def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype):
     for isa in library.isas()[:1] + library.isas()[1:][-1:]:
         model = small_model(config, dtype=dtype)
@@ -108,9 +112,12 @@ def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor],
     return found, [field for i in layers for of in (cache.k_fields(i), cache.v_fields(i)) for field in of.values()]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kv", [KVSpec("tq4"), TAIL], ids=str)
-@pytest.mark.parametrize("config", [GEMMA, MIXED], ids=["gemma", "mixed"])
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(
+    ("config", "kv", "dtype"),
+    thinned(MORE, [GEMMA, MIXED], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
+    ids=lambda of: getattr(of, "model_type", str(of)),
+)
 def test_layers_of_several_kinds_have_the_bits_of_the_ops_one_by_one(config, kv, dtype):
     model = gemma_model(config, dtype)
     for isa in library.isas()[:1] + library.isas()[1:][-1:]:

@@ -102,7 +102,9 @@ def test_a_layer_without_loss_keeps_nothing():
 
 # -- Layers in the interpreter -----------------------------------------------------------------------------------------------
 @with_pypto
-@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(DECODE, id="decode", marks=pytest.mark.npu_long), pytest.param(PREFILL, id="prefill")]
+)
 def test_a_layer_keeps_the_same_bytes_and_attends_to_them(case):
     """What is to be the default: 128 tokens and 4 sinks beside learned keys. Some sequences fill neither."""
     check_layer(*case, lr4(case, tail=128, sink=4))

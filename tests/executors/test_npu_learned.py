@@ -117,7 +117,9 @@ def test_coordinates_are_handed_over_once(monkeypatch):
 
 
 # -- Layers in the interpreter -----------------------------------------------------------------------------------------------
+# Across a border of stretches and with a tail layers of learned keys run with `make test`.
 @with_pypto
+@pytest.mark.npu_long
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(case):
     check_layer(*case, learned_spec(heads_of(case)))

@@ -1,9 +1,11 @@
 """The ONNX executor against the reference; its memory is the model's and the cache's own; whom it refuses."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from at_length import MORE, rest, thinned
 from bases import calibration
 from onnx_graphs import CONFIG, small_model
 from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resized
@@ -57,14 +59,17 @@ def test_every_layer_is_within_bf16_of_the_references():
 LEARNED = ("k=lr2,v=tq3", "k=lr3,v=tq2", "k=lr4,v=tq4", "k=lr5,v=tq8")
 
 
-@pytest.mark.parametrize("kv", [*LEARNED, "k=tq6,v=tq5", "k=tq3,v=tq8", "k=tq2,v=tq6"])
-def test_k_and_v_are_stored_and_read_each_in_its_own_format(kv):
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(
+    ("kv", "dtype"), thinned(MORE, [*LEARNED, "k=tq6,v=tq5", "k=tq3,v=tq8", "k=tq2,v=tq6"], [torch.float32, torch.bfloat16])
+)
+def test_k_and_v_are_stored_and_read_each_in_its_own_format(kv, dtype):
     plan = spec_of(kv).plan(CONFIG.num_layers)
-    assert validated(CONFIG, torch.float32, plan) >= 0.99999
-    assert validated(CONFIG, torch.bfloat16, plan) >= 0.9999
+    assert validated(CONFIG, dtype, plan) >= (0.99999 if dtype == torch.float32 else 0.9999)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Fixed formats do so in every head_dim, above; the rest runs with `make test-long`.
+@pytest.mark.parametrize("name", rest(MORE, CONFIGS, lambda i, _: i == 0))
 def test_learned_keys_of_every_head_dim(name):
     config = CONFIGS[name]
     assert validated(config, torch.float32, spec_of("k=lr4,v=tq4", config).plan(config.num_layers)) >= 0.99999
@@ -104,7 +109,7 @@ def long_plan(**rest):
     return spec_of("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
 def test_learned_keys_of_a_text_of_several_stretches(dtype):
     """One sequence decodes in its third stretch, and one goes on into its second."""
     model = small_model(LONG, dtype=dtype)
@@ -127,8 +132,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("kept", [{}, {"tail": 700, "sink": 2}], ids=["packed", "kept"])
+@pytest.mark.parametrize(("turns", "kept"), thinned(MORE, list(TURNS), [{}, {"tail": 700, "sink": 2}]), ids=str)
 def test_chunks_that_begin_and_end_in_any_stretch(turns, kept):
     """Past and new keys of one chunk lie in several stretches, other ones in each sequence; blocks cross their borders."""
     config = resized(CONFIGS["mha_d64"], num_layers=1, num_heads=2, num_kv_heads=2, max_position_embeddings=4096)
@@ -173,9 +177,18 @@ def test_a_text_within_a_stretch_is_read_by_the_graph_that_turns_nothing():
 
 
 # -- Tokens in BF16 ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv", ["tq4", "k=lr3,v=tq4"])
-@pytest.mark.parametrize("kept", [(5, 2), (None, 3), (3, 0), (1, 0), (40, 30)])
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(
+    ("kept", "kv", "dtype"),
+    [
+        *thinned(MORE, [(5, 2), (None, 3), (40, 30)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16]),
+        *rest(
+            MORE,
+            product([(3, 0), (1, 0)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16]),
+            lambda i, _: i == 0,
+        ),
+    ],
+)  # fmt: skip
 def test_tokens_in_bf16_are_those_that_the_reference_reads(kept, kv, dtype):
     """Chunks, a ring that starts over, decode, drafts that are taken back; sinks that are also among the newest."""
     tail, sink = kept

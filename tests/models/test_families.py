@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import transformers
+from at_length import MORE, rest, thinned
 from checkpoints import byte_tokenizer
 from transformers_judge import draw_weights, worst_error
 
@@ -113,8 +114,8 @@ def test_logits_equal_transformers(saved, name):
     assert worst <= bounds.TRANSFORMERS_LOGITS
 
 
-@pytest.mark.parametrize("chunk", [150, 64, 7])
-@pytest.mark.parametrize("name", HYBRIDS)
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(("name", "chunk"), thinned(MORE, list(HYBRIDS), [150, 64, 7]))
 def test_logits_of_hybrids_equal_transformers(saved, name, chunk):
     """64 steps: a state that drifts shows late."""
     folder, theirs = saved(name)
@@ -145,7 +146,11 @@ def test_the_comparison_sees_a_wrong_cache(saved):
     assert worst > 100 * bounds.TRANSFORMERS_LOGITS
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One of each kind of layer; the rest runs with `make test-long`.
+OF_EACH_KIND = ("qwen3_as_14b", "qwen3_moe", "mistral_window", "qwen2_window", "gemma", "gemma3_text", "llama3_scaled")
+
+
+@pytest.mark.parametrize("name", rest(MORE, MODELS, lambda _, name: name in OF_EACH_KIND))
 def test_the_cpu_equals_the_reference_within_its_bounds(saved, name):
     model = load_model(saved(name)[0])
     plan = KVSpec("tq4").plan(model.config.num_layers)

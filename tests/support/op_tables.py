@@ -24,12 +24,14 @@ __all__ = [
     "poisoned_cache", "relative", "windows_of",
 ]  # fmt: skip
 
+OTHER_CPU = "this CPU has no"
+
 
 def opened(table: Table) -> OpTable:
     """The table, or a skip with the reason why it cannot run here."""
     if reason := table.missing():
         # With a compiler the package builds the kernels as it is installed: then their absence is a failure.
-        if table in CPU and compiler() is not None and not reason.startswith("this CPU has no"):
+        if table in CPU and compiler() is not None and not reason.startswith(OTHER_CPU):
             pytest.fail(reason)
         pytest.skip(reason)
     return table.open()
@@ -48,7 +50,10 @@ class Backend:
     open: Callable[[], OpTable]
 
 
-TABLES = tuple(Backend(table.name, partial(opened, table)) for table in CPU)
+# Of a table whose instructions this CPU lacks, `test_op_tables` says so once, and no other test is made.
+TABLES = tuple(
+    Backend(table.name, partial(opened, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
+)
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from at_length import MORE, thinned
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -160,9 +161,9 @@ def counted(monkeypatch):
 # --- the same text as DynamicCache ---
 
 
-@pytest.mark.parametrize(("kv", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_plain_storage_gives_the_logits_of_dynamic_cache(name, kv, dtype):
+@pytest.mark.parametrize(("name", "stored"), thinned(MORE, list(CONFIGS), [("fp32", torch.float32), ("bf16", torch.bfloat16)]))
+def test_plain_storage_gives_the_logits_of_dynamic_cache(name, stored):
+    kv, dtype = stored
     equal, tokens = both(build(name, dtype), kv)
     assert equal
     assert len(tokens[:, PROMPT:].unique()) >= 8
@@ -184,8 +185,8 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma3"])
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(("name", "mode"), thinned(MORE, ["gpt2", "llama", "mistral", "gemma3"], list(MODES)))
 def test_every_way_of_decoding(name, mode):
     kwargs = dict(MODES[mode])
     if mode == "assisted":
@@ -224,11 +225,13 @@ def test_a_reset_cache_is_as_new(kv):
 # --- the store, against transformers' layers ---
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize(("groups", "tail"), [((1, 1), 0), ((1, 1), 5), ((4, 1), 3), ((4, 4), 9)])
-@pytest.mark.parametrize("sink", [0, 3])
-def test_any_sequence_of_operations_gives_what_their_layer_gives(groups, tail, sink, window):
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(
+    ("packed", "sink", "window"), thinned(MORE, [((1, 1), 0), ((1, 1), 5), ((4, 1), 3), ((4, 4), 9)], [0, 3], [None, 6])
+)
+def test_any_sequence_of_operations_gives_what_their_layer_gives(packed, sink, window):
     """Appended, cropped, reordered, repeated and selected at random; every vector is quantized at most once."""
+    groups, tail = packed
     for seed in range(6):
         k_format, v_format = Grouped(groups[0]), Grouped(groups[1])
         ours = layer_of(k_format, v_format, sink=sink, tail=(tail, tail), window=window)

@@ -48,6 +48,7 @@ def test_torchrun_starts_them_too(capfd):
     assert out == capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_validate_judges_two_ranks():
     kept = ("--kv-tail", "2", "--kv-sink", "1")
     code, out, _ = run("validate", "--executor", "cpu", "--prompt", "import os", "--steps", "1", *kept, "--json", *TWO)

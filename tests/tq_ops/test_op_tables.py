@@ -33,19 +33,34 @@ CASES = suite.ATTENTION
 
 # -- The contract ------------------------------------------------------------------------------------------------------
 def own_cases(table):
-    """Those of ops that no table before it has the very kernel of."""
+    """Those of ops that no table before it has the very kernel of; one where the table cannot run, which says so."""
     found = suite.cases(table)
+    if table.missing():
+        return found[:1]
     isa = table.name.removeprefix("cpu-")
-    if isa not in library.ISAS or table.missing():
+    if isa not in library.ISAS:
         return found
     return [case for case in found if library.kernel_from(isa, case.op) == isa]
 
 
+NAMED = set(suite.named_cases())
+BY_FORMAT = list(dict.fromkeys(case.cache.kv for case in suite.format_cases(CUDA)))
+
+
 def length_of(table, case, found):
-    """Marks: of a GPU's kernels in the interpreter, what runs in BF16 too runs in FP32 at length only."""
-    interpreted = table is CUDA and not torch.cuda.is_available()
+    """Marks: of a GPU's kernels in the interpreter, what runs in BF16 too runs in FP32 at length only.
+
+    So does every format in two of its three head_dims, others with each format, and what takes the interpreter seconds.
+    """
+    if table is not CUDA or torch.cuda.is_available() or not isinstance(case, Attention | Store):
+        return []
+    if case not in NAMED:
+        turn = BY_FORMAT.index(case.cache.kv) % len(suite.HEAD_DIMS)
+        return [] if case.head_dim == suite.HEAD_DIMS[turn] else [pytest.mark.cuda_long]
     twin = isinstance(case, Attention) and case.dtype == torch.float32 and replace(case, dtype=torch.bfloat16) in found
-    return [pytest.mark.cuda_long] if interpreted and twin else []
+    # Wide tiles, but for one beside a tail.
+    many = isinstance(case, Attention) and case.cache.group * max(case.cache.new) >= 72 and not case.cache.tail
+    return [pytest.mark.cuda_long] if twin or many else []
 
 
 @pytest.mark.parametrize(

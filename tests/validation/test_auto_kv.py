@@ -141,8 +141,12 @@ def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monke
     assert remembered.cache_for("tiny", loss=0.002) is chosen.spec
 
 
-def test_load_takes_what_the_command_takes(at_home, tmp_path):
+# Choosing once more takes long: `make test-long`.
+@pytest.mark.parametrize("chooses", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_load_takes_what_the_command_takes(at_home, chosen, chooses, monkeypatch):
     """The choice is said once and remembered; what sets the whole cache stands alone."""
+    if not chooses:
+        monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
     said = []
     session = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=said.append)
     assert len(said) == 1

@@ -1,9 +1,11 @@
 """Weights in quantised blocks: the validator runs generate's products, and half a step of x is all that it excuses."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from at_length import MORE_JUDGE, rest, thinned
 from block_weights import TYPES, in_blocks, made
 from small_models import random_tokens, small_config, small_model
 
@@ -52,9 +54,14 @@ class InBlocks(ReferenceExecutor):
     blocks = TYPES
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("drive", DRIVES)
-@pytest.mark.parametrize("kv", ["tq4", "bf16"])
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("dtype", "drive", "kv"),
+    [
+        *thinned(MORE_JUDGE, list(DTYPES), list(DRIVES), ["tq4"]),
+        *rest(MORE_JUDGE, product(DTYPES, DRIVES, ["bf16"]), lambda i, _: i == 0),
+    ],
+)
 def test_what_generate_multiplies_passes_and_is_said(dtype, drive, kv):
     model = MODELS[dtype]
     report = run(model, DRIVES[drive](CpuExecutor(model)), steps=2, kv=kv)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from at_length import MORE_JUDGE, thinned
 from clean_runs import clean_run
 from places import ROOT
 from small_models import SMALL, random_tokens, small_model
@@ -65,10 +66,13 @@ FAINT = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "name"), [*(("bfloat16", name) for name in FAINT), ("float32", next(iter(FAINT)))])
-@pytest.mark.parametrize("drive", DRIVES)
-def test_a_faint_fault_is_found_where_it_is(tiny, dtype, drive, name):
-    models, prompts = tiny
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("faint", "drive"),
+    thinned(MORE_JUDGE, [*(("bfloat16", name) for name in FAINT), ("float32", next(iter(FAINT)))], list(DRIVES)),
+)
+def test_a_faint_fault_is_found_where_it_is(tiny, faint, drive):
+    (dtype, name), (models, prompts) = faint, tiny
     fault = slip(models[dtype], name)
     report = compared(models[dtype], prompts, fault.executor(models[dtype], drive))
     first = report.first_divergence
@@ -190,8 +194,8 @@ def test_so_many_ties_are_less_likely_than_it_says():
 
 
 # -- What differs from itself ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("drive", DRIVES)
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(("seed", "drive"), thinned(MORE_JUDGE, range(3), list(DRIVES)))
 def test_a_fault_in_one_of_fifty_calls_is_said_to_be_unstable(drive, seed):
     model, prompts = of_small()
     draw, name, fired = random.Random(seed), "linear" if seed % 2 else "paged_attention", []
@@ -270,8 +274,11 @@ def test_what_no_cause_explains_leaves_the_stages_that_it_depends_on():
         assert "paged_attention" in first.stages
 
 
-@pytest.mark.parametrize("name", ["K of the last KV head negated", "V of the last KV head not rotated"])
-@pytest.mark.parametrize("drive", DRIVES)
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("name", "drive"),
+    thinned(MORE_JUDGE, ["K of the last KV head negated", "V of the last KV head not rotated"], list(DRIVES)),
+)
 def test_the_guilty_kv_head_is_named(name, drive):
     model, prompts = of_small()
     fault = slip(model, name)

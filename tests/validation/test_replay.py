@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from at_length import MORE_JUDGE, rest
 from bases import calibration
 from small_models import SMALL, random_tokens, resized, small_model
 
@@ -59,7 +60,8 @@ def found(case, make):
     return time.monotonic() - began, first.stage, first.reason
 
 
-@pytest.mark.parametrize("number", range(len(planted(MODEL, 1))))
+# That each is found is said by `test_validation`; the rest runs with `make test-judge`.
+@pytest.mark.parametrize("number", rest(MORE_JUDGE, range(len(planted(MODEL, 1))), lambda number, _: number % 3 == 0))
 def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
     """By turns op by op in FP32, and as whole layers in BF16."""
     whole = bool(number % 2)
@@ -141,7 +143,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", rest(MORE_JUDGE, KINDS, lambda _, kv: kv in ("k=fp32,v=tq3", "tq4", "tq3", "tq2")))
 def test_every_kind_of_field_and_family_can_be_cut_and_written(kv):
     model = small_model(resized(SMALL, **KINDS[kv]))
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))

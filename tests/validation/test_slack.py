@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from at_length import MORE_JUDGE, thinned
 from planted import tiny_qwen2, token_ids
 from small_models import SMALL, random_tokens, resized, small_model
 
@@ -64,8 +65,8 @@ def compared(table, drive, dtype="float32", seeds=range(3), **windows):
 NUDGED = {"scale_off": 14 * ULP}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("drive", DRIVES)
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(("drive", "dtype"), thinned(MORE_JUDGE, list(DRIVES), list(DTYPES)))
 def test_ties_of_restored_vectors_are_no_fault(drive, dtype):
     reports = [
         one
@@ -91,8 +92,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("drive", DRIVES)
-@pytest.mark.parametrize("name", FAULTS)
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(("name", "drive"), thinned(MORE_JUDGE, list(FAULTS), list(DRIVES)))
 def test_what_is_no_tie_is_found(name, drive):
     """All of these lay within the constant that was allowed for ties once, or near it."""
     for report in compared(attending(**FAULTS[name]), drive, seeds=range(1)):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from at_length import MORE_JUDGE, rest, thinned
 from bases import calibration, vectors_of
 from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, random_tokens, resized, small_model
 
@@ -99,10 +100,17 @@ def test_other_shapes_can_be_validated(config):
     assert where(run(broken, model, prompts, 0)) == (0, "paged_attention")
 
 
-@pytest.mark.parametrize(("kv", "drive"), [*((kv, "ops") for kv in ("tq4", "k=bf16,v=tq4_seed", LEARNED)), ("tq4", "layers")])
-@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
-def test_another_order_of_sums_is_rounding_and_ties(kv, drive, dtype):
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("driven", "dtype"),
+    thinned(
+        MORE_JUDGE,
+        [*((kv, "ops") for kv in ("tq4", "k=bf16,v=tq4_seed", LEARNED)), ("tq4", "layers")], list(MODELS),
+    ),
+)  # fmt: skip
+def test_another_order_of_sums_is_rounding_and_ties(driven, dtype):
     """Op by op each layer runs whole as well."""
+    kv, drive = driven
     model = MODELS[dtype]
     report = run(DRIVES[drive](ReferenceExecutor(model, reordered())), model, steps=2, kv=kv)
     assert report.passed
@@ -166,8 +174,10 @@ STAGE_OF_OP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", STAGE_OF_OP)
-@pytest.mark.parametrize("spoil", ["one percent", "nan", "zero", "shape", "dtype", "input"])
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("op", "spoil"), thinned(MORE_JUDGE, list(STAGE_OF_OP), ["one percent", "nan", "zero", "shape", "dtype", "input"])
+)
 def test_every_op_is_judged_by_itself(op, spoil):
     right = getattr(reference, op)
 
@@ -209,8 +219,8 @@ def test_a_rotated_value_rounded_to_bf16_is_no_tie(side):
         assert getattr(report.rows[0], f"{side}_match") > 0.98
 
 
-@pytest.mark.parametrize("kv", KV_FORMATS)
-@pytest.mark.parametrize("factor", [1.01, 0.99])
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(("kv", "factor"), thinned(MORE_JUDGE, list(KV_FORMATS), [1.01, 0.99]))
 def test_a_wrong_scale_is_found_in_every_format(kv, factor):
     def store_kv(k, v, cache, layer, batch):
         reference.store_kv(k, v * factor, cache, layer, batch)
@@ -640,8 +650,12 @@ def test_the_page_stands_alone_escapes_what_it_shows_and_cuts_long_prompts():
 ONE_LAYER = small_model(resized(SMALL, num_layers=1))
 
 
-@pytest.mark.parametrize("fault", forward_faults(ONE_LAYER), ids=lambda fault: fault.name)
-@pytest.mark.parametrize("drive", DRIVES)
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("fault", "drive"),
+    thinned(MORE_JUDGE, forward_faults(ONE_LAYER), list(DRIVES)),
+    ids=lambda of: of if isinstance(of, str) else of.name,
+)
 def test_what_goes_wrong_around_right_layers_is_found(fault, drive):
     """Each is right layer by layer: only whole forwards show it, some of them only a verify or the step behind it."""
     report = run(fault.executor(ONE_LAYER, drive), ONE_LAYER)
@@ -656,7 +670,8 @@ def no_long_prompts(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_long_prompts")
-@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize("dtype", rest(MORE_JUDGE, MODELS, lambda _, dtype: dtype == torch.bfloat16), ids=str)
 def test_the_self_test_finds_every_fault(dtype):
     """The published ones and those in learned coordinates, op by op and by whole layers; the others: `make test-judge`."""
     seen = []
@@ -666,6 +681,7 @@ def test_the_self_test_finds_every_fault(dtype):
     assert [row for row in rows if not row.caught] == []
 
 
+@pytest.mark.judge_long
 @pytest.mark.usefixtures("no_long_prompts")
 def test_the_self_test_fails_where_the_validator_is_blind(monkeypatch):
     # A validator that takes no notice of K and V is caught out.

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from at_length import MORE_JUDGE, thinned
 from small_models import SMALL, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced
@@ -70,8 +71,8 @@ def test_the_reference_equals_itself(name, drive):
     assert "window.k" not in stages or spec.kv != "k=bf16,v=tq4"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("drive", DRIVES)
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(("drive", "dtype"), thinned(MORE_JUDGE, list(DRIVES), list(DTYPES)))
 def test_another_order_of_sums_is_rounding_and_ties(dtype, drive):
     model = model_of(dtype)
     other = DRIVES[drive](ReferenceExecutor(model, reordered()))
@@ -175,8 +176,11 @@ def test_a_batch_goes_to_its_places_and_comes_back():
         assert all(torch.equal(again[part][name], tensor) for name, tensor in of.items())
 
 
-@pytest.mark.parametrize("drive", DRIVES)
-@pytest.mark.parametrize("name", ["the window is one token short", "the last of the sinks is read packed"])
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("name", "drive"),
+    thinned(MORE_JUDGE, ["the window is one token short", "the last of the sinks is read packed"], list(DRIVES)),
+)
 def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, drive, name):
     """One token of 250, in a decode kernel alone: packed in 8 bits and in BF16 it is nearly the same."""
     model, spec = model_of("bfloat16"), KVSpec("tq8", tail=16, sink=4)

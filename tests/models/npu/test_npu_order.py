@@ -108,6 +108,8 @@ def check_order(run, tokens, tiles):
     }
 
 
+# With tokens in BF16 the same and more is ordered, below.
+@pytest.mark.npu_long
 def test_decode_leaves_no_access_unordered():
     run = run_layer(decode, DECODE)
     check_order(run, tokens=18, tiles=2)
@@ -136,6 +138,7 @@ def test_prefill_with_tokens_in_bf16_leaves_no_access_unordered_that_matters():
     check_prefill(run, 37, tiles=3)
 
 
+@pytest.mark.npu_long
 def test_without_the_barrier_rings_may_be_read_stale():
     run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4), variant=unordered)
     found = set(run.unordered())

@@ -45,7 +45,7 @@ def verify_layer(program, new, stored):
     assert run.cycles > 0
 
 
-@pytest.mark.slow
+@pytest.mark.npu_long
 def test_a_decode_layer_keeps_its_numbers_through_every_pass():
     verify_layer(programs.decode_program(load_model("tiny", "bfloat16").config), [1, 1], [299, 129])
 

@@ -6,11 +6,13 @@ import sys
 import time
 
 import pytest
+from at_length import MORE, rest
 
 from haarkv.tq_ops.cpu import build
 
 
-@pytest.mark.parametrize("unit", build.units())
+# Some of each folder of instructions; the rest runs with `make test-long`.
+@pytest.mark.parametrize("unit", rest(MORE, build.units(), lambda i, _: i % 3 == 0))
 def test_a_translation_unit_has_no_warning(unit, tmp_path):
     """What the front end sees; `python -m haarkv.tq_ops.cpu.build --werror` also asks the optimizer."""
     if build.compiler() is None:

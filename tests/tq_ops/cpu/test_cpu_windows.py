@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from at_length import MORE, thinned
 from op_tables import LAYER, every_table, relative
 from torch import Tensor
 
@@ -64,9 +65,9 @@ def test_a_query_sees_its_window_alone(table, kv, dtype):
         assert relative(ours, theirs) <= BOUNDS[dtype]
 
 
+# The rest runs with `make test-long`.
 @every_table
-@DTYPES
-@pytest.mark.parametrize("kv", [KINDS[0], KINDS[1], KINDS[3]], ids=str)
+@pytest.mark.parametrize(("kv", "dtype"), thinned(MORE, [KINDS[0], KINDS[1], KINDS[3]], list(BOUNDS)), ids=str)
 def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
     """Of tokens whose windows reach over the end of a split of 1,024 keys."""
     ops, first, tokens = table.open(), 15 * CHUNK, 1160

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from at_length import MORE_CUDA, rest, thinned
 from cuda_caches import DEVICE, as_bytes, attention_error, check_stored, on_device, padded, same, within
 from learned_slow import other_than_golden
 from op_tables import LAYER, Case, filled, poisoned_cache, relative
@@ -44,7 +45,7 @@ WINDOWS = [
     # Shorter than a window and longer, rings that began anew; one new token, some, and enough for wide tiles.
     Case("tq4", 64, 2, 1, 8, (60, 3), (1, 1), window=20),
     Case("tq4", 64, 2, 2, 8, (60, 3, 300), (4, 2, 1), window=20),
-    Case("tq4", 64, 8, 1, 8, (60, 3), (9, 8), window=20),
+    Case("tq4", 64, 8, 1, 8, (60, 3), (9, 1), window=20),
     Case("tq4", 64, 2, 1, 8, (70, 0), (1, 1), window=1),
     # A window that begins within a block, in blocks of several tiles; over all blocks of another owner.
     Case("tq3", 64, 2, 1, 128, (300, 130), (1, 1), window=140),
@@ -69,7 +70,12 @@ LEARNED = [
     [
         *(pytest.param(case, dtype, marks=GPU_ONLY) for case in LONG for dtype in (FP32, BF16)),
         *((case, (FP32, BF16)[number % 2]) for number, case in enumerate(WINDOWS)),
-        *((case, (FP32, BF16)[number % 2]) for number, case in enumerate(LEARNED)),
+        # The last is wide, as those of `test_other_sizes_change_no_result` are: the interpreter takes long.
+        *rest(
+            MORE_CUDA,
+            ((case, (FP32, BF16)[number % 2]) for number, case in enumerate(LEARNED)),
+            lambda number, _: number < len(LEARNED) - 1,
+        ),
         *(
             pytest.param(case, (BF16, FP32)[number % 2], marks=[] if DEVICE.type == "cuda" else pytest.mark.cuda_long)
             for number, case in enumerate(WINDOWS)
@@ -82,15 +88,19 @@ def test_attention_equals_the_references(case, dtype):
     assert attention_error(ops, case, dtype) <= within(dtype)
 
 
-@pytest.mark.parametrize("programs", [1, pytest.param(3, marks=pytest.mark.cuda_long), 12])
+# The rest runs with `make test-cuda-long`.
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
-        Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
-        Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
-        Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 2, 1), window=70),
-    ],
+    ("case", "programs"),
+    thinned(
+        MORE_CUDA,
+        [
+            Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
+            Case("tq4", 64, 2, 2, 8, (150, 0), (3, 2)),  # as narrow tiles, though ragged
+            Case("k=tq3,v=tq4", 64, 8, 1, 8, (153, 3), (10, 6)),  # as wide tiles; by one program, each takes all
+            Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 2, 1), window=70),
+        ],
+        [1, 12, 3],
+    ),
     ids=str,
 )
 def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
@@ -120,7 +130,7 @@ def test_a_window_is_walked_and_not_its_context():
         (Case("tq4", 256, 2, 1, 8, (30,), (1,)), None, 100),
         (Case("k=tq5,v=tq4", 64, 2, 1, 8, (40, 3), (3, 2)), None, 100),
         (Case("tq4", 64, 2, 1, 8, (70, 0), (3, 2), window=30), None, 100),
-        (Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,)), None, 100),
+        pytest.param(Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,)), None, 100, marks=MORE_CUDA),
         # One program takes all of a column tile, whose vectors are then merged 16 at a time, those of one head.
         (Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2), 1, 90),
     ],
@@ -141,7 +151,7 @@ def test_other_sizes_change_no_result(case, programs, gpu, monkeypatch):
         (Case("tq4", 64, 1, 1, 8, (20,), (1,)), {"v_scales": 2.0**-16}),
         # Learned matrices are of any size; here queries become ten times FP16's largest number.
         (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (1,)), {"size": 1e4, "scale": 0.125e-4}),
-        (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (8,)), {"size": 1e4, "scale": 0.125e-4}),
+        pytest.param(Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (8,)), {"size": 1e4, "scale": 0.125e-4}, marks=MORE_CUDA),
     ],
     ids=str,
 )
@@ -221,14 +231,22 @@ def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else
     check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("bits", rest(MORE_CUDA, (2, 3, 4, 5), lambda _, bits: bits in (3, 4)))
 def test_the_golden_bytes_of_learned_keys_are_stored(golden, bits):
     assert not other_than_golden(ops, golden("learned/lr"), bits, DEVICE)
 
 
-@pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))])
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"window": 2}], ids=str)
-def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(side, value, kept):
+# The rest runs with `make test-cuda-long`.
+@pytest.mark.parametrize(
+    ("refused", "kept"),
+    thinned(
+        MORE_CUDA,
+        [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))], [{}, {"tail": 3, "sink": 2}, {"window": 2}],
+    ),
+    ids=str,
+)  # fmt: skip
+def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(refused, kept):
+    side, value = refused
     ours, theirs, batch, k, v = new_tokens(replace(STORES[2], **kept))
     before = as_bytes(ours)
     (k if side == "k" else v)[2, 0, 127] = value

@@ -58,33 +58,33 @@ def at_length(*given: str | int, **more: int):
 
 CASES = [
     case("tq4", 128, 5, 2, 128, 700, 3, 255, 32, 257),
-    case("tq4", 128, 1, 3, 16, 1, 40, 300),
+    at_length("tq4", 128, 1, 3, 16, 1, 40, 300),
     at_length("tq4", 128, 16, 1, 48, 600, 33),
     case("tq4", 64, 3, 1, 16, 1025, 5),
     case("tq4", 256, 8, 1, 32, 130, 31),
     at_length("tq4", 128, 4, 1, 16, *range(1, 41)),
     case("tq4", 128, 4, 2, 16, 300, 17, pages=True),
-    case("tq2", 128, 2, 1, 16, 300, 17),
-    case("tq3", 128, 2, 2, 128, 300, 17),
+    at_length("tq2", 128, 2, 1, 16, 300, 17),
+    at_length("tq3", 128, 2, 2, 128, 300, 17),
     case("k=tq3,v=tq2", 256, 2, 1, 128, 70),
     at_length("k=tq2,v=tq3", 256, 2, 1, 128, 70),
     case("k=tq4,v=tq3", 128, 5, 1, 128, 70),
     # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
-    case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
+    at_length("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
     # Windows that begin within 32 tokens, at their edge and before the context; with a tail, and sinks left behind.
     case("tq4", 128, 4, 1, 32, 700, 3, 224, 210, window=200),
-    case("tq4", 64, 3, 1, 128, 300, 13, 41, 400, tail=9, sink=4, window=40),
+    at_length("tq4", 64, 3, 1, 128, 300, 13, 41, 400, tail=9, sink=4, window=40),
     at_length("tq4", 64, 3, 1, 16, 500, 301, sink=300, window=260),
     at_length("tq4", 256, 4, 1, 128, 700, 3, window=512),
     # Learned keys: units of a byte, of two, and both; a word of a column in a lane, two and four.
     case("k=lr4,v=tq4", 128, 5, 2, 128, 300, 3),
-    case("k=lr3,v=tq3", 128, 3, 2, 16, 60, 17, pages=True),
+    at_length("k=lr3,v=tq3", 128, 3, 2, 16, 60, 17, pages=True),
     at_length("k=lr5,v=tq4", 256, 2, 1, 128, 40),
     case("k=lr5,v=tq2", 128, 3, 2, 128, 40, 13, tail=9, sink=4),
     at_length("k=lr2,v=tq3", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
     # Stretches: a border within a tile of warps and between two, parts of several thread blocks, a window across one.
-    case("k=lr4,v=tq4", 128, 2, 1, 48, 1100, 1025),
+    at_length("k=lr4,v=tq4", 128, 2, 1, 48, 1100, 1025),
     case("k=lr3,v=tq3", 128, 2, 1, 16, 1130, 40, tail=9, sink=4, window=200),
     at_length("k=lr4,v=tq4", 128, 9, 1, 128, 2600, 1024, 30),
 ]

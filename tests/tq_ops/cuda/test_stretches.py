@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from at_length import MORE_CUDA, rest
 from cuda_caches import DEVICE, attention_error, check_stored, within
 from op_tables import LAYER, Case, poisoned_cache, windows_of
 
@@ -35,18 +37,22 @@ CASES = [
     Case(KV, 64, 2, 1, 16, (1080, 1030), (3, 2), tail=8, window=40),
 ]
 SMALL = CASES[2]
-AT_LENGTH = [pytest.param(case, marks=pytest.mark.cuda_long) if index in (1, 3) else case for index, case in enumerate(CASES)]
-"""What is said by others in less time is left to `make test-cuda-long`."""
+# What is said by others in less time is left to `make test-cuda-long`.
+IN_BOTH = [*product((FP32, BF16), CASES)]
+AT_LENGTH = rest(MORE_CUDA, IN_BOTH, lambda i, of: (i % 6 not in (1, 3)) and (of[0] == BF16) == (i % 6 in (0, 2, 5)))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("case", AT_LENGTH, ids=str)
+@pytest.mark.parametrize(("dtype", "case"), AT_LENGTH, ids=str)
 def test_attention_across_borders_equals_the_references(case, dtype):
     assert attention_error(ops, case, dtype) <= within(dtype)
 
 
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "window": 70}], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 4])
+# The rest runs with `make test-cuda-long`.
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    rest(MORE_CUDA, product((1, 2, 4), ({}, {"tail": 3, "window": 70})), lambda i, _: i == 3),
+    ids=str,
+)
 def test_queries_that_do_not_fit_at_once_are_rotated_and_attended_to_in_turns(monkeypatch, tokens, kept):
     """Also as many tokens as sequences, which are no batch of one new token each."""
     case = replace(SMALL, **kept)
@@ -84,8 +90,12 @@ def at_a_border(case: Case):
     return poisoned_cache(case, DEVICE), poisoned_cache(case), batch, *vectors
 
 
-@pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 2}], ids=str)
-@pytest.mark.parametrize("turned", [64, 32, 48, 0], ids=lambda n: f"{n} numbers turned")
+# The rest runs with `make test-cuda-long`.
+@pytest.mark.parametrize(
+    ("turned", "kept"),
+    rest(MORE_CUDA, product((64, 32, 48, 0), ({}, {"tail": 9, "sink": 2})), lambda i, _: i in (4, 7)),
+    ids=str,
+)
 def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch, turned, kept):
     """Also where RoPE turns a part of each key, whose halves are then not those of memory, or nobody knows how it turns."""
     whole = made_up.calibration

@@ -75,9 +75,9 @@ def sphere_distortion(head_dim):
     return head_dim * ((t - centroid) ** 2 * density).sum() / density.sum()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=pytest.mark.long)])
 def test_four_bits_lose_what_theory_says(head_dim):
-    x = torch.randn(100_000, head_dim, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(30_000, head_dim, generator=torch.Generator().manual_seed(1))
     tq4, rotation = formats.get("tq4"), haar_rotation(3, head_dim).float()
     fields = tq4.quantize(x, 3)
     unit = torch.nn.functional.normalize(x, dim=-1)

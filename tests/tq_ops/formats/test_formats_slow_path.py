@@ -4,6 +4,7 @@ import format_oracles as slow
 import numpy as np
 import pytest
 import torch
+from at_length import MORE, thinned
 
 from haarkv.codebooks import haar_rotation, lloyd_max
 from haarkv.tq_ops import formats
@@ -149,9 +150,10 @@ def tiles_of_tokens(head_dim):
     return x
 
 
-@pytest.mark.parametrize(("bits", "head_dim"), [(2, 64), (3, 32), (4, 128)])
-@pytest.mark.parametrize("side", ["k", "v"])
-def test_kvarn_equals_the_slow_path(side, bits, head_dim):
+# The rest runs with `make test-long`.
+@pytest.mark.parametrize(("shape", "side"), thinned(MORE, [(2, 64), (3, 32), (4, 128)], ["k", "v"]))
+def test_kvarn_equals_the_slow_path(side, shape):
+    bits, head_dim = shape
     x, kv_format = tiles_of_tokens(head_dim), formats.get(f"kvarn{bits}", side)
     fields = kv_format.quantize(x, 0)
     packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()

@@ -68,7 +68,7 @@ def attention_case(variant, lengths, step):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("lengths", "step"), [([1, 300, 129], 256), ([700], 2048)])
+@pytest.mark.parametrize(("lengths", "step"), [([1, 300, 129], 256), pytest.param([700], 2048, marks=pytest.mark.npu_long)])
 def test_every_variant_attends_as_the_reference(simulator, variant, lengths, step):
     program, arguments, out, expected = attention_case(variant, lengths, step)
     simulator.run(program, arguments, Mode.NUMBERS)

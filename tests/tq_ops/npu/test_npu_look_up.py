@@ -56,7 +56,11 @@ COUNTED = {2: (55, 1280), 3: (49, 1280), 4: (54, 1920), 5: (53, 2272)}
 """Operations of a block of 128 tokens, and their rows of 256 bytes. With `tq4` it is 20 and 2,560: its rows are tokens."""
 
 
-@pytest.mark.parametrize("bits", COLUMNS)
+# The rest runs with `make test-npu`.
+SOME = [bits if bits in (3, 4) else pytest.param(bits, marks=pytest.mark.npu_long) for bits in COLUMNS]
+
+
+@pytest.mark.parametrize("bits", SOME)
 def test_every_byte_of_learned_keys_gives_the_centroids_of_its_levels(simulator, bits):
     """Within 2**-10: three roundings to FP16, where the reference has FP32. Rows between hold anything finite."""
     layout = Layout(COLUMNS[bits])
@@ -74,7 +78,7 @@ def test_every_byte_of_learned_keys_gives_the_centroids_of_its_levels(simulator,
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("bits", COLUMNS)
+@pytest.mark.parametrize("bits", SOME)
 def test_learned_keys_are_restored_by_one_task_without_copies(simulator, bits):
     """One load, a store for each part, and as much arithmetic as was counted; nothing goes row by row or spills."""
     layout = Layout(COLUMNS[bits])

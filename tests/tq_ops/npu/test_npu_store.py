@@ -12,7 +12,7 @@ from haarkv.tq_ops.npu.sim.simulator import Mode
 pytestmark = needs_pypto
 
 
-@pytest.mark.parametrize(("tokens", "kv_heads"), [(1, 2), (5, 8), (20, 2)])
+@pytest.mark.parametrize(("tokens", "kv_heads"), [(20, 2), (5, 8), pytest.param(1, 2, marks=pytest.mark.npu_long)])
 def test_codes_and_scales_are_those_of_the_format_after_every_pass(simulator, tokens, kv_heads):
     worst, run = verify(simulator, store_case(tokens, kv_heads))
     assert worst == 0
@@ -41,6 +41,7 @@ def test_learned_keys_are_those_of_the_format_after_every_pass(simulator, bits):
     assert case.tensors["k_scale"].view(-1, 2, 128)[slot // 128, 0, slot % 128] == 0
 
 
+@pytest.mark.npu_long
 def test_a_wrong_golden_is_refused(simulator):
     case = store_case(2)
     case.goldens["v_codes"][7, 3] ^= 1
