@@ -3,7 +3,9 @@
     text         of every Python (`common_text`)
     coordinates  of the model's keys, learned from two thirds of that text
     costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats are
-                 taken to lose as many times more or less as their levels leave of a Gaussian.
+                 taken to lose as many times more or less as their levels leave of a Gaussian. Layers with a sliding window
+                 lose the same in any longer text, the others lose more: where a model has both, each kind is probed as a
+                 whole, on a longer text, and takes one format for K and one for V.
     choice       the fewest bytes whose costs add up to no more than the bound
     judgement    the whole cache on the rest of the text, beside the model's own bf16 cache. Costs do not quite add up, so
                  what is allowed is raised or lowered by what was measured, a few times over.
@@ -38,7 +40,7 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate, make_workload
 from haarkv.validation.planning.calibrate import Subject, load_subject
-from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, cache_of
+from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, cache_of, places, with_format
 from haarkv.validation.planning.common_text import common_text
 from haarkv.validation.planning.planner import choose as choose_within
 from haarkv.validation.planning.planner import measure
@@ -118,10 +120,7 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
 
     empty = plan_for(KVSpec("bf16", min(TAIL, context), SINKS), config)
     probe = Setup(subject.model, replace(base, plan=empty), {}, subject.fingerprint)
-    probed = measure(
-        probe, workload(PROBED_BY), {side: (name,) for side, name in PROBES.items()}, learned=file.calibration, on_step=on_step
-    )
-    costs = costs_of(probed, file.calibration)
+    costs = costs_of(_probed(probe, workload, file.calibration, on_step), file.calibration)
     times.append(time.monotonic())
     rows = list(_judged(subject, base, costs, file.calibration, workload(JUDGED_BY), loss, on_step))
     times.append(time.monotonic())
@@ -142,6 +141,36 @@ def require_loss(loss: float) -> float:
     if not 0 < loss < math.inf:
         raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
     return loss
+
+
+def kinds(config: ModelConfig) -> list[list[Place]] | None:
+    """K, and V, of the layers with a sliding window, and of the others; None for a model whose layers are of one kind."""
+    shapes = config.kv_shapes
+    windowed = {place: (shape := shapes[place[0]]) is not None and shape.window is not None for place in places(config)}
+    if len(set(windowed.values())) < 2:
+        return None
+    return [
+        [place for place, window in windowed.items() if (place[1], window) == kind]
+        for kind in (("k", True), ("v", True), ("k", False), ("v", False))
+    ]
+
+
+def _probed(probe: Setup, workload: Callable[[int], Workload], calibration: Calibration, on_step: OnStep) -> Costs:
+    """What the probe of each place costs; where layers are of two kinds, that of each kind, in equal parts at its places."""
+    if (alike := kinds(probe.base.config)) is None:
+        names = {side: (name,) for side, name in PROBES.items()}
+        return measure(probe, workload(PROBED_BY), names, learned=calibration, on_step=on_step)
+    caches = {}
+    for group in alike:
+        plan = probe.base.plan
+        for place in group:
+            plan = with_format(plan, place, PROBES[place[1]], calibration)
+        caches[f"{PROBES[group[0][1]]} for {group[0][1].upper()} of {len(group)} layers"] = cache_of(probe.base, plan)
+    rows = evaluate(replace(probe, caches=caches), workload(JUDGED_BY), on_step=on_step)
+    found = {
+        place: {PROBES[place[1]]: row.kl_mean / len(group)} for group, row in zip(alike, rows, strict=True) for place in group
+    }
+    return {place: found[place] for place in sorted(found)}
 
 
 def costs_of(probed: Costs, calibration: Calibration) -> Costs:
@@ -197,7 +226,7 @@ def smallest(costs: Costs, config: ModelConfig, allowed: float, calibration: Cal
         middle = (low + high) // 2
         choice = choose_within(
             costs, config, budget=middle * _BUDGETS, tail=min(TAIL, config.max_position_embeddings), sink=SINKS,
-            context=context, learned=calibration,
+            context=context, learned=calibration, alike=kinds(config),
         )  # fmt: skip
         if choice is not None and choice.predicted_kl <= allowed:
             found, high = choice.plan, middle
@@ -219,8 +248,9 @@ def steps(model: str, layers: int | None = None) -> int:
     Raises:
         InputError: no such model.
     """
-    num_layers = read_config(model, layers).num_layers
-    return num_layers * (LEARNED_FROM + 2 * PROBED_BY) + (_JUDGED_AT_MOST + 1) * JUDGED_BY
+    config = read_config(model, layers)
+    probes = 2 * config.num_layers * PROBED_BY if (alike := kinds(config)) is None else len(alike) * JUDGED_BY
+    return config.num_layers * LEARNED_FROM + probes + (_JUDGED_AT_MOST + 1) * JUDGED_BY
 
 
 def choose_for(model: str, *, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None, **how: Any) -> Chosen:

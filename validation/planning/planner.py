@@ -164,6 +164,7 @@ def choose(
     context: int,
     sink: int = 0,
     learned: Calibration | None = None,
+    alike: Sequence[Sequence[Place]] | None = None,
 ) -> Allocation | None:
     """The formats with the least sum of costs within a budget, beside a tail.
 
@@ -173,27 +174,35 @@ def choose(
         context: tokens of a sequence, over which the tail's bytes are spread.
         sink: first tokens that stay in BF16.
         learned: what `lrB` takes its coordinates from.
+        alike: places that take one format; all of `costs`, each once. Without it each place has its own.
     Returns:
         None if not even the smallest candidates fit.
     """
+    groups = alike or [[place] for place in costs]
     empty = KVSpec("bf16", tail=tail or None, sink=sink).plan(config.num_layers)
     chunk = KVSpec("tq4", tail=tail or None, sink=sink).plan(config.num_layers).ring_chunk()
-    options = [[(name, with_format(empty, place, name, learned)) for name in of_place] for place, of_place in costs.items()]
-    sizes = [
-        [size_of(plan, place, config.kv_shapes, context, chunk) for _, plan in of_place]
-        for place, of_place in zip(costs, options, strict=True)
+    names = [list(costs[group[0]]) for group in groups]
+
+    def size(group: Sequence[Place], name: str) -> int:
+        plans = [(with_format(empty, place, name, learned), place) for place in group]
+        return sum(size_of(plan, place, config.kv_shapes, context, chunk) for plan, place in plans)
+
+    sizes = [[size(group, name) for name in of_group] for group, of_group in zip(groups, names, strict=True)]
+    losses = [
+        [math.fsum(costs[place][name] for place in group) for name in of_group]
+        for group, of_group in zip(groups, names, strict=True)
     ]
     exact = cache_bytes(KVSpec("bf16").plan(config.num_layers), context, config.kv_shapes)
     # A budget such as 4.1 has no exact float; what it falls short of must not cost a plan of just 4.1 bits.
     room = math.floor(budget * exact / 16 * (1 + 1e-12))
-    found = best_within(sizes, [list(of_place.values()) for of_place in costs.values()], room)
+    found = best_within(sizes, losses, room)
     if found is None:
         return None
     plan, total = empty, []
-    for (place, of_place), option in zip(costs.items(), found, strict=True):
-        name = list(of_place)[option]
-        plan = with_format(plan, place, name, learned)
-        total.append(of_place[name])
+    for group, of_group, lost, option in zip(groups, names, losses, found, strict=True):
+        for place in group:
+            plan = with_format(plan, place, of_group[option], learned)
+        total.append(lost[option])
     return Allocation(plan, math.fsum(total))
 
 
