@@ -1,6 +1,8 @@
 """The planner: an exact choice within a budget, of costs that are what an evaluation measures, judged on another text."""
 
 import itertools
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import CONFIGS, SMALL
 
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import blocks_for
@@ -17,7 +20,16 @@ from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning import planner
-from haarkv.validation.planning.candidates import Verified, bits_per_value, places, require_candidates, rivals_of, verify
+from haarkv.validation.planning.auto import kinds
+from haarkv.validation.planning.candidates import (
+    Verified,
+    bits_per_value,
+    places,
+    require_candidates,
+    rivals_of,
+    verify,
+    with_format,
+)
 from haarkv.validation.planning.planner import best_within, choices_within, choose, compare, measure
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
@@ -136,6 +148,32 @@ def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
         assert bits_per_value(choice.plan, setup.base.config, 128) <= budget
         names = [f.name for pair in choice.plan.layers for f in pair]
         assert choice.predicted_kl == pytest.approx(sum(costs[place][n] for place, n in zip(costs, names, strict=True)))
+
+
+def test_places_that_are_alike_take_one_format_and_no_such_plan_is_better():
+    config = read_config("random:gemma-270m", 6)
+    alike = kinds(config)
+    assert [len(group) for group in alike] == [5, 5, 1, 1]
+    drawn = random.Random(0)
+    costs = {place: {"tq2": drawn.random(), "tq4": drawn.random() / 8, "bf16": 0.0} for place in places(config)}
+    found = choose(costs, config, budget=6.0, tail=0, context=4096, alike=alike)
+    best = math.inf
+    for names in itertools.product(("tq2", "tq4", "bf16"), repeat=len(alike)):
+        plan = KVSpec("bf16").plan(config.num_layers)
+        for group, name in zip(alike, names, strict=True):
+            for place in group:
+                plan = with_format(plan, place, name)
+        if bits_per_value(plan, config, 4096) <= 6.0:
+            loss = sum(costs[place][name] for group, name in zip(alike, names, strict=True) for place in group)
+            best = min(best, loss)
+            if loss == pytest.approx(found.predicted_kl):
+                assert plan == found.plan
+    assert found.predicted_kl == pytest.approx(best)
+
+
+@pytest.mark.parametrize("model", ["tiny", "random:llama-1b"])
+def test_layers_of_one_kind_are_not_alike(model):
+    assert kinds(read_config(model)) is None
 
 
 def test_tails_take_their_bytes_from_the_formats(setup, costs):
