@@ -82,7 +82,7 @@ test-cuda-compile: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m cuda_compile $(if $(TRITON),--triton "$(TRITON)") tests/tq_ops/cuda/test_cuda_compile.py tests/tq_ops/cuda/test_decode_compiled.py
 
 test-cuda-long: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m cuda_long tests/tq_ops tests/executors tests/models tests/engine
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m cuda_long tests/tq_ops tests/executors tests/models tests/engine tests/benchmarks
 
 test-ptx: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda

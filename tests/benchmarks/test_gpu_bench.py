@@ -19,7 +19,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OP_NAMES
 
 
-@pytest.mark.slow
+# Two minutes; `make test-cuda-long` runs it.
+@pytest.mark.cuda_long
 def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
     pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
     folder = tmp_path / "out"

@@ -113,6 +113,7 @@ def test_every_device_beside_the_host_has_one_path(monkeypatch, name):
     assert timing.accelerator(torch.device("cpu")) is None
 
 
+@pytest.mark.long
 def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
     class Compiling(ReferenceExecutor):
         compiled = MappingProxyType({"decode_layer": 31.0, "head": 4.0})
@@ -130,6 +131,7 @@ def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
     assert row["ms"] < 31_000
 
 
+@pytest.mark.npu_long
 @needs_pypto[0]
 @needs_pypto[1]
 def test_a_simulated_device_gives_no_times(capsys, monkeypatch):

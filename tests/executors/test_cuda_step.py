@@ -306,7 +306,7 @@ ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
     ("family", "dtype", "steps", "layers"),
     [
         ("qwen3", BF16, 1, 1),
-        ("gemma", BF16, 1, 2),
+        pytest.param("gemma", BF16, 1, 2, marks=pytest.mark.cuda_long),
         pytest.param("qwen3", BF16, 1, 2, marks=pytest.mark.cuda_long),
         pytest.param("qwen2", BF16, 0, 2, marks=pytest.mark.cuda_long),
         pytest.param("llama", FP32, 0, 2, marks=pytest.mark.cuda_long),

@@ -166,7 +166,7 @@ def test_a_kernel_outside_its_bounds_is_seen():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.cuda_compile
 def test_what_is_launched_compiles_as_it_is_launched():
     """Triton makes constants of integers that are 1, and the types of others say what divides them: layers 0, 1 and 16."""
     *refused, counted = rows_of("cuda_launches.py", "90", "64")

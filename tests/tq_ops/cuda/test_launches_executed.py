@@ -21,7 +21,7 @@ def check(capability: int, *groups: str) -> None:
 @pytest.mark.parametrize(
     "groups",
     [
-        ("decode",),
+        pytest.param(("decode",), marks=pytest.mark.ptx_long),
         pytest.param(("prefill", "store"), marks=pytest.mark.ptx_long),
         pytest.param(("step", "short tail", "short learned", "short blackwell", "short window"), marks=pytest.mark.ptx_long),
     ],
