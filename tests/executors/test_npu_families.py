@@ -6,6 +6,7 @@ One text is built into all of them (`programs.Parts`), so a part that is left ou
 from dataclasses import replace
 
 import pytest
+from at_length import rest, thinned
 from npu_checked import check_layer, error_of_layer
 from npu_families import CONFIGS, WINDOW
 from npu_learned import learned_spec
@@ -21,21 +22,25 @@ DECODE, PREFILL = ([1, 1, 1], [299, 0, 640]), ([33, 5], [250, 0])
 """New and stored tokens. Of the longest sequence a windowed layer skips two steps of keys."""
 CASES = {f"{name}, {kind}": (name, *case) for name in CONFIGS for kind, case in (("decode", DECODE), ("prefill", PREFILL))}
 WINDOWED, WHOLE = range(0, 1), range(1, 2)
+# The rest runs with `make test-npu`.
+LONG, PLAIN = pytest.mark.npu_long, ("qwen2, decode", "gemma3, prefill")
 
 
 @with_pypto
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layers", [WINDOWED, WHOLE], ids=["first", "second"])
+@pytest.mark.parametrize(
+    ("case", "layers"),
+    [
+        pytest.param(case, layers, marks=() if case in PLAIN else LONG, id=f"{case}, layer {layers.start}")
+        for case in CASES for layers in ((WINDOWED, WHOLE) if case.startswith("gemma3") else (WHOLE,))
+    ],
+)  # fmt: skip
 def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(case, layers):
     name, new, stored = CASES[case]
-    if layers is WINDOWED and name != "gemma3":
-        pytest.skip("its layers are alike")
     check_layer(None, new, stored, KVSpec("tq4"), layers, CONFIGS[name])
 
 
 @with_pypto
-@pytest.mark.parametrize("kv", ["bf16", "tq4_seed", "k=lr4,v=tq4"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("kv", "name"), thinned(LONG, ["bf16", "tq4_seed", "k=lr4,v=tq4"], list(CONFIGS)))
 def test_other_formats_lie_in_heads_of_other_sizes_too(name, kv):
     config = CONFIGS[name]
     spec = learned_spec(config, kv, turning=True) if "lr" in kv else KVSpec(kv)
@@ -43,12 +48,13 @@ def test_other_formats_lie_in_heads_of_other_sizes_too(name, kv):
 
 
 @with_pypto
-@pytest.mark.parametrize("layers", [WINDOWED, WHOLE], ids=["windowed", "whole"])
-@pytest.mark.parametrize(("new", "stored"), [DECODE, ([20, 9], [250, 3])], ids=["decode", "prefill"])
-@pytest.mark.parametrize(("tail", "sink"), [(8, 3), (64, 0)])
-def test_tokens_in_bf16_leave_a_window_as_packed_ones_do(new, stored, layers, tail, sink):
+@pytest.mark.parametrize(
+    ("layers", "tokens", "beside"), thinned(LONG, [WINDOWED, WHOLE], [DECODE, ([20, 9], [250, 3])], [(8, 3), (64, 0)])
+)
+def test_tokens_in_bf16_leave_a_window_as_packed_ones_do(layers, tokens, beside):
     """Sinks, and a tail longer than the window."""
-    check_layer(None, new, stored, KVSpec("tq4", tail=tail, sink=sink), layers, CONFIGS["gemma3"])
+    tail, sink = beside
+    check_layer(None, *tokens, KVSpec("tq4", tail=tail, sink=sink), layers, CONFIGS["gemma3"])
 
 
 def without(**parts):
@@ -74,7 +80,9 @@ FAULTS = {
 
 
 @with_pypto
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", rest(LONG, FAULTS, lambda _, fault: fault in ("biases left out", "SiLU for GELU", "a window one longer"))
+)
 def test_a_part_that_is_left_out_or_anothers_is_seen(fault):
     name, plant = FAULTS[fault]
     error, _ = error_of_layer(None, *DECODE, KVSpec("tq4"), WINDOWED, CONFIGS[name], plant)

@@ -109,7 +109,8 @@ def long_plan(**rest):
     return spec_of("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
+@MORE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_learned_keys_of_a_text_of_several_stretches(dtype):
     """One sequence decodes in its third stretch, and one goes on into its second."""
     model = small_model(LONG, dtype=dtype)

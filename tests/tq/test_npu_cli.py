@@ -33,6 +33,7 @@ def refused(capfd, *args):
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
 
 
+@pytest.mark.npu_long
 @with_pypto
 def test_generate_says_where_it_ran(capfd):
     code, out, err = run(capfd, *GENERATE, "--executor", "npu", "--device", "sim")

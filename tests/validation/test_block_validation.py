@@ -128,6 +128,7 @@ def test_each_type_has_faults_of_its_own():
             assert sum(one is not other for (_, one), (_, other) in others) == 1
 
 
+@pytest.mark.judge_long
 def test_a_fault_that_is_not_found_is_said_to_be_missed(monkeypatch):
     monkeypatch.setattr(BlockFault, "executor", lambda _fault, model, _drive: CpuExecutor(model))
     rows = self_test_of_blocks([MODELS[torch.float32]], PROMPTS)

@@ -120,6 +120,7 @@ def kept_plan(**kept):
     return replace(learned_plan_spec(), **kept).plan(1)
 
 
+@pytest.mark.npu_long
 def test_decode_with_tokens_in_bf16_leaves_no_access_unordered():
     """Rings and sinks are written before anyone reads them: three sequences, one of them new."""
     run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4))

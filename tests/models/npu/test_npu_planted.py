@@ -96,7 +96,7 @@ FEW = ("what is seen in BF16 is seen packed as well", "nothing is written to the
 @pytest.mark.parametrize(
     ("kind", "kv", "names"),
     [
-        ("decode", "k=lr4,v=tq4", FEW),
+        pytest.param("decode", "k=lr4,v=tq4", FEW, marks=pytest.mark.npu_long),
         *(
             pytest.param(kind, kv, tuple(KEPT_FAULTS), marks=pytest.mark.npu_long)
             for kind in CASES
