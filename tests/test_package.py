@@ -77,6 +77,7 @@ def test_every_room_is_linked():
     assert rooms == set(ROOMS)
 
 
+@pytest.mark.long
 def test_an_sdist_builds_the_same_wheel(wheel, tmp_path):
     sdist = build("sdist", ROOT, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:

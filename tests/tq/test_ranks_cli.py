@@ -40,6 +40,7 @@ def test_two_ranks_say_what_one_process_says(capfd):
     assert all(rank["peak"] > rank["weights"] > 0 for rank in two["ranks"])
 
 
+@pytest.mark.long
 def test_torchrun_starts_them_too(capfd):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tq"]
     code, out, _ = run(*GENERATE, "--max-new-tokens", "3", *TWO, before=torchrun)
@@ -104,6 +105,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 
 
 @needs_proc
+@pytest.mark.long
 def test_a_killed_rank_ends_all_with_one_line():
     with talking() as (process, pids):
         os.kill(pids[1], signal.SIGKILL)
@@ -113,6 +115,7 @@ def test_a_killed_rank_ends_all_with_one_line():
 
 
 @needs_proc
+@pytest.mark.long
 def test_a_rank_that_does_not_answer_ends_all_with_one_line():
     with talking("--rank-timeout", "5") as (process, pids):
         os.kill(pids[1], signal.SIGSTOP)

@@ -428,6 +428,7 @@ def test_blocks_are_multiplied_as_generate_does_and_named(validate, gguf_file):
     assert restored["blocks"] == []
 
 
+@pytest.mark.judge_long
 def test_the_self_test_plants_faults_in_a_files_blocks(run, gguf_file, checkpoint, monkeypatch):
     import haarkv.validation.layers.self_test as module
 
