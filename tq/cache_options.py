@@ -50,7 +50,7 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     """The cache that those options ask for.
 
     Args:
-        given: a command's arguments by name; of those that it has not, the default.
+        given: a command's arguments by name; an argument that the command lacks has its default.
     Raises:
         click.UsageError: a plan file together with an option that it already sets.
         InputError: a file that is not a plan.

@@ -101,7 +101,7 @@ _THREADS = 2
 
 
 def set_threads(threads: int | None) -> None:
-    """Use so many CPU threads, if a number was asked for.
+    """Use `threads` CPU threads, if a number was asked for.
 
     Raises:
         click.UsageError: more than this machine has processors, which would only wait for each other.

@@ -52,7 +52,7 @@ def same_bytes(ours, theirs, field):
 
 
 def but_for_ties(ours, theirs, most):
-    """Whether all numbers in BF16 are equal, or fewer than so many are the other neighbour: FP32 sums in another order."""
+    """Whether BF16 numbers are equal, but for fewer than `most` that are the other neighbour: FP32 sums in another order."""
     steps = (ours.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
     return steps.max() <= 1 and steps.sum() < most
 

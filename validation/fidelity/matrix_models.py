@@ -222,7 +222,10 @@ class Subject:
 
     @cached_property
     def _costs(self) -> Costs:
-        """What each format is taken to cost at each place, as `auto` does, on tokens behind those that were learned from."""
+        """What each format is taken to cost at each place, on tokens behind those that were learned from.
+
+        Each place is probed by itself, also where layers are of two kinds, which `auto` probes as wholes.
+        """
         assert self._task.learn is not None
         config, ids = self.model.config, self._named.tokenizer.encode(self._task.learn.content)
         if len(ids) <= (least := LEARNED_FROM + PROBED_BY):

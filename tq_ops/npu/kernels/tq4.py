@@ -52,7 +52,7 @@ def book(head_dim):
 
 
 def vectors_per_tile(count, head_dim):
-    """Of so many vectors, those of a vector tile of FP32."""
+    """How many vectors one FP32 tile takes, `count` at most."""
     return min(count, 32 * 128 // max(head_dim, 128))
 
 
