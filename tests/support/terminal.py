@@ -1,6 +1,7 @@
 """`tq` as a terminal starts it, where Ctrl-C ends it."""
 
 import fcntl
+import math
 import os
 import pty
 import select
@@ -52,12 +53,21 @@ class Terminal:
         """Press keys."""
         os.write(self._ours, keys.encode() if isinstance(keys, str) else keys)
 
-    def until(self, word, seconds=120):
-        """Wait until a word is shown that was not shown before; all that came since the last one."""
+    def until(self, word, seconds=120, again=None):
+        """Wait until a word is shown that was not shown before; all that came since the last one.
+
+        Args:
+            again: keys that are pressed now, and every five seconds until the word comes. While readline waits for keys,
+                CPython notices a Ctrl-C only if it comes during its select(); people press again, too.
+        """
         began = self._seen
         stop = time.monotonic() + seconds
+        pressed = -math.inf
         while (at := self.shown.find(word, self._seen)) < 0:
             assert time.monotonic() < stop, f"{word!r} does not come: {self.shown[began:]!r}"
+            if again is not None and time.monotonic() - pressed > 5:
+                self.type(again)
+                pressed = time.monotonic()
             assert self._read(0.1), f"it ended before {word!r}: {self.shown[began:]!r}"
         self._seen = at + len(word)
         return self.shown[began : self._seen]
