@@ -161,8 +161,10 @@ def _ended(error: BaseException, started: Started, debug: bool) -> int:
         return 2
     if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
         if not started.place:  # whoever started the ranks says so
-            # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor.
-            print("\x1b[?25h\n" * sys.stderr.isatty() + "tq: interrupted", file=sys.stderr)
+            # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
+            # stands between us and the terminal, where it drops what moves no text.
+            stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+            print("\x1b[?25h\n" * stream.isatty() + "tq: interrupted", file=stream)
         return 130
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2

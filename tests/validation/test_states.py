@@ -60,7 +60,10 @@ def test_the_reference_equals_itself(drive):
 def test_the_cpu_executor_passes(dtype, drive):
     report = run(DRIVES[drive](CpuExecutor(MODELS[dtype])), MODELS[dtype])
     assert report.passed, report.first_divergence
-    assert 0 < max(row.state_err for row in report.rows if row.state_err is not None) < 1e-4
+    # A whole layer in BF16 rounds what its state is made from, at other places on each instruction set.
+    whole = drive == "layers" and dtype is torch.bfloat16
+    most = (bounds.LAYER_BF16 if whole else bounds.LAYER_FP32).state
+    assert 0 < max(row.state_err for row in report.rows if row.state_err is not None) < most
 
 
 def test_chunks_go_on_from_the_state_of_the_first(monkeypatch):
