@@ -124,12 +124,12 @@ GEMMA_RUNS = [
     )
     for by_ops in (False, True)
 ]  # fmt: skip
-SHORT_GEMMA_RUNS = (GEMMA_RUNS[0], GEMMA_RUNS[3])
+SHORT_GEMMA_RUN = GEMMA_RUNS[3]
 
 
 @pytest.mark.parametrize(
     ("dtype", "spec", "by_ops"),
-    [pytest.param(*given, marks=[] if given in SHORT_GEMMA_RUNS else pytest.mark.cuda_long) for given in GEMMA_RUNS],
+    [pytest.param(*given, marks=[] if given == SHORT_GEMMA_RUN else pytest.mark.cuda_long) for given in GEMMA_RUNS],
     ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given),
 )
 def test_a_gemma_runs_as_the_reference_does(monkeypatch, dtype, spec, by_ops):

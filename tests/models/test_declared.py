@@ -179,7 +179,7 @@ REFUSED = {
 # The interpreter of `cuda` takes 20 s a case.
 @pytest.mark.parametrize(
     ("name", "who"),
-    rest(MORE_CUDA, product(PLANTED, OPEN), lambda _, case: case[1] != "cuda" or case[0] == "window"),
+    rest(MORE_CUDA, product(PLANTED, OPEN), lambda _, case: case[1] != "cuda"),
 )
 def test_an_executor_is_right_or_refuses_by_name(planted, name, who):
     model = planted(name)[1]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from at_length import MORE
 from checkpoints import write_checkpoint
 from terminal import Terminal
 
@@ -59,7 +60,7 @@ def test_help_fits_into_a_narrow_terminal(args):
     assert len(words) > len(lines) / 3  # and it is not squeezed into a few columns at the edge
 
 
-@pytest.mark.parametrize("columns", [NARROW, 80, 160])
+@pytest.mark.parametrize("columns", [NARROW, *(pytest.param(columns, marks=MORE) for columns in (80, 160))])
 def test_tables_are_readable_at_any_width(columns, tmp_path):
     code, shown = seen("formats", columns=columns)
     assert code == 0
@@ -75,7 +76,7 @@ def test_tables_are_readable_at_any_width(columns, tmp_path):
     assert re.search(r"(^|\s)1,584(\s|$)", shown)
 
 
-@pytest.mark.parametrize(("columns", "tall"), [(NARROW, True), (80, False)])
+@pytest.mark.parametrize(("columns", "tall"), [(NARROW, True), pytest.param(80, False, marks=MORE)])
 def test_a_table_that_does_not_fit_becomes_paragraphs(columns, tall):
     _, shown = seen("info", "random:14b", "--memory", "80GiB,96GiB,128GiB", "--context", 1000, columns=columns)
     assert ("format tq4" in shown) == tall

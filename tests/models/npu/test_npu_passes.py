@@ -74,7 +74,7 @@ def test_a_prefill_layer_of_another_format_keeps_its_numbers_through_every_pass(
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config, *pair), [40, 3], [20, 127])
 
 
-@pytest.mark.slow
+@pytest.mark.npu_long
 def test_the_head_keeps_its_numbers_through_every_pass():
     model = load_model("tiny", "bfloat16")
     program = programs.head_program(model.config)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from at_length import MORE, thinned
 from block_weights import HALVES, TYPES, blocks_of, made, minima_of
-from op_tables import every_table
+from op_tables import TABLES, every_table
 
 from haarkv.models.gguf_file import block_type
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -14,6 +15,9 @@ from haarkv.validation import bounds
 
 MOST = 530  # tokens: more than one pass takes
 every_type = pytest.mark.parametrize("kind", TYPES)
+every_pair = pytest.mark.parametrize(
+    ("table", "kind"), thinned(MORE, TABLES, TYPES), ids=lambda part: getattr(part, "name", part)
+)
 
 
 def shapes(kind):
@@ -49,8 +53,7 @@ def bound(x, weight):
     return half_steps @ numbers.abs().T + additions * 2.0**-24 * (x.double().abs() @ sizes.T)
 
 
-@every_table
-@every_type
+@every_pair
 def test_the_error_is_that_of_x_in_16_bits(table, kind):
     ops, bf16 = table.open(), torch.bfloat16
     for inputs, outputs in shapes(kind):
@@ -61,8 +64,7 @@ def test_the_error_is_that_of_x_in_16_bits(table, kind):
                 assert (error <= bound(given, weight)).all(), (inputs, outputs, tokens)
 
 
-@every_table
-@every_type
+@every_pair
 def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, kind):
     ops, before = table.open(), torch.get_num_threads()
     inputs, outputs = shapes(kind)[-1]

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from at_length import MORE, thinned
-from op_tables import LAYER, every_table, relative
+from op_tables import LAYER, TABLES, every_table, relative
 from torch import Tensor
 
 from haarkv.tq_ops import formats, reference
@@ -66,8 +66,10 @@ def test_a_query_sees_its_window_alone(table, kv, dtype):
 
 
 # The rest runs with `make test-long`.
-@every_table
-@pytest.mark.parametrize(("kv", "dtype"), thinned(MORE, [KINDS[0], KINDS[1], KINDS[3]], list(BOUNDS)), ids=str)
+@pytest.mark.parametrize(
+    ("table", "kv", "dtype"), thinned(MORE, TABLES, [KINDS[0], KINDS[1], KINDS[3]], list(BOUNDS)),
+    ids=lambda part: getattr(part, "name", str(part)),
+)  # fmt: skip
 def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
     """Of tokens whose windows reach over the end of a split of 1,024 keys."""
     ops, first, tokens = table.open(), 15 * CHUNK, 1160

@@ -7,6 +7,7 @@ kernel can take the process down. Started by `tq_ops.npu.sim.simulator`, whose d
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -43,30 +44,42 @@ _SIM = {"run_mode": 1}
 _LOOSE = [2e-2, 2e-2]
 
 
-def _build_and_load_calculator(self: Any) -> None:
-    """PyPTO's own method, which builds its torch calculator anew in every process (23 s); this one keeps it."""
-    if self.calculator_loaded:
-        return
+def built_calculator() -> Path:
+    """PyPTO's torch calculator, in the user's cache folder: PyPTO itself builds it anew in every process (23 s).
+
+    Of processes that need it at once, one builds it and the others wait.
+    """
     source = Path(pypto.__file__).parent / "lib/calculator"
     text = (source / "src/calc_torch.cpp").read_bytes()
     key = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + text).hexdigest()[:16]
-    library = cache_folder("pypto_calculator") / key / "libtile_fwk_calculator.so"
-    if not library.exists():
-        torch_context, cmake = self._TorchContext(), self._CMakeContext()
-        with TemporaryFolder("calculator") as folder:
-            context = self._CMakeContext.CompileContext(src_dir=source, tmp_dir=folder)
+    folder = cache_folder("pypto_calculator") / key
+    library = folder / "libtile_fwk_calculator.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
+        torch_context, cmake = BuildOnlineManager._TorchContext(), BuildOnlineManager._CMakeContext()
+        with TemporaryFolder("calculator") as work:
+            context = BuildOnlineManager._CMakeContext.CompileContext(src_dir=source, tmp_dir=work)
             context.cfg_cmd_ext = (
                 f"-DPY3_MOD_TORCH_VERSION={torch_context.torch_version} "
                 f"-DPY3_MOD_TORCH_ROOT_PATH={torch_context.torch_root_dir} "
                 f"-DPY3_MOD_TORCH_C_GLIBCXX_USE_CXX11_ABI={torch_context.torch_c_use_cxx11_abi}"
             )
             built = cmake.compile(ctx=context) / "lib" / library.name
-            library.parent.mkdir(parents=True, exist_ok=True)
             half = library.with_suffix(f".{os.getpid()}")
             shutil.copyfile(built, half)
             half.replace(library)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    self.calculator_loaded = True
+    return library
+
+
+def _load_calculator(self: Any) -> None:
+    if not self.calculator_loaded:
+        ctypes.CDLL(str(built_calculator()), mode=ctypes.RTLD_GLOBAL)
+        self.calculator_loaded = True
 
 
 def _setup_verify_data(tensors: list[Any]) -> None:
@@ -78,7 +91,7 @@ def _setup_verify_data(tensors: list[Any]) -> None:
 
 
 def _patch() -> None:
-    BuildOnlineManager.build_and_load_calculator = _build_and_load_calculator
+    BuildOnlineManager.build_and_load_calculator = _load_calculator
     entry.JitCallableWrapper._setup_verify_data = staticmethod(_setup_verify_data)
 
 
