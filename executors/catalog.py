@@ -14,6 +14,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.cpu.library import BLOCKS
+from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -155,7 +156,8 @@ _ENTRIES: dict[str, _Entry] = {
         blocks=BLOCKS,
     ),
     "cuda": _Entry(
-        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True
+        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True,
+        blocks=tuple(PLANES),
     ),
     "npu": _Entry(
         partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, numbered=True,

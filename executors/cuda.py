@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
@@ -15,10 +16,11 @@ from torch import Tensor
 from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models import fused
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.config import Experts, ModelConfig
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
+from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
@@ -87,11 +89,14 @@ class CudaExecutor:
         self._raise_fault = partial(ops.raise_fault, self._fault)
         self.step_ops: OpTable = with_ops(self.ops, {"store_kv": partial(ops.append, fault=self._fault)})
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
-            whole = fused.fuse(model, self.device)
+            whole = fused.fuse(model, self.device, placed)
             self._model = whole.model
             self._run = _bound(whole, CudaFused(self._fault))
         else:
-            self._model = model.to(self.device)
+            weights = model.weights.placed(lambda weight: placed(weight, self.device))
+            same = model.weights.embedding.device == self.device
+            ropes = model.ropes if same else tables_of(model.config, self.device)
+            self._model = replace(model, weights=weights, ropes=ropes)
             self._run = _bound(self._model, self.step_ops)
         self._last: _Forward | None = None
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.

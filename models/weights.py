@@ -48,10 +48,14 @@ class Weights:
 
     def to(self, device: torch.device) -> Weights:
         """Copies on another device; a tied head stays tied."""
-        embedding = self.embedding.to(device)
-        layers = tuple(layer.changed(lambda _, tensor: tensor.to(device)) for layer in self.layers)
-        head = embedding if self.lm_head is self.embedding else self.lm_head.to(device)
-        return Weights(embedding, layers, self.final_norm.to(device), head)
+        return self.placed(lambda weight: weight.to(device))
+
+    def placed(self, place: Callable[[Weight], Any]) -> Weights:
+        """What `place` makes of each tensor; a tied head stays tied."""
+        embedding = place(self.embedding)
+        layers = tuple(layer.changed(lambda _, tensor: place(tensor)) for layer in self.layers)
+        head = embedding if self.lm_head is self.embedding else place(self.lm_head)
+        return Weights(embedding, layers, place(self.final_norm), head)
 
 
 class TensorNames:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class FusedOps(Protocol):
     """What a fused layer calls. All but `attention` and `add_norm` are those of an op table."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Weight | tuple[Weight, ...]) -> Tensor:
+        """As an op table's; of several weights their results beside each other."""
+
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
 

@@ -10,7 +10,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.fused import FusedOps, Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.weight import dense
+from haarkv.tq_ops.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,14 @@ class Packed:
     """What a fused layer multiplies with in one product.
 
     Attributes:
-        qkv_proj: [(Hq + 2 Hkv) * D, hidden], the projections to Q, K and V.
-        gate_up_proj: [2 * intermediate, hidden].
+        qkv_proj: [(Hq + 2 Hkv) * D, hidden], the projections to Q, K and V; those themselves where they lie in blocks of
+            different types.
+        gate_up_proj: [2 * intermediate, hidden], likewise.
         heads: what becomes of the first product.
     """
 
-    qkv_proj: Tensor
-    gate_up_proj: Tensor
+    qkv_proj: Weight | tuple[Weight, ...]
+    gate_up_proj: Weight | tuple[Weight, ...]
     heads: Heads
 
 
@@ -49,7 +50,7 @@ class FusedModel:
     def head(self, hidden: Tensor, ops: FusedOps) -> Tensor:
         """As `DecoderModel.head`."""
         normed = ops.rms_norm(hidden, self.model.weights.final_norm, self.model.config.final_norm.eps)
-        return ops.linear(normed, dense(self.model.weights.lm_head))
+        return ops.linear(normed, self.model.weights.lm_head)
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
         """As `DecoderModel.layers`.
@@ -66,10 +67,10 @@ class FusedModel:
             qkv = ops.linear(x, packed.qkv_proj)
             attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
             behind = [(layer[f"{part}_out_norm"], eps) if declared.norms_behind else None for part in ("mixer", "mlp")]
-            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer["o_proj"]), layer["post_norm"], eps, behind[0])
+            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer.matrix("o_proj")), layer["post_norm"], eps, behind[0])
             gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)
             gated = ops.silu_mul if declared.mlp.activation == "silu" else ops.gelu_mul
-            update = ops.linear(gated(gate, up, hidden.dtype), layer["down_proj"])
+            update = ops.linear(gated(gate, up, hidden.dtype), layer.matrix("down_proj"))
             next_eps = config.layers[index + 1].norm.eps if index + 1 < config.num_layers else config.final_norm.eps
             hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, behind[1])
         return hidden

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +14,14 @@ from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.models.fused.model import FusedModel, Packed
 from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops.fused import Heads
-from haarkv.tq_ops.weight import dense
+from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
+
+
+def _restored(weight: Weight, device: torch.device) -> Weight:
+    return dense(weight).to(device)
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -24,7 +29,9 @@ def unsupported(config: ModelConfig) -> str | None:
     return unknown_layer(config, _KNOWS)
 
 
-def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
+def fuse(
+    model: DecoderModel, device: torch.device, place: Callable[[Weight, torch.device], Weight] = _restored
+) -> FusedModel:
     """A model on a device, its projections packed as they are copied there.
 
     Every tensor is on the device once: what the fused model's own `model` shows under a checkpoint's names are views of what
@@ -33,18 +40,19 @@ def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
 
     Args:
         model: of one rank and a family for which `unsupported` returns None.
+        place: puts a weight in blocks on the device; they are restored unless it is given.
     """
     weights, layers, packed = model.weights, [], []
     for declared, layer in zip(model.config.layers, weights.layers, strict=True):
-        moved, wholes = _packed(layer, device)
+        moved, wholes = _packed(layer, device, place)
         layers.append(moved)
         heads = Heads(
             declared.attention.num_heads, model.dtype, wholes.get("q_bias"), moved.get("q_norm"), moved.get("k_norm"),
             declared.norm.eps,
         )  # fmt: skip
         packed.append(Packed(wholes["q_proj"], wholes["gate_proj"], heads))
-    embedding = dense(weights.embedding).to(device)
-    head = embedding if weights.lm_head is weights.embedding else dense(weights.lm_head).to(device)
+    embedding = place(weights.embedding, device)
+    head = embedding if weights.lm_head is weights.embedding else place(weights.lm_head, device)
     moved_weights = replace(
         weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
     )
@@ -53,15 +61,43 @@ def fuse(model: DecoderModel, device: torch.device) -> FusedModel:
     return FusedModel(replace(model, weights=moved_weights, ropes=ropes), tuple(packed))
 
 
-def _packed(layer: LayerWeights, device: torch.device) -> tuple[LayerWeights, dict[str, Tensor]]:
+def _packed(
+    layer: LayerWeights, device: torch.device, place: Callable[[Weight, torch.device], Weight]
+) -> tuple[LayerWeights, dict[str, Any]]:
     """A layer on a device, and what is packed of it by the field of its first part."""
-    views: dict[str, Tensor] = {}
-    wholes: dict[str, Tensor] = {}
+    views: dict[str, Any] = {}
+    wholes: dict[str, Any] = {}
     for fields in _TOGETHER:
         if fields[0] in layer:
-            wholes[fields[0]], parts = _below_one_another([layer[field] for field in fields], device)
-            views.update(zip(fields, parts, strict=True))
-    return layer.changed(lambda field, weight: views[field] if field in views else dense(weight).to(device)), wholes
+            parts = [layer.matrix(field) for field in fields]
+            in_blocks = any(isinstance(part, Blocks) for part in parts)
+            given = [place(part, device) for part in parts] if in_blocks else parts
+            wholes[fields[0]], made = _blocks_together(given, device) if in_blocks else _below_one_another(given, device)
+            views.update(zip(fields, made, strict=True))
+    return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device)), wholes
+
+
+def _blocks_together(
+    parts: Sequence[Weight], device: torch.device
+) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
+    """One weight of some in blocks of one type, and its parts; those themselves where they differ."""
+    first = parts[0]
+    if not isinstance(first, Blocks) or not all(_alike(first, part) for part in parts[1:]):
+        return tuple(parts), tuple(parts)
+    of = cast("Sequence[Blocks]", parts)
+    data, views = _below_one_another([part.data for part in of], device)
+    scales = None if first.row_scales is None else torch.cat([cast(Tensor, part.row_scales) for part in of])
+    whole = replace(first, data=data, row_scales=scales)
+    return whole, tuple(replace(part, data=view) for part, view in zip(of, views, strict=True))
+
+
+def _alike(first: Blocks, other: Weight) -> bool:
+    """Whether one weight can hold both, row below row."""
+    return (
+        isinstance(other, Blocks) and other.type == first.type and other.dtype == first.dtype
+        and first.column_scales is None and other.column_scales is None
+        and (first.row_scales is None) == (other.row_scales is None)
+    )  # fmt: skip
 
 
 def _below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -190,6 +190,28 @@ def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
 
 
+@dataclass(frozen=True)
+class BlockTile:
+    """Sizes of a product with a weight in blocks.
+
+    Attributes:
+        rows, columns: of the weight, and tokens, of a program.
+        warps, stages: of a program.
+    """
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 4
+
+
+def block_tile(tokens: int, dtype: torch.dtype) -> BlockTile:
+    """Few tokens: few rows a program, so that all processors read at once. Many: each level is restored once for 64 of them."""
+    if tokens <= 16:
+        return BlockTile(32, 16)
+    return BlockTile(64, 64, stages=3) if dtype == torch.bfloat16 else BlockTile(32, 32, stages=2)
+
+
 def stretch_programs(stretches: int) -> int:
     """Programs that share the stretches for which a tile of queries is rotated: each loads the same part of the matrix."""
     return min(stretches, _STRETCHES_AT_ONCE)

@@ -12,6 +12,7 @@ from haarkv.tq_ops.cuda import choices, elementwise, ops
 from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class CudaFused:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps)
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight | tuple[Weight, ...]) -> Tensor:
+        if isinstance(weight, tuple):
+            return torch.cat([ops.linear(x, part) for part in weight], dim=1)
         return ops.linear(x, weight)
 
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:

@@ -54,6 +54,19 @@ def of_pairs(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return of_words
 
 
+def less_of_bf16(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x - y of each of two BF16 numbers in a word, rounded once. Compilers make numbers of bytes so.
+
+    Raises:
+        Unknown: a difference that FP32 does not hold, of numbers far apart.
+    """
+    a, b = (from_bf16(np.ascontiguousarray(word, np.uint32)[..., None].view(np.uint16)) for word in (x, y))
+    exact = a.astype(np.float64) - b
+    if not np.array_equal(exact.astype(np.float32), exact, equal_nan=True):
+        raise Unknown("a difference of BF16 numbers that are far apart")
+    return np.ascontiguousarray(to_bf16(exact.astype(np.float32))).view(np.uint32)[..., 0]
+
+
 def _smaller(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where((x == y) & np.signbit(x), x, np.fmin(x, y))
 
@@ -88,6 +101,8 @@ def build(ins: Instruction) -> Run:
         count, function = 1, lambda a: a & bits
     elif ins.opcode in _FUNCTIONS and kind == "f32":
         count, function = _FUNCTIONS[ins.opcode]
+    elif ins.opcode == "sub" and kind == "bf16x2":
+        count, function = 2, less_of_bf16
     elif ins.opcode in _OF_PAIRS and kind == "f16x2":
         count, function = _OF_PAIRS[ins.opcode]
     else:

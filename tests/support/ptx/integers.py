@@ -19,6 +19,16 @@ _TWO: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+def _of_halves(function: Callable[[Any, Any], Any], dtype: Any) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """A function on each of the two halves of a word."""
+
+    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        halves = (np.ascontiguousarray(word, U32)[..., None].view(dtype) for word in (a, b))
+        return np.ascontiguousarray(function(*halves)).view(U32)[..., 0]
+
+    return run
+
+
 def _high(a: np.ndarray, b: np.ndarray, kind: str) -> np.ndarray:
     """The upper half of a product."""
     if kind in _WIDER:
@@ -134,7 +144,9 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
     unsigned = f"u{bits_of(kind)}"
     if set(ins.modifiers) & {"sat", "cc"}:
         raise Unknown(ins.name)
-    if opcode in _TWO:
+    if kind in ("s16x2", "u16x2") and opcode in ("add", "min", "max"):
+        return kind, [kind] * 2, _of_halves(_TWO[opcode], DTYPES[kind[:3]])
+    if opcode in _TWO and not kind.endswith("x2"):
         return kind, [kind] * 2, _TWO[opcode]
     if opcode in ("shl", "shr"):
         return kind, [kind, "u32"], _shift(opcode, kind)

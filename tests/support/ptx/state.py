@@ -14,7 +14,7 @@ from ptx.syntax import Entry, Nowhere, Number, Operand, Register, Special, Symbo
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 DTYPES: dict[str, Any] = {
     "pred": np.bool_, "f16": np.float16, "f32": np.float32, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32,
-    "tf32": np.uint32,
+    "tf32": np.uint32, "s16x2": np.uint32, "u16x2": np.uint32,
     **{f"{kind}{bits}": UNSIGNED[bits] for kind in "bu" for bits in (8, 16, 32, 64)},
     "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
 }  # fmt: skip

@@ -1,0 +1,235 @@
+"""Weights in the blocks of GGUF files, put in another order for a GPU: each row as planes.
+
+A file has the levels of a block beside its scales, in 18, 34 or 210 bytes that begin anywhere. Here a row of n blocks of 32
+numbers, or of n/8 blocks of 256, is
+
+    codes     the lower four bits of each level: byte i of a block's 16 has numbers i and 16 + i. Q8_0: 32 signed bytes
+    high      bits above them, one or two of each level, number after number
+    scales    whole numbers that the halves below are multiplied with, a byte a block of 32, or of 16 in Q6_K
+    minima    the same of minima
+    d, m      FP16 of each block
+
+so that codes begin at multiples of 16 bytes and the threads of a warp read bytes beside each other. Scales of six bits take
+a byte: 148 bytes in place of 144 for Q4_K, 180 in place of 176 for Q5_K; others take what they take in the file.
+
+    number i of block b = D[b] * (level[b][i] - shift) + M[b];  D = d * scale, M = m, or -(m * minimum)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.weight import Blocks, BlockType, Weight, dense
+
+BLOCK = 32
+"""Numbers of a block, or of an eighth of one of 256."""
+_CHUNK = 2**24  # bytes that are reordered at a time
+
+
+@dataclass(frozen=True)
+class Planes:
+    """How one type lies in planes; bytes are those of 32 numbers.
+
+    Attributes:
+        low: bits of a level that are in `codes`: 4, or 8 of signed bytes.
+        high: bits in `high`: 0, 1 or 2.
+        shift: that levels are less.
+        scales: bytes of `scales`: 0, 1 or 2; two are signed, of 16 numbers each.
+        minimum: whether there are minima.
+        together: blocks of 32 that share d and m: 1 or 8.
+        numbers, nbytes: of a whole block, in planes.
+    """
+
+    low: int = 4
+    high: int = 0
+    shift: int = 0
+    scales: int = 0
+    minimum: bool = False
+    together: int = 1
+
+    @property
+    def numbers(self) -> int:
+        return self.together * BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        of_32 = BLOCK // 8 * (self.low + self.high) + self.scales * (1 + self.minimum)
+        return self.together * of_32 + 2 * (1 + self.minimum)
+
+    def places(self, blocks: int) -> tuple[int, int, int, int, int]:
+        """Where in a row of so many blocks of 32 `high`, `scales`, `minima`, d and m begin."""
+        high = blocks * BLOCK // 8 * self.low
+        scales = high + blocks * BLOCK // 8 * self.high
+        minima = scales + blocks * self.scales
+        d = minima + blocks * self.scales * self.minimum
+        return high, scales, minima, d, d + 2 * (blocks // self.together)
+
+
+PLANES = {
+    "Q8_0": Planes(low=8), "Q4_0": Planes(shift=8), "Q4_1": Planes(minimum=True),
+    "Q5_0": Planes(high=1, shift=16), "Q5_1": Planes(high=1, minimum=True),
+    "Q4_K": Planes(scales=1, minimum=True, together=8), "Q5_K": Planes(high=1, scales=1, minimum=True, together=8),
+    "Q6_K": Planes(high=2, shift=32, scales=2, together=8),
+}  # fmt: skip
+"""By the type of the file."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlaneBlocks(Blocks):
+    """A weight [out, in] in planes; `data` is [out, bytes of a row] uint8.
+
+    Attributes:
+        planes: of its type.
+    """
+
+    planes: Planes = PLANES["Q8_0"]
+
+    def rows(self, index: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As `Blocks.rows`; of rows by their numbers on a GPU, one launch."""
+        if isinstance(index, slice) or not self.data.is_cuda:
+            return super().rows(index, dtype)
+        from haarkv.tq_ops.cuda.block_products import rows_of
+
+        return rows_of(self, index, dtype or self.dtype)
+
+
+def placed(weight: Weight, device: torch.device) -> Weight:
+    """A weight on a device: blocks in planes where their type has some, in new memory; others restored."""
+    if isinstance(weight, PlaneBlocks) or not isinstance(weight, Blocks):
+        return weight.to(device)
+    return by_planes(weight, device) if weight.type.name in PLANES else dense(weight).to(device)
+
+
+def by_planes(weight: Blocks, device: torch.device) -> PlaneBlocks:
+    """A weight of one of `PLANES` on a device, in planes, which are new memory."""
+    planes = PLANES[weight.type.name]
+    blocks = weight.shape[1] // BLOCK
+    data = torch.empty(len(weight), blocks // planes.together * planes.nbytes, dtype=torch.uint8, device=device)
+    step = max(1, _CHUNK // weight.data.shape[1])
+    for at in range(0, len(weight), step):
+        stored = weight.data[at : at + step].to(device)
+        data[at : at + step] = _in_planes(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
+    rows, columns = (of if of is None else of.to(device) for of in (weight.row_scales, weight.column_scales))
+    return PlaneBlocks(data, _type_of(weight.type.name), weight.dtype, rows, columns, planes)
+
+
+@cache
+def _type_of(name: str) -> BlockType:
+    planes = PLANES[name]
+    return BlockType(f"{name} in planes", planes.numbers, planes.nbytes, lambda rows: _restored(rows, planes))
+
+
+# -- From the order of the file ------------------------------------------------------------------------------------------------
+
+
+def _nibbles(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x & 15, x >> 4
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Bits [..., 8 n] of bytes [..., n], the lowest first."""
+    return (x.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=x.device) & 1).flatten(-2)
+
+
+def _single(stored: Tensor, at: int) -> tuple[Tensor, Tensor]:
+    """Levels' lower bits [R, n, 32] and fifth bits [R, n, 32] of blocks whose fifth bits, four bytes, lie at `at - 4`."""
+    low, high = _nibbles(stored[..., at : at + 16])
+    return torch.cat([low, high], -1), _bits(stored[..., at - 4 : at])
+
+
+def _of_q4(stored: Tensor, at: int) -> Tensor:
+    """Levels' lower bits [R, n, 8, 32] of 256 numbers, of which blocks 2 i and 2 i + 1 share 32 bytes."""
+    low, high = _nibbles(stored[..., at : at + 128].unflatten(-1, (4, 32)))
+    return torch.stack([low, high], -2).flatten(-3, -2)
+
+
+def _six_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima [R, n, 8] of Q4_K and Q5_K."""
+    x, y, z = stored[..., 4:8], stored[..., 8:12], stored[..., 12:16]
+    of_scales = torch.cat([x & 63, z & 15 | x >> 2 & 48], -1)
+    return of_scales, torch.cat([y & 63, z >> 4 | y >> 2 & 48], -1)
+
+
+def _of_q6(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels' lower four and upper two bits [R, n, 8, 32] of Q6_K."""
+    low = stored[..., :128].unflatten(-1, (2, 2, 32))  # halves, quarters 0 and 1
+    lower = torch.cat([low & 15, low >> 4], -2)  # four quarters of each half
+    high = stored[..., 128:192].unflatten(-1, (2, 1, 32))
+    upper = torch.cat([high >> 2 * quarter & 3 for quarter in range(4)], -2)
+    return lower.flatten(-3, -2), upper.flatten(-3, -2)
+
+
+def _packed(bits: Tensor, each: int) -> Tensor:
+    """Numbers of `each` bits as bytes, the first lowest: [..., n] -> [..., n * each / 8]."""
+    parts = bits.unflatten(-1, (-1, 8 // each))
+    shifts = torch.arange(0, 8, each, dtype=torch.uint8, device=bits.device)
+    return (parts << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _in_planes(stored: Tensor, name: str) -> Tensor:
+    """[R, blocks, bytes] as the file has them -> [R, bytes of planes]."""
+
+    def parts() -> tuple[Tensor, ...]:
+        match name:
+            case "Q8_0":
+                return stored[..., 2:], stored[..., :2]
+            case "Q4_0":
+                return stored[..., 2:], stored[..., :2]
+            case "Q4_1":
+                return stored[..., 4:], stored[..., :2], stored[..., 2:4]
+            case "Q5_0":
+                return stored[..., 6:], stored[..., 2:6], stored[..., :2]
+            case "Q5_1":
+                return stored[..., 8:], stored[..., 4:8], stored[..., :2], stored[..., 2:4]
+            case "Q6_K":
+                lower, upper = _of_q6(stored)
+                return _codes(lower), _packed(upper, 2), stored[..., 192:208], stored[..., 208:]
+        of_scales, minima = _six_bits(stored)
+        if name == "Q4_K":
+            return _codes(_of_q4(stored, 16)), of_scales, minima, stored[..., :2], stored[..., 2:4]
+        fifth = _bits(stored[..., 16:48]).unflatten(-1, (32, 8)).transpose(-1, -2)  # bit J of byte i: number i of block J
+        return _codes(_of_q4(stored, 48)), _packed(fifth, 1), of_scales, minima, stored[..., :2], stored[..., 2:4]
+
+    return torch.cat([part.flatten(1) for part in parts()], 1)
+
+
+def _codes(levels: Tensor) -> Tensor:
+    """Levels' lower bits [..., 32] as 16 bytes."""
+    return levels[..., :16] | levels[..., 16:] << 4
+
+
+# -- Back to numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _restored(rows: Tensor, planes: Planes) -> Tensor:
+    """Rows [R, bytes] on the host as fp32 [R, numbers], the bits that the file's order is restored to."""
+    blocks = rows.shape[1] // planes.nbytes * planes.together
+    high, scales, minima, d, m = planes.places(blocks)
+    codes = rows[:, :high].unflatten(1, (blocks, -1))
+    levels = codes.contiguous().view(torch.int8).float() if planes.low == 8 else torch.cat(_nibbles(codes), -1).float()
+    if planes.high:
+        above = rows[:, high:scales].unflatten(1, (blocks, -1))
+        shifts = torch.arange(0, 8, planes.high, dtype=torch.uint8)
+        levels += ((above.unsqueeze(-1) >> shifts & 2**planes.high - 1).flatten(-2) << 4).float()
+    levels -= planes.shift
+    scale = _halves(rows[:, d:m], planes)
+    if planes.scales:
+        whole = rows[:, scales:minima].contiguous()
+        whole = whole.view(torch.int8) if planes.scales == 2 else whole
+        scale = scale.repeat_interleave(planes.scales, 1) * whole.float()
+    each = levels.view(len(rows), scale.shape[1], -1)
+    numbers = each * scale.unsqueeze(-1)
+    if planes.minimum:
+        least = _halves(rows[:, m:], planes)
+        of = rows[:, minima:d].float()
+        numbers = numbers - (least * of).unsqueeze(-1) if planes.scales else numbers + least.unsqueeze(-1)
+    return numbers.view(len(rows), -1)
+
+
+def _halves(stored: Tensor, planes: Planes) -> Tensor:
+    """FP16 of whole blocks as fp32, one for each 32 numbers."""
+    return stored.contiguous().view(torch.float16).float().repeat_interleave(planes.together, 1)
