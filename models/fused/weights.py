@@ -29,9 +29,7 @@ def unsupported(config: ModelConfig) -> str | None:
     return unknown_layer(config, _KNOWS)
 
 
-def fuse(
-    model: DecoderModel, device: torch.device, place: Callable[[Weight, torch.device], Weight] = _restored
-) -> FusedModel:
+def fuse(model: DecoderModel, device: torch.device, place: Callable[[Weight, torch.device], Weight] = _restored) -> FusedModel:
     """A model on a device, its projections packed as they are copied there.
 
     Every tensor is on the device once: what the fused model's own `model` shows under a checkpoint's names are views of what
@@ -77,9 +75,7 @@ def _packed(
     return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device)), wholes
 
 
-def _blocks_together(
-    parts: Sequence[Weight], device: torch.device
-) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
+def _blocks_together(parts: Sequence[Weight], device: torch.device) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
     """One weight of some in blocks of one type, and its parts; those themselves where they differ."""
     first = parts[0]
     if not isinstance(first, Blocks) or not all(_alike(first, part) for part in parts[1:]):

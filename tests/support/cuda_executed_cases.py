@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import triton
+from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
 from cuda_executed import executed
 from cuda_faults import FAULTS
@@ -29,15 +30,18 @@ from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import ops
+from haarkv.tq_ops.cuda import block_products, ops
+from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.weight import Blocks, numbers_of
 from haarkv.validation import bounds
 from haarkv.validation.ops import suite
+from haarkv.validation.ops.blocks import Product
 from haarkv.validation.ops.cases import Attention, Plain, Store
 from haarkv.validation.ops.suite import OpCase
 from haarkv.validation.ops.tables import CUDA
@@ -187,6 +191,49 @@ def planted(name: str) -> Check:
 
 RAGGED = Case("tq4", 128, 5, 1, 128, (32_511, 3, 127, 0, 700), (1, 1, 1, 1, 1))
 """A sequence of 32k beside short ones, whose rows of the block table are -1 beyond their blocks."""
+
+
+# -- Weights in blocks -----------------------------------------------------------------------------------------------------
+
+
+def rows_in(kind: str, capability: int) -> str | None:
+    weight, index = made(kind, 12, 768), torch.tensor([11, 0, 3])
+    for dtype in (FP32, BF16):
+        with executed(capability):
+            ours = block_products.rows_of(by_planes(weight, CPU), index, dtype)
+        if not torch.equal(ours, weight.rows(index, dtype)):
+            return f"other bits in {dtype}"
+    return None
+
+
+def off_by(x: torch.Tensor, weight: Blocks, stored: PlaneBlocks, capability: int) -> float:
+    with executed(capability):
+        ours = block_products.product(x, stored)
+    numbers = numbers_of(weight).double()
+    return float(((ours - x.double() @ numbers.T).abs() / (x.double().abs() @ numbers.abs().T)).max())
+
+
+def scaled_product(capability: int) -> str | None:
+    generator = torch.Generator().manual_seed(2)
+    powers = (2.0 ** torch.randint(-3, 4, (count,), generator=generator) for count in (37, 512))
+    rows, columns = powers
+    weight = made("Q5_1", 37, 512) * rows.unsqueeze(1) * columns
+    error = off_by(torch.randn(3, 512, generator=generator).to(BF16), weight, by_planes(weight, CPU), capability)
+    return None if error < 1.5e-7 else f"error {error}"
+
+
+def wrong_product(fault: str, capability: int) -> str | None:
+    """A fault in the stored bytes that must be seen."""
+    weight, x = made("Q4_K", 9, 512), torch.randn(2, 512, generator=torch.Generator().manual_seed(1)).to(BF16)
+    stored = by_planes(weight, CPU)
+    high, _, minima, d, _ = stored.planes.places(16)
+    data = stored.data.clone()
+    data[:, minima:d] = 0 if fault == "no minima" else data[:, minima:d]
+    data[:, :high] = data[:, :high].roll(16, 1) if fault == "a neighbour's block" else data[:, :high]
+    error = off_by(x, weight, replace(stored, data=data), capability)
+    return None if error > 1e-4 else f"not seen: error {error}"
+
+
 GROUPS: dict[str, list[Check]] = {
     "decode": [
         contract(Attention(RAGGED, BF16)),
@@ -210,6 +257,14 @@ GROUPS: dict[str, list[Check]] = {
     "hopper": [
         contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16)),
         contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
+    ],
+    "short blocks": [contract(Product("Q4_K", 3, 512, 40, BF16)), contract(Product("Q8_0", 3, 96, 40, BF16))],
+    "blocks": [
+        *(contract(Product(kind, *sizes, BF16)) for kind in PLANES for sizes in ((1, 1536, 33), (40, 768, 70))),
+        *(contract(Product(kind, 5, 512, 33, FP32)) for kind in PLANES),
+        *((f"rows of {kind}", partial(rows_in, kind)) for kind in PLANES),
+        ("blocks with scales", scaled_product),
+        *((f"planted: {fault}", partial(wrong_product, fault)) for fault in ("a neighbour's block", "no minima")),
     ],
     # Blackwell's PTX is not executed, but what is launched there differs: V's words are K's, and sizes are others.
     "short blackwell": [contract(Attention(Case("tq3", 64, 2, 1, 16, (30, 3), (1, 1)), BF16), 100)],

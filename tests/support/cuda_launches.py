@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from block_weights import made
 from small_models import gemma_config, small_config, small_model
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -26,7 +27,8 @@ from triton.runtime.driver import driver
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import choices, nvrtc, ops
+from haarkv.tq_ops.cuda import block_products, choices, nvrtc, ops
+from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes
 from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -34,6 +36,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.weight import Blocks
 
 _PROCESSORS = 132  # of an H100 or H200
 
@@ -123,7 +126,8 @@ def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Not
     kept_choices = choices.processors, ops.capability
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
-    ops.linear = reference.linear
+    of_blocks = ops.linear  # dense products are cuBLAS's
+    ops.linear = lambda x, weight: (of_blocks if isinstance(weight, Blocks) else reference.linear)(x, weight)
     choices.processors, ops.capability = lambda _: _PROCESSORS, lambda _: capability
     nvrtc.missing = lambda: "only Triton's kernels are recorded"
     driver.set_active(_Driver(capability))
@@ -194,6 +198,19 @@ def learned(kv: str, shape: int | str, layers: int, **kept: int) -> KVSpec:
     return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[shape][1], head_dim), **kept)
 
 
+def products() -> None:
+    """Weights in blocks of every type by one token, some and many, of both dtypes; with scales of rows and columns; rows."""
+    for kind, planes in PLANES.items():
+        for inputs in (512, 768) if planes.together == 8 else (512, 96):  # rows that begin at multiples of 16 bytes, and not
+            plain = made(kind, 70, inputs)
+            for weight in (plain, plain * torch.ones(70, 1) * torch.ones(inputs)):
+                stored = by_planes(weight, torch.device("cpu"))
+                for dtype in (torch.bfloat16, torch.float32):
+                    for tokens in (1, 16, 70) if weight is plain else (3,):
+                        block_products.product(torch.zeros(tokens, inputs, dtype=dtype), stored)
+                    block_products.rows_of(stored, torch.zeros(2, dtype=torch.int64), dtype)
+
+
 def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)) -> dict[str, Asked]:
     """What models of these head_dims, of both dtypes and with every width of levels launch, over blocks and pages.
 
@@ -212,6 +229,7 @@ def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)
             learns = [learned(LEARNED[head_dim], head_dim, 2), learned(LEARNED[head_dim], head_dim, 2, tail=32, sink=4)]
             serve(shaped_model(head_dim, torch.float32, 2), learns[1], 128, PROMPTS[0], 1)
             if widest:
+                products()
                 for spec in (TQ4, KVSpec("tq3"), learns[1]):  # prompts too short for 64 columns, in pages
                     serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16, PROMPTS[2], 1)
                 learns += [*(learned(kv, head_dim, 2) for kv in OTHER_LEARNED), *OTHER_TAILS]

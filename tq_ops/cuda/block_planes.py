@@ -123,7 +123,7 @@ def _type_of(name: str) -> BlockType:
     return BlockType(f"{name} in planes", planes.numbers, planes.nbytes, lambda rows: _restored(rows, planes))
 
 
-# -- From the order of the file ------------------------------------------------------------------------------------------------
+# -- From the order of the file --------------------------------------------------------------------------------------------
 
 
 def _nibbles(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ def _codes(levels: Tensor) -> Tensor:
     return levels[..., :16] | levels[..., 16:] << 4
 
 
-# -- Back to numbers -----------------------------------------------------------------------------------------------------------
+# -- Back to numbers -------------------------------------------------------------------------------------------------------
 
 
 def _restored(rows: Tensor, planes: Planes) -> Tensor:

@@ -206,7 +206,7 @@ class BlockTile:
 
 
 def block_tile(tokens: int, dtype: torch.dtype) -> BlockTile:
-    """Few tokens: few rows a program, so that all processors read at once. Many: each level is restored once for 64 of them."""
+    """Few tokens: few rows a program, so that all processors read at once. Many: a level is restored once for 64 of them."""
     if tokens <= 16:
         return BlockTile(32, 16)
     return BlockTile(64, 64, stages=3) if dtype == torch.bfloat16 else BlockTile(32, 32, stages=2)

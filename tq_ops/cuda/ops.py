@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """As `tq_ops.reference.linear`: cuBLAS, products and sums in FP32, an FP32 result; blocks as in `block_products.product`."""
+    """As `tq_ops.reference.linear`: cuBLAS, products and sums in FP32, an FP32 result; blocks as by `product`."""
     weight = placed(weight, x.device)
     if isinstance(weight, PlaneBlocks):
         return product(x, weight)

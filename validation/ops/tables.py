@@ -14,6 +14,7 @@ from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.cuda.available import unavailable
+from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
@@ -32,7 +33,7 @@ class Table:
         missing: None, or why it cannot run here.
         open: the table itself, where it can run.
         reads: None, or why it cannot read a cache of this plan and shape.
-        blocks: types of quantised blocks, by name, that it multiplies with.
+        blocks: types of quantised blocks, by name, that cases multiply with; the interpreter of `cuda` would take minutes.
     """
 
     name: str
@@ -91,7 +92,13 @@ CPU = tuple(
     for isa in library.ISAS
 )  # fmt: skip
 CUDA = Table(
-    "cuda", torch.device("cuda") if _GPU else _HOST, not _GPU, unavailable, _cuda, partial(unsupported, cuda_layout.READS)
+    "cuda",
+    torch.device("cuda") if _GPU else _HOST,
+    not _GPU,
+    unavailable,
+    _cuda,
+    partial(unsupported, cuda_layout.READS),
+    tuple(PLANES) if _GPU else (),
 )
 TABLES = (REFERENCE, *CPU, CUDA)
 """Every op table, the reference first."""

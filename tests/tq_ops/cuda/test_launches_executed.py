@@ -34,14 +34,27 @@ def test_batches_on_ampere(groups):
 
 def test_attention_on_hopper():
     """Products of warp groups, whose operands lie in swizzled shared memory."""
-    check(90, "hopper")
+    check(90, "hopper", "short blocks")
 
 
 @pytest.mark.ptx_long
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     "group",
-    ["decode", "prefill", "store", "tail", "window", "learned", "blackwell", "rest", "planted", "executor", "contract"],
+    [
+        "decode",
+        "prefill",
+        "store",
+        "tail",
+        "window",
+        "learned",
+        "blackwell",
+        "rest",
+        "planted",
+        "executor",
+        "contract",
+        "blocks",
+    ],
 )
 def test_at_length(capability, group):
     """`planted`: faults in kernels, each of which must be found."""
