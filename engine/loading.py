@@ -72,7 +72,7 @@ def load(
         draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
             `DraftSpec` for how many and in which cache. Text is distributed as without.
         keep_blocks: keep the quantised weights of a GGUF file in memory as the file has them. Unless given, those are kept
-            that the executor multiplies with as they are: on `cpu` nearly all, which is fastest. True keeps all: whoever
+            that the executor multiplies with: on `cpu` and `cuda` nearly all, which is fastest. True keeps all: whoever
             cannot multiply with them restores them at each product, slowly, or (cuda, npu and onnx) as they load. False
             restores all as they load.
         room: of the tokenizer and the shapes, how many sequences of how many tokens the cache will be asked for. Their bytes
@@ -108,10 +108,16 @@ def load(
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
         needed(part, plan, tokens, counted.weights, sequences).require(name)
     loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept)
+    on_warning = on_warning or warn
+    if keep_blocks is None and not kept and selected.name != "reference" and ranks.size == 1:
+        in_file = weights_of(name, config, dtype, None, True).total
+        if counted.weights.total > in_file:
+            sizes = f"{counted.weights.total / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
+            on_warning(f"{selected.name} restores quantised weights as they load: {sizes}")
     weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
     spec.require_weights(weights or spec.weights)
     balanced = balanced_for(loaded, plan, spec, balance)
-    loaded, on_warning = balanced.model, on_warning or warn
+    loaded = balanced.model
     if balanced.uneven:
         # K and V are those of other channels then.
         weights += "-" + hashlib.sha256(repr(balanced.uneven).encode()).hexdigest()[:8]

@@ -30,8 +30,8 @@ class Executor(Protocol):
         batches_alike: with formats of ours, a token's logits have the same bits however its sequence was cut, and whatever
             runs beside it. Else sums change with the batch, and where two tokens nearly tie, either may come.
         decode_step: keys that a decode step takes at once, where more of them are another way through its program; else None.
-        blocks: types of quantised blocks, by name, that it multiplies with as they lie, x rounded to 16-bit integers
-            (`CpuOps.linear`); weights in other blocks are restored.
+        blocks: types of quantised blocks, by name, for whose products it rounds x to 16-bit integers (`CpuOps.linear`). With
+            other weights in blocks its products are those of the restored ones.
         weights: of the model, as they are on its device; a draft may share them.
     """
 

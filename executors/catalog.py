@@ -307,7 +307,21 @@ def interpreted(executor: Executor, device: str | None) -> str:
     """
     if not executor.simulated or device is not None:
         return ""
-    return f"executor {executor.name} runs in an interpreter here, minutes for a few tokens: {executor.description}"
+    return f"{_SLOWLY.format(executor.name)}: {executor.description}"
+
+
+_SLOWLY = "executor {} runs in an interpreter here, minutes for a few tokens"
+
+
+def will_be_interpreted(name: str, device: str | None) -> str:
+    """The same of an executor that is not made yet.
+
+    Raises:
+        InputError: no such executor.
+    """
+    entry = _entry(name)
+    asked_for = device is not None or entry.programs is None or entry.here is None or entry.here()
+    return "" if asked_for else _SLOWLY.format(name)
 
 
 def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:

@@ -66,6 +66,15 @@ def executor_option(multiple: bool = False) -> Decorator:
     return click.option("--executor", "executors", multiple=True, default=["auto"], show_default=True, help=repeat)
 
 
+def say_if_interpreted(*executors: str, device: str | None) -> None:
+    """Warn before the first of these executors begins in an interpreter that nobody asked for."""
+    from haarkv.executors.catalog import NAMES, will_be_interpreted
+
+    said = [will_be_interpreted(name, device) for name in executors if name in NAMES]
+    if first := next(filter(None, said), None):
+        warn(first)
+
+
 layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
 device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.")
 threads_option = click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")

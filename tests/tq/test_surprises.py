@@ -1,10 +1,12 @@
 """What once happened in silence is said, or no longer happens."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 from calibration_files import write_calibration
 from checkpoints import write_checkpoint
+from gguf_files import byte_vocabulary, convert
 from npu_programs import with_pypto
 from refusals import assert_refused
 
@@ -138,3 +140,34 @@ def test_an_interpreter_that_nobody_asked_for_is_announced(run, monkeypatch):
         assert (
             any("executor npu runs in an interpreter here, minutes for a few tokens" in line for line in before) == announced
         )
+
+
+@with_pypto
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("eval", "--text", "t.txt", "--executor", "npu"), ("diff", "--a", "npu", "--b", "npu:bf16"),
+        ("calibrate", "--out", "c.safetensors", "--executor", "npu"), ("bench", "decode", "--executor", "npu"),
+    ],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_so_it_is_by_commands_that_compare_and_measure(run, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("some text")
+    for device, announced in (((), True), (("--device", "sim"), False)):
+        code, _, err = run(*command, "--model", "nowhere", *device)
+        assert code == 2
+        assert ("executor npu runs in an interpreter here" in err) == announced
+
+
+def test_weights_that_an_executor_restores_are_announced(tmp_path):
+    pytest.importorskip("onnxruntime")
+    folder = write_checkpoint(
+        tmp_path / "m", config={"hidden_size": 64, "head_dim": 64, "intermediate_size": 64, "vocab_size": 263}
+    )
+    path = convert(folder, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary())
+    with pytest.warns(UserWarning, match="onnx restores quantised weights as they load: .* GiB in place of"):
+        public.load(path, executor="onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        public.load(path, executor="cpu", balance=False)

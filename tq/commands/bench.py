@@ -100,6 +100,7 @@ def request_of(given: dict[str, Any], **more: Any) -> Request:
     kvs = _kv_list(given)
     _require_known(*given["executors"])
     executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
+    options.say_if_interpreted(*executors, device=given["device"])
     names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa")
     return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
 

@@ -71,6 +71,7 @@ def command(
     from haarkv.validation.planning.calibrate import load_subject
 
     options.set_threads(threads)
+    options.say_if_interpreted(model["executor"], device=model["device"])
     with loading(model["model"]) as progress:
         subject = load_subject(progress=progress, **model)
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings

@@ -63,6 +63,7 @@ def command(
     exit code is then 0.
     """
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
+    options.say_if_interpreted(*(side.partition(":")[0] for side in (spec_a, spec_b)), device=device)
     with loading(model) as progress:
         from haarkv.models.balance import describe
         from haarkv.validation.fidelity.contenders import default_dtype, load_contenders, parse_contender, resolve_contenders

@@ -75,6 +75,7 @@ def command(
     spec = options.kv_spec(kv)
     names = parse_list(kvs, spec.calibration)
     plans = options.named_plans(plan_files, names, "rows")
+    options.say_if_interpreted(executor, device=device)
     with loading(model) as progress:
         setup = load_setup(
             model, names, spec=spec, plans=plans, progress=progress, balance=balance == "auto", executor=executor,

@@ -87,6 +87,7 @@ def command(
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates is not None else default
     require_candidates(names, config, spec.calibration)
     model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or TAILS, sinks or (0,))
+    options.say_if_interpreted(model["executor"], device=model["device"])
     with loading(model["model"]) as progress:
         setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
     encode = setup.base.tokenizer.encode
