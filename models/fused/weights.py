@@ -68,9 +68,11 @@ def _packed(
     for fields in _TOGETHER:
         if fields[0] in layer:
             parts = [layer.matrix(field) for field in fields]
-            in_blocks = any(isinstance(part, Blocks) for part in parts)
-            given = [place(part, device) for part in parts] if in_blocks else parts
-            wholes[fields[0]], made = _blocks_together(given, device) if in_blocks else _below_one_another(given, device)
+            made: Sequence[Weight]
+            if any(isinstance(part, Blocks) for part in parts):
+                wholes[fields[0]], made = _blocks_together([place(part, device) for part in parts], device)
+            else:
+                wholes[fields[0]], made = _below_one_another(cast("list[Tensor]", parts), device)
             views.update(zip(fields, made, strict=True))
     return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device)), wholes
 

@@ -17,7 +17,7 @@ a byte: 148 bytes in place of 144 for Q4_K, 180 in place of 176 for Q5_K; others
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -97,9 +97,12 @@ class PlaneBlocks(Blocks):
         return rows_of(self, index, dtype or self.dtype)
 
 
-def placed(weight: Weight, device: torch.device) -> Weight:
+def placed(weight: Weight, device: torch.device) -> Tensor | PlaneBlocks:
     """A weight on a device: blocks in planes where their type has some, in new memory; others restored."""
-    if isinstance(weight, PlaneBlocks) or not isinstance(weight, Blocks):
+    if isinstance(weight, PlaneBlocks):
+        rows, columns = (of if of is None else of.to(device) for of in (weight.row_scales, weight.column_scales))
+        return replace(weight, data=weight.data.to(device), row_scales=rows, column_scales=columns)
+    if not isinstance(weight, Blocks):
         return weight.to(device)
     return by_planes(weight, device) if weight.type.name in PLANES else dense(weight).to(device)
 
@@ -143,7 +146,7 @@ def _single(stored: Tensor, at: int) -> tuple[Tensor, Tensor]:
 
 def _of_q4(stored: Tensor, at: int) -> Tensor:
     """Levels' lower bits [R, n, 8, 32] of 256 numbers, of which blocks 2 i and 2 i + 1 share 32 bytes."""
-    low, high = _nibbles(stored[..., at : at + 128].unflatten(-1, (4, 32)))
+    low, high = _nibbles(stored[..., at : at + 128].reshape(*stored.shape[:2], 4, 32))
     return torch.stack([low, high], -2).flatten(-3, -2)
 
 
@@ -156,18 +159,18 @@ def _six_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
 
 def _of_q6(stored: Tensor) -> tuple[Tensor, Tensor]:
     """Levels' lower four and upper two bits [R, n, 8, 32] of Q6_K."""
-    low = stored[..., :128].unflatten(-1, (2, 2, 32))  # halves, quarters 0 and 1
+    low = stored[..., :128].reshape(*stored.shape[:2], 2, 2, 32)  # halves, quarters 0 and 1
     lower = torch.cat([low & 15, low >> 4], -2)  # four quarters of each half
-    high = stored[..., 128:192].unflatten(-1, (2, 1, 32))
+    high = stored[..., 128:192].reshape(*stored.shape[:2], 2, 1, 32)
     upper = torch.cat([high >> 2 * quarter & 3 for quarter in range(4)], -2)
     return lower.flatten(-3, -2), upper.flatten(-3, -2)
 
 
 def _packed(bits: Tensor, each: int) -> Tensor:
     """Numbers of `each` bits as bytes, the first lowest: [..., n] -> [..., n * each / 8]."""
-    parts = bits.unflatten(-1, (-1, 8 // each))
+    parts = bits.reshape(*bits.shape[:-1], -1, 8 // each)
     shifts = torch.arange(0, 8, each, dtype=torch.uint8, device=bits.device)
-    return (parts << shifts).sum(-1, dtype=torch.uint8)
+    return torch.sum(parts << shifts, -1, dtype=torch.uint8)
 
 
 def _in_planes(stored: Tensor, name: str) -> Tensor:
@@ -191,7 +194,9 @@ def _in_planes(stored: Tensor, name: str) -> Tensor:
         of_scales, minima = _six_bits(stored)
         if name == "Q4_K":
             return _codes(_of_q4(stored, 16)), of_scales, minima, stored[..., :2], stored[..., 2:4]
-        fifth = _bits(stored[..., 16:48]).unflatten(-1, (32, 8)).transpose(-1, -2)  # bit J of byte i: number i of block J
+        fifth = (
+            _bits(stored[..., 16:48]).view(*stored.shape[:2], 32, 8).transpose(-1, -2)
+        )  # bit J of byte i: number i of block J
         return _codes(_of_q4(stored, 48)), _packed(fifth, 1), of_scales, minima, stored[..., :2], stored[..., 2:4]
 
     return torch.cat([part.flatten(1) for part in parts()], 1)
@@ -209,10 +214,10 @@ def _restored(rows: Tensor, planes: Planes) -> Tensor:
     """Rows [R, bytes] on the host as fp32 [R, numbers], the bits that the file's order is restored to."""
     blocks = rows.shape[1] // planes.nbytes * planes.together
     high, scales, minima, d, m = planes.places(blocks)
-    codes = rows[:, :high].unflatten(1, (blocks, -1))
+    codes = rows[:, :high].reshape(len(rows), blocks, -1)
     levels = codes.contiguous().view(torch.int8).float() if planes.low == 8 else torch.cat(_nibbles(codes), -1).float()
     if planes.high:
-        above = rows[:, high:scales].unflatten(1, (blocks, -1))
+        above = rows[:, high:scales].reshape(len(rows), blocks, -1)
         shifts = torch.arange(0, 8, planes.high, dtype=torch.uint8)
         levels += ((above.unsqueeze(-1) >> shifts & 2**planes.high - 1).flatten(-2) << 4).float()
     levels -= planes.shift

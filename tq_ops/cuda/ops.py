@@ -17,7 +17,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize
 from haarkv.tq_ops.cuda.arguments import ROWS, both_written, keeping, read, tiles_of, tokens_of, turning
 from haarkv.tq_ops.cuda.available import capability
-from haarkv.tq_ops.cuda.block_planes import PlaneBlocks, placed
+from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.block_products import product
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in
 from haarkv.tq_ops.cuda.kept_attention import attend_kept
@@ -27,7 +27,7 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.weight import Weight
+from haarkv.tq_ops.weight import Blocks, Weight
 
 LOG2_E = 1.4426950408889634
 _WIDTH = 32
@@ -48,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """As `tq_ops.reference.linear`: cuBLAS, products and sums in FP32, an FP32 result; blocks as by `product`."""
     weight = placed(weight, x.device)
-    if isinstance(weight, PlaneBlocks):
+    if isinstance(weight, Blocks):
         return product(x, weight)
     if x.is_cuda and x.dtype == torch.bfloat16:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
