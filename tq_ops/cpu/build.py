@@ -4,11 +4,13 @@ Each instruction set (`isa`) is one translation unit with flags of its own; the 
 compiler is needed, no headers of torch or Python: the library has a plain C interface. This file imports nothing of the
 project, so that it can run before the project is installed.
 
-With `--werror` a compiler warning is an error, for whoever changes the sources.
+With `--werror` a compiler warning is an error, for whoever changes the sources. `--compiler aarch64-linux-gnu-g++ --out FILE`
+compiles for another machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import platform
@@ -61,13 +63,12 @@ def compiler() -> str | None:
 
 
 @cache
-def units() -> dict[str, tuple[str, ...]]:
-    """Translation units of this machine's architecture by name, each with the flags that only it gets.
+def units(found: str | None) -> dict[str, tuple[str, ...]]:
+    """Translation units by name, each with the flags that only it gets, for the machine that a compiler compiles for.
 
     An instruction set that the compiler is too old for is left out (AMX needs GCC 11 or Clang 12).
     """
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepted(flags)}
+    isas = {isa: flags for isa, flags in _X86_ISAS.items() if _for_x86(found) and _accepted(found, flags)}
     defined = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
     return {
         "block_rows": (),
@@ -84,9 +85,16 @@ def units() -> dict[str, tuple[str, ...]]:
     }
 
 
-def _accepted(flags: Sequence[str]) -> bool:
+def _for_x86(found: str | None) -> bool:
+    """Whether a compiler compiles for x86-64; without one, whether this machine is one."""
+    machine = platform.machine()
+    if found is not None:
+        machine = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True, check=False).stdout or machine
+    return machine.lower().startswith(("x86_64", "amd64"))
+
+
+def _accepted(found: str | None, flags: Sequence[str]) -> bool:
     """Whether the compiler knows these flags; yes if there is none, so that its absence is said elsewhere."""
-    found = compiler()
     command = [found or "", *flags, "-fsyntax-only", "-x", "c++", "-"]
     return found is None or not subprocess.run(command, input=b"", capture_output=True, check=False).returncode
 
@@ -97,26 +105,27 @@ def is_fresh(target: Path = LIBRARY) -> bool:
     return target.exists() and target.stat().st_mtime > max(source.stat().st_mtime for source in sources)
 
 
-def build(target: Path = LIBRARY, *, werror: bool = False) -> Path:
+def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None) -> Path:
     """Compile and link the library, whole or not at all. Of several builds in one folder, each waits for the one before.
 
     Args:
         target: the file to write.
         werror: let a compiler warning fail the build.
+        by: the compiler, the system's unless given.
     Returns:
         target.
     Raises:
         BuildError: no compiler, or it fails.
     """
-    found = compiler()
+    found = compiler() if by is None else shutil.which(by)
     if found is None:
-        raise BuildError("no C++ compiler was found; install g++ or clang++")
+        raise BuildError("no C++ compiler was found; install g++ or clang++" if by is None else f"there is no compiler {by}")
     common = (*FLAGS, *(("-Werror",) if werror else ()))
     with _half_made(target.parent) as folder:
-        objects = [folder / f"{name}.o" for name in units()]
+        objects = [folder / f"{name}.o" for name in units(found)]
         _run_all(
             [found, *common, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made)]
-            for (name, flags), made in zip(units().items(), objects, strict=True)
+            for (name, flags), made in zip(units(found).items(), objects, strict=True)
         )
         linked = folder / target.name
         _run_all([[found, "-shared", "-pthread", *map(str, objects), "-ldl", "-o", str(linked)]])
@@ -149,9 +158,20 @@ def _run_all(commands: Iterable[Sequence[str]]) -> None:
             raise BuildError(f"the C++ compiler failed: {first}")
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """The command; exit code 2 where the kernels cannot be compiled."""
+    parser = argparse.ArgumentParser(description="Compile the CPU kernels.")
+    parser.add_argument("--werror", action="store_true", help="take compiler warnings for errors")
+    parser.add_argument("--compiler", help="the C++ compiler, for this machine or another")
+    parser.add_argument("--out", type=Path, default=LIBRARY, help="the library")
+    given = parser.parse_args()
     try:
-        print(build(werror=sys.argv[1:] == ["--werror"]))
+        print(build(given.out, werror=given.werror, by=given.compiler))
     except BuildError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
