@@ -17,7 +17,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lint tables bench clean
+.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lint wheels tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-peers  llama.cpp beside ours: compiles the peers extra for this CPU first, minutes"
 	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers and llama.cpp"
 	@echo "make lint    linters and types only"
+	@echo "make wheels  the sdist and wheels for x86-64, ARM and any machine, in dist; needs g++-aarch64-linux-gnu for ARM"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
 	@echo "make bench   decode latency of the reference beside transformers, as one JSON line"
 	@echo "make clean   remove .venv and .venv-vllm"
@@ -102,6 +103,9 @@ test-vllm: $(VLLM)/stamp
 test-peers: $(VENV)/dev.stamp
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[peers]'
 	$(BIN)/pytest --no-header -rs -m peers tests/benchmarks
+
+wheels: $(VENV)/dev.stamp
+	$(BIN)/python hatch_build.py dist
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -1,13 +1,33 @@
-"""Compiles the CPU kernels as the package is built or installed; without a compiler it is installed without them."""
+"""Compiles the CPU kernels as the package is built or installed; without a compiler it is installed without them.
+
+    python hatch_build.py OUT
+
+writes what is published: the sdist, a wheel for any machine, which has no kernels, and one for each platform that a compiler
+was found for. It needs the package hatchling.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
+import re
 import runpy
+import shutil
+import subprocess
+import sys
 import sysconfig
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOT = Path(__file__).parent
+COMPILERS = {"x86_64": "x86_64-linux-gnu-g++", "aarch64": "aarch64-linux-gnu-g++"}
+"""By machine, Debian's names."""
+_BUILD, _LIBRARY = "haarkv/tq_ops/cpu/build.py", "haarkv/tq_ops/cpu/_kernels.so"
 
 
 class CustomBuildHook(BuildHookInterface):
@@ -16,7 +36,7 @@ class CustomBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        builder = runpy.run_path(str(Path(self.root, "haarkv", "tq_ops", "cpu", "build.py")))
+        builder = runpy.run_path(str(Path(self.root, _BUILD)))
         try:
             library = builder["LIBRARY"] if builder["is_fresh"]() else builder["build"]()
         except builder["BuildError"] as error:
@@ -26,3 +46,58 @@ class CustomBuildHook(BuildHookInterface):
         # Plain C inside: for this platform, but for any Python.
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def published(out: Path) -> list[Path]:
+    """Write the sdist and all wheels into a folder. Returns them."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder)
+        # Hatch has no other way to say that no hook is to run.
+        plain = {**os.environ, "HATCH_BUILD_NO_HOOKS": "true"}
+        command = [sys.executable, "-m", "hatchling", "build", "-d", str(made)]
+        subprocess.run(command, cwd=ROOT, env=plain, check=True, stdout=sys.stderr)
+        (wheel,) = made.glob("*.whl")
+        found = [*made.glob("*.tar.gz"), wheel]
+        for machine, compiler in COMPILERS.items():
+            if shutil.which(compiler) is None:
+                print(f"no wheel for {machine}: there is no compiler {compiler}", file=sys.stderr)
+                continue
+            library = made / f"{machine}.so"
+            runpy.run_path(str(ROOT / _BUILD))["build"](library, by=compiler, alone=True)
+            found.append(_with_library(wheel, library, f"manylinux_2_{_glibc(library)}_{machine}"))
+        return [Path(shutil.move(path, out / path.name)) for path in found]
+
+
+def _glibc(library: Path) -> int:
+    """The minor version of the glibc that a library needs."""
+    return max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes()))
+
+
+def _with_library(wheel: Path, library: Path, platform: str) -> Path:
+    """The same wheel with a library in it, for a platform."""
+    made = wheel.with_name(wheel.name.replace("-any.whl", f"-{platform}.whl"))
+    with zipfile.ZipFile(wheel) as plain, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        record = next(name for name in plain.namelist() if name.endswith(".dist-info/RECORD"))
+        lines = [line for line in plain.read(record).decode().splitlines() if "/WHEEL," not in line and "/RECORD," not in line]
+
+        def write(name: str, content: bytes) -> None:
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            lines.append(f"{name},sha256={digest},{len(content)}")
+            archive.writestr(zipfile.ZipInfo(name, (2020, 2, 2, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
+
+        for entry in plain.infolist():
+            if entry.filename.endswith(".dist-info/WHEEL"):
+                text = plain.read(entry).decode().replace("Purelib: true", "Purelib: false").replace("-any", f"-{platform}")
+                write(entry.filename, text.encode())
+            elif entry.filename != record:
+                archive.writestr(entry, plain.read(entry))
+        write(_LIBRARY, library.read_bytes())
+        archive.writestr(record, "\n".join([*lines, f"{record},,", ""]))
+    return made
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("name the folder for the sdist and the wheels: python hatch_build.py OUT")
+    print(*published(Path(sys.argv[1])), sep="\n")

@@ -105,13 +105,14 @@ def is_fresh(target: Path = LIBRARY) -> bool:
     return target.exists() and target.stat().st_mtime > max(source.stat().st_mtime for source in sources)
 
 
-def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None) -> Path:
+def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None, alone: bool = False) -> Path:
     """Compile and link the library, whole or not at all. Of several builds in one folder, each waits for the one before.
 
     Args:
         target: the file to write.
         werror: let a compiler warning fail the build.
         by: the compiler, the system's unless given.
+        alone: link what the compiler brings into the library, for machines that have older ones.
     Returns:
         target.
     Raises:
@@ -128,7 +129,8 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
             for (name, flags), made in zip(units(found).items(), objects, strict=True)
         )
         linked = folder / target.name
-        _run_all([[found, "-shared", "-pthread", *map(str, objects), "-ldl", "-o", str(linked)]])
+        brought = ("-static-libstdc++", "-static-libgcc") if alone else ()
+        _run_all([[found, "-shared", "-pthread", *brought, *map(str, objects), "-ldl", "-o", str(linked)]])
         linked.replace(target)
     return target
 
