@@ -360,7 +360,7 @@ def test_a_reader_that_leaves_the_self_test_early_does_not_make_it_pass(tmp_path
 
 
 def test_the_page_names_model_command_prompt_versions_machine_and_date(validate, checkpoint, tmp_path):
-    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--html", "page.html")
+    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--threads", "1", "--html", "page.html")
     assert validate(*args)[0] == 0
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert str(checkpoint) in text
