@@ -109,6 +109,7 @@ def load(
         needed(part, plan, tokens, counted.weights, sequences).require(name)
     loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept)
     on_warning = on_warning or warn
+    # The reference restores by definition.
     if keep_blocks is None and not kept and selected.name != "reference" and ranks.size == 1:
         in_file = weights_of(name, config, dtype, None, True).total
         if counted.weights.total > in_file:
@@ -128,7 +129,7 @@ def load(
         guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
     running = create(selected.name, loaded, plan, device, on_program)
-    if (slowly := interpreted(running, device)) and ranks.rank == 0:
+    if (slowly := interpreted(selected.name, device)) and ranks.rank == 0:
         on_warning(slowly)
     keeping = loaded.config.for_drafts(drafts.tokens) if drafts else loaded.config
     return Session(

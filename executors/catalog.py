@@ -299,29 +299,18 @@ def create(
     return executor
 
 
-def interpreted(executor: Executor, device: str | None) -> str:
-    """What to say before an executor begins in an interpreter that nobody asked for; "" if it computes on its device.
+def interpreted(name: str, device: str | None) -> str:
+    """A warning for before an executor begins in an interpreter that nobody asked for; "" if it computes on its device.
 
     Args:
         device: that was asked for.
-    """
-    if not executor.simulated or device is not None:
-        return ""
-    return f"{_SLOWLY.format(executor.name)}: {executor.description}"
-
-
-_SLOWLY = "executor {} runs in an interpreter here, minutes for a few tokens"
-
-
-def will_be_interpreted(name: str, device: str | None) -> str:
-    """The same of an executor that is not made yet.
-
     Raises:
         InputError: no such executor.
     """
     entry = _entry(name)
-    asked_for = device is not None or entry.programs is None or entry.here is None or entry.here()
-    return "" if asked_for else _SLOWLY.format(name)
+    if device is not None or entry.programs is None or entry.here is None or entry.here():
+        return ""
+    return f"executor {name} runs in an interpreter here, minutes for a few tokens"
 
 
 def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:

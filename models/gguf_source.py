@@ -239,7 +239,8 @@ class GGUFSource:
         if isinstance(tokens, list) and isinstance(kinds, list):
             control = {token: id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3}
             ids += [control.get(name) for name in _ENDS]
-        return list(dict.fromkeys(id for id in ids if id is not None))
+        # One that is no number is refused with the rest of the settings; a list has no hash.
+        return [id for at, id in enumerate(ids) if id is not None and id not in ids[:at]]
 
     def tensors(self) -> Mapping[str, Held]:
         self._places = self._places or self._found()

@@ -68,9 +68,9 @@ def executor_option(multiple: bool = False) -> Decorator:
 
 def say_if_interpreted(*executors: str, device: str | None) -> None:
     """Warn before the first of these executors begins in an interpreter that nobody asked for."""
-    from haarkv.executors.catalog import NAMES, will_be_interpreted
+    from haarkv.executors.catalog import NAMES, interpreted
 
-    said = [will_be_interpreted(name, device) for name in executors if name in NAMES]
+    said = [interpreted(name, device) for name in executors if name in NAMES]
     if first := next(filter(None, said), None):
         warn(first)
 

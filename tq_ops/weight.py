@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.data)
 
-    def to(self, device: torch.device) -> Blocks:
+    def to(self, device: torch.device) -> Self:
         """The same blocks on another device."""
         rows, columns = (scales if scales is None else scales.to(device) for scales in (self.row_scales, self.column_scales))
         return replace(self, data=self.data.to(device), row_scales=rows, column_scales=columns)

@@ -371,3 +371,8 @@ def test_words_are_needed_for_text(saved, tmp_path, capsys):
     path = convert(saved("llama"), tmp_path / "n.gguf", vocabulary=pieces(words=[f"w{i}" for i in range(60)]))
     code = main(["generate", "--model", str(path), "--prompt", "a"])
     assert_refused((code, *capsys.readouterr()), "n.gguf has 321 tokens, and an embedding of 300")
+
+
+def test_an_end_that_is_a_list_is_refused_in_one_line(saved, tmp_path, capsys):
+    path = convert(saved("qwen2"), tmp_path / "m.gguf", extra={"tokenizer.ggml.eos_token_id": [0]})
+    assert_refused((main(["info", str(path)]), *capsys.readouterr()), "eos_token_id")

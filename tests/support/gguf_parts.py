@@ -331,7 +331,8 @@ _NO_NUMBERS = [
 
 
 def _hyperparameter(draw, parts):
-    key, wrong = draw(st.sampled_from(_NEEDED)), draw(st.sampled_from(_NO_NUMBERS))
+    there = [key for key in _NEEDED if any(entry.key.endswith(key) for entry in parts.entries)]
+    key, wrong = draw(st.sampled_from(there)), draw(st.sampled_from(_NO_NUMBERS))
     # Of a real number, one that is far too large is a number all the same.
     assume(not (key in _REAL and isinstance(wrong, int) and wrong > 0))
     return said(parts, key, wrong)

@@ -69,7 +69,7 @@ def validated(
         kept = () if config.state_shapes else block_types(selected.name)
         here = load_model(model, dtype or shared, layers, progress, ranks, keep_blocks=kept)
         on_trial = create(selected.name, here, plan_here, device, compiling)
-        if (slowly := interpreted(on_trial, device)) and ranks.rank == 0:
+        if (slowly := interpreted(selected.name, device)) and ranks.rank == 0:
             warn(slowly)
         if ranks.rank:
             follow(on_trial, ranks, config, plan_here)

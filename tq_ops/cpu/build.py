@@ -68,21 +68,14 @@ def units(found: str | None) -> dict[str, tuple[str, ...]]:
 
     An instruction set that the compiler is too old for is left out (AMX needs GCC 11 or Clang 12).
     """
-    isas = {isa: flags for isa, flags in _X86_ISAS.items() if _for_x86(found) and _accepted(found, flags)}
+    x86 = _for_x86(found)
+    isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepted(found, flags)}
+    # Where every machine has fused operations, a compiler that may use them does so in one copy of a loop and not in another,
+    # and a number's bits would follow how its prompt was cut. On x86 only units with flags of their own have them.
+    shared: tuple[str, ...] = () if x86 else ("-ffp-contract=off",)
+    plain = ("block_rows", "driver", "elementwise", "gated_delta", "layers", "linear", "paged_attention", "pool", "portable")
     defined = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
-    return {
-        "block_rows": (),
-        "driver": (),
-        "elementwise": (),
-        "gated_delta": (),
-        "isa": defined,
-        "layers": (),
-        "linear": (),
-        "paged_attention": (),
-        "pool": (),
-        "portable": (),
-        **isas,
-    }
+    return {**dict.fromkeys(plain, shared), "isa": (*shared, *defined), **isas}
 
 
 def _for_x86(found: str | None) -> bool:

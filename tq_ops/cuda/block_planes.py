@@ -17,7 +17,7 @@ a byte: 148 bytes in place of 144 for Q4_K, 180 in place of 176 for Q5_K; others
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -61,7 +61,7 @@ class Planes:
         return self.together * of_32 + 2 * (1 + self.minimum)
 
     def places(self, blocks: int) -> tuple[int, int, int, int, int]:
-        """Where in a row of so many blocks of 32 `high`, `scales`, `minima`, d and m begin."""
+        """Offsets of `high`, `scales`, `minima`, d and m within a row of `blocks` blocks of 32, in bytes."""
         high = blocks * BLOCK // 8 * self.low
         scales = high + blocks * BLOCK // 8 * self.high
         minima = scales + blocks * self.scales
@@ -99,12 +99,9 @@ class PlaneBlocks(Blocks):
 
 def placed(weight: Weight, device: torch.device) -> Tensor | PlaneBlocks:
     """A weight on a device: blocks in planes where their type has some, in new memory; others restored."""
-    if isinstance(weight, PlaneBlocks):
-        rows, columns = (of if of is None else of.to(device) for of in (weight.row_scales, weight.column_scales))
-        return replace(weight, data=weight.data.to(device), row_scales=rows, column_scales=columns)
-    if not isinstance(weight, Blocks):
-        return weight.to(device)
-    return by_planes(weight, device) if weight.type.name in PLANES else dense(weight).to(device)
+    if isinstance(weight, Blocks) and not isinstance(weight, PlaneBlocks):
+        return by_planes(weight, device) if weight.type.name in PLANES else dense(weight).to(device)
+    return weight if weight.device == device else weight.to(device)
 
 
 def by_planes(weight: Blocks, device: torch.device) -> PlaneBlocks:
@@ -194,9 +191,8 @@ def _in_planes(stored: Tensor, name: str) -> Tensor:
         of_scales, minima = _six_bits(stored)
         if name == "Q4_K":
             return _codes(_of_q4(stored, 16)), of_scales, minima, stored[..., :2], stored[..., 2:4]
-        fifth = (
-            _bits(stored[..., 16:48]).view(*stored.shape[:2], 32, 8).transpose(-1, -2)
-        )  # bit J of byte i: number i of block J
+        # Bit J of byte i belongs to number i of block J.
+        fifth = _bits(stored[..., 16:48]).view(*stored.shape[:2], 32, 8).transpose(-1, -2)
         return _codes(_of_q4(stored, 48)), _packed(fifth, 1), of_scales, minima, stored[..., :2], stored[..., 2:4]
 
     return torch.cat([part.flatten(1) for part in parts()], 1)

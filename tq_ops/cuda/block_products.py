@@ -1,4 +1,4 @@
-"""Products with weights in planes (`block_planes`), restored in registers, and rows of them as embeddings are looked up.
+"""Launches for weights in planes (`block_planes`): products, and rows as embeddings are looked up.
 
 A block's levels are small integers, which BF16 and FP32 hold exactly. So a block is multiplied as integers, its 32 products
 are added in FP32, and the sum is multiplied with its scale once: nothing of the weight is rounded. In a BF16 model a product
@@ -17,7 +17,7 @@ from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
 
 
 def _planes_of(weight: PlaneBlocks) -> dict[str, object]:
-    """What both kernels are told of a weight."""
+    """The arguments that describe a weight to either kernel."""
     planes, names = weight.planes, ("high", "scales", "minima", "d", "m")
     return {
         "weight": weight.data, "row_scales": weight.row_scales, "column_scales": weight.column_scales,

@@ -79,6 +79,7 @@ INTEGERS = {
     "rem.s32 %r3, %r2, 7;": lambda x: abs(signed(x)) % 7 * (1 if signed(x) > 0 else -1),
     "min.s32 %r3, %r2, -5;": lambda x: min(signed(x), -5),
     "popc.b32 %r3, %r2;": lambda x: x.bit_count(),
+    "add.s16x2 %r3, %r2, 0x7FFF0001;": lambda x: (x + 1 & 0xFFFF) | ((x >> 16) + 0x7FFF & 0xFFFF) << 16,
     "brev.b32 %r3, %r2;": lambda x: int(f"{x:032b}"[::-1], 2),
     "cvt.s64.s32 %rd2, %r2; shr.s64 %rd2, %rd2, 33; cvt.u32.u64 %r3, %rd2;": lambda x: signed(x) >> 33,
     "cvt.s32.s8 %r3, %r2;": lambda x: signed(x, 8),
@@ -119,6 +120,18 @@ def test_half_floats():
             np.float32
         )
     ).all()
+
+
+def test_bytes_become_bf16_numbers_as_compilers_make_them():
+    """A byte beside the bits of 128 in BF16, less 128: the byte's number; and what needs more than FP32 is refused."""
+    found = each(
+        "sub.bf16x2 %r3, %r2, 0x43004300;", np.array([0x43004300 | x | (127 - x) << 16 for x in range(0, 128, 4)], U32)
+    )
+    low, high = ((found << U32(16)).view(np.float32), (found & U32(0xFFFF0000)).view(np.float32))
+    assert low.tolist() == list(range(0, 128, 4))
+    assert high.tolist() == [127 - x for x in range(0, 128, 4)]
+    with pytest.raises(Unknown, match="far apart"):
+        each("sub.bf16x2 %r3, %r2, 0x35803580;", np.full(32, 0x43004300, U32))
 
 
 # -- Products ------------------------------------------------------------------------------------------------------------

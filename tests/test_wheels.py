@@ -1,0 +1,48 @@
+"""Wheels with a library in them: made of the one without, by the name, tags and digests that pip asks for."""
+
+import base64
+import hashlib
+import importlib.util
+import zipfile
+
+import pytest
+from places import ROOT
+
+pytest.importorskip("hatchling", reason="needs the dev extra")
+
+WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+INFO = "haarkv-1.0.dist-info"
+
+
+@pytest.fixture(scope="module")
+def hatch_build():
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def digest(content):
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+
+
+def test_a_wheel_with_a_library_lists_every_file_by_its_digest(hatch_build, tmp_path):
+    plain = tmp_path / "haarkv-1.0-py3-none-any.whl"
+    files = {"haarkv/__init__.py": b"a = 1\n", f"{INFO}/METADATA": b"Name: haarkv\n", f"{INFO}/WHEEL": WHEEL.encode()}
+    with zipfile.ZipFile(plain, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        lines = [f"{name},{digest(content)},{len(content)}" for name, content in files.items()]
+        archive.writestr(f"{INFO}/RECORD", "\n".join([*lines, f"{INFO}/RECORD,,", ""]))
+    library = tmp_path / "kernels.so"
+    library.write_bytes(b"\x7fELF GLIBC_2.17 GLIBC_2.34 GLIBC_2.4 GLIBCXX_3.4.99")
+    platform = f"manylinux_2_{hatch_build._glibc(library)}_aarch64"
+    made = hatch_build._with_library(plain, library, platform)
+    assert made.name == "haarkv-1.0-py3-none-manylinux_2_34_aarch64.whl"
+    with zipfile.ZipFile(made) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    assert held["haarkv/tq_ops/cpu/_kernels.so"] == library.read_bytes()
+    assert held[f"{INFO}/WHEEL"].decode().splitlines()[1:] == ["Root-Is-Purelib: false", f"Tag: py3-none-{platform}"]
+    *listed, own = held.pop(f"{INFO}/RECORD").decode().splitlines()
+    assert own == f"{INFO}/RECORD,,"
+    assert sorted(listed) == sorted(f"{name},{digest(content)},{len(content)}" for name, content in held.items())
