@@ -68,9 +68,11 @@ def _packed(
     for fields in _TOGETHER:
         if fields[0] in layer:
             parts = [layer.matrix(field) for field in fields]
+            # Dense parts are copied straight to where they are packed.
+            parts = [place(part, device) if isinstance(part, Blocks) else part for part in parts]
             made: Sequence[Weight]
             if any(isinstance(part, Blocks) for part in parts):
-                wholes[fields[0]], made = _blocks_together([place(part, device) for part in parts], device)
+                wholes[fields[0]], made = _blocks_together(parts, device)
             else:
                 wholes[fields[0]], made = _below_one_another(cast("list[Tensor]", parts), device)
             views.update(zip(fields, made, strict=True))
@@ -81,7 +83,8 @@ def _blocks_together(parts: Sequence[Weight], device: torch.device) -> tuple[Wei
     """One weight of some in blocks of one type, and its parts; those themselves where they differ."""
     first = parts[0]
     if not isinstance(first, Blocks) or not all(_alike(first, part) for part in parts[1:]):
-        return tuple(parts), tuple(parts)
+        moved = tuple(part if isinstance(part, Blocks) else part.to(device) for part in parts)
+        return moved, moved
     of = cast("Sequence[Blocks]", parts)
     data, views = _below_one_another([part.data for part in of], device)
     scales = None if first.row_scales is None else torch.cat([cast(Tensor, part.row_scales) for part in of])
