@@ -171,15 +171,16 @@ def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | N
         raise InputError("MTP runs on one rank; take --draft ngram, or leave out --tensor-parallel")
     if not has_mtp(target.name):
         raise InputError(
-            f"{target.name} has no layer that predicts several tokens (MTP): only a folder in Hugging Face format with mtp.* "
-            "tensors has one here; take --draft ngram, or leave out --draft"
+            f"{target.name} has no layer that predicts several tokens (MTP): a folder in Hugging Face format holds it as "
+            "mtp.* tensors, a GGUF file as nextn.*; take --draft ngram, or leave out --draft"
         )
     config = config_of_mtp(target.config)
     plan = _plan_of(spec, config, target)
 
     def load(executor: Executor) -> DraftSource:
         lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent)
+        kept = catalog.block_types(target.executor)
+        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent, kept)
         running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
         if running.ops is None or executor.ops is None:
             raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")

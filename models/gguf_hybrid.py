@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
+
 ARCHITECTURES = frozenset({"qwen35", "qwen35moe"})
 IN_LAYER = {
     "post_attention_norm": "post_attention_layernorm",
@@ -29,6 +31,15 @@ IN_LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 """Names of a layer's tensors, before `.weight`, beside those that every family has."""
+DRAFTING = {
+    "nextn.eh_proj": "mtp.fc.weight",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding.weight",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm": FINAL_NORM,
+    "nextn.embed_tokens": EMBEDDING,
+    "nextn.shared_head_head": HEAD,
+}
+"""What a layer that predicts several tokens has beside other layers' (`models.mtp`), by whole names."""
 _OTHERS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 _ENTRIES = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -67,7 +78,7 @@ def entries(said: Callable[[str], Any], found: Mapping[str, Any]) -> dict[str, A
     inner, heads = said("ssm.inner_size"), more.get("linear_num_value_heads")
     if isinstance(inner, int) and isinstance(heads, int) and heads > 0:
         more["linear_value_head_dim"] = inner // heads
-    # Layers that predict several tokens at once stand behind the others; none is read.
+    # Layers that predict several tokens at once stand behind the others.
     layers, ahead = found.get("num_hidden_layers"), said("nextn_predict_layers")
     if isinstance(layers, int) and isinstance(ahead, int) and 0 < ahead < layers:
         more["num_hidden_layers"] = layers - ahead

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, read_hf_settings
-from haarkv.models.source import MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
+from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
+from haarkv.models.weights import FINAL_NORM
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_file, read_json, size_of
 from haarkv.tq_ops.kv.safetensors_header import Header, header_in
@@ -27,8 +28,8 @@ _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`: several times those of the largest that models come with."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors of what a model has beside its text model; none is read."""
-MORE_TOKENS = "mtp."
-"""How names of layers begin that predict several tokens at once: `models.mtp` reads them, as in transformers nobody else."""
+_MORE_TOKENS = "mtp."
+"""How names of layers begin that predict several tokens at once (`models.mtp`)."""
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
@@ -69,7 +70,7 @@ class HFFolder:
 
     def name_of(self, stored: str) -> str | None:
         """Hugging Face's name of a stored tensor in a model that reads text alone; None of what is not read."""
-        return None if _BESIDE_TEXT.match(stored) or stored.startswith(MORE_TOKENS) else _text_name(stored)
+        return None if _BESIDE_TEXT.match(stored) or stored.startswith(_MORE_TOKENS) else _text_name(stored)
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         path = self.tensors()[name].file
@@ -89,6 +90,10 @@ class HFFolder:
 
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> None:
         return None
+
+    def drafting(self) -> tuple[HFFolder, HFFolder] | None:
+        entry, layer = _DraftingEntry(self.path), _DraftingLayer(self.path)
+        return (entry, layer) if entry.tensors() else None
 
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
@@ -121,6 +126,19 @@ class HFFolder:
             raise InputError(f"{path}: do_sample is neither true nor false: {shown(sampled)}")
         found = checked_sampling(content, path, _SAMPLING if sampled else ("repetition_penalty",))
         return {"temperature": 1.0, **found} if sampled else found
+
+
+class _DraftingEntry(HFFolder):
+    def name_of(self, stored: str) -> str | None:
+        return stored if stored in DRAFTING_ENTRY else None
+
+
+class _DraftingLayer(HFFolder):
+    def name_of(self, stored: str) -> str | None:
+        if stored in DRAFTING_ENTRY or not stored.startswith(_MORE_TOKENS):
+            return None
+        own = stored.removeprefix(_MORE_TOKENS)
+        return FINAL_NORM if own == "norm.weight" else f"model.{own}" if own.startswith("layers.") else stored
 
 
 def _text_name(stored: str) -> str:

@@ -21,18 +21,12 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import source_of
 from haarkv.models.checkpoint import load_weights
 from haarkv.models.config import Attention, ModelConfig
-from haarkv.models.hf_folder import MORE_TOKENS, HFFolder
+from haarkv.models.footprint import keeps
+from haarkv.models.source import DRAFTING_ENTRY, KeptBlocks, Source
 from haarkv.models.tensors import Axis, StoredTensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OpTable
-from haarkv.tq_ops.weight import Weight
-
-_ENTRY = {
-    "fc": "mtp.fc.weight",
-    "embedding_norm": "mtp.pre_fc_norm_embedding.weight",
-    "hidden_norm": "mtp.pre_fc_norm_hidden.weight",
-}
-_LAYER, _NORM = "mtp.layers.0.", "mtp.norm.weight"
+from haarkv.tq_ops.weight import Weight, dense
 
 
 @dataclass(frozen=True)
@@ -64,22 +58,6 @@ class MTP:
         return ops.linear(both, self.fc).to(self.model.dtype)
 
 
-class _Layer(HFFolder):
-    """The tensors of the drafting layer and of its last norm, under the names of a model of one layer."""
-
-    def name_of(self, stored: str) -> str | None:
-        if stored in _ENTRY.values() or not stored.startswith(MORE_TOKENS):
-            return None
-        return "model.norm.weight" if stored == _NORM else stored.replace(_LAYER, "model.layers.0.", 1)
-
-
-class _Entry(HFFolder):
-    """The tensors before that layer."""
-
-    def name_of(self, stored: str) -> str | None:
-        return stored if stored in _ENTRY.values() else None
-
-
 def config_of_mtp(config: ModelConfig) -> ModelConfig:
     """A model of the one layer that drafts for a model of this declaration.
 
@@ -93,37 +71,44 @@ def config_of_mtp(config: ModelConfig) -> ModelConfig:
 
 
 def has_mtp(name: str | Path) -> bool:
-    """Whether a model by name is a folder that holds a drafting layer."""
+    """Whether a model by name is a file or folder that holds a drafting layer."""
     source = source_of(name)
-    return isinstance(source, HFFolder) and len(_Entry(source.path).tensors()) > 0
+    return source is not None and source.drafting() is not None
 
 
-def load_mtp(name: str | Path, config: ModelConfig, dtype: torch.dtype, lent: Mapping[str, Weight]) -> MTP:
+def load_mtp(
+    name: str | Path, config: ModelConfig, dtype: torch.dtype, lent: Mapping[str, Weight], keep_blocks: KeptBlocks = False
+) -> MTP:
     """Read the drafting layer of a model.
 
     Args:
-        name: a folder in Hugging Face format.
+        name: a folder in Hugging Face format with mtp.* tensors, or a GGUF file with nextn.* ones.
         config: of the model.
         lent: its embedding and head.
+        keep_blocks: as of `load_weights`.
     Raises:
         InputError: it has none, or a tensor is missing, extra or mis-shaped.
     """
     source = source_of(name)
-    if source is None or not has_mtp(name):
-        raise InputError(f"{name} holds no mtp.* tensors in a folder in Hugging Face format")
+    found = source.drafting() if source is not None else None
+    if found is None:
+        raise InputError(f"{name} has no layer that predicts several tokens: no tensors mtp.*, or nextn.* in a GGUF file")
+    entry, layer = found
     one = config_of_mtp(config)
-    model = DecoderModel.of(one, load_weights(_Layer(source.path), one, dtype, lent=lent))
-    entry, hidden = _Entry(source.path), Axis(config.hidden_size, "hidden")
-    norm = config.final_norm.plus_one
-    stored = {
-        "fc": StoredTensor(_ENTRY["fc"], (hidden, Axis(2 * config.hidden_size))),
-        **{field: StoredTensor(_ENTRY[field], (hidden,), plus_one=norm) for field in ("embedding_norm", "hidden_norm")},
-    }
-    found = {}
-    for field, tensor in stored.items():
-        held = entry.tensors().get(tensor.name)
-        if held is None or held.shape != tensor.shape or held.fault:
-            what = "is missing" if held is None else held.fault or f"has shape {list(held.shape)}, not {list(tensor.shape)}"
-            raise InputError(f"{source.path}: {tensor.name} {what}")
-        found[field] = tensor.in_memory(entry.read(tensor.name, tensor.kept_as(dtype)), dtype)
-    return MTP(model, **found)
+    model = DecoderModel.of(one, load_weights(layer, one, dtype, lent=lent, keep_blocks=keep_blocks))
+    hidden, plus_one = Axis(config.hidden_size, "hidden"), config.final_norm.plus_one
+    shapes = ((hidden, Axis(2 * config.hidden_size)), (hidden,), (hidden,))
+    weights = []
+    for name_, axes in zip(DRAFTING_ENTRY, shapes, strict=True):
+        stored = StoredTensor(name_, axes, plus_one=plus_one and len(axes) == 1)
+        weights.append(_read(entry, stored, dtype, keep_blocks))
+    return MTP(model, weights[0], dense(weights[1]), dense(weights[2]))
+
+
+def _read(entry: Source, wanted: StoredTensor, dtype: torch.dtype, keep_blocks: KeptBlocks) -> Weight:
+    held = entry.tensors().get(wanted.name)
+    if held is None or held.shape != wanted.shape or held.fault:
+        what = "is missing" if held is None else held.fault or f"has shape {list(held.shape)}, not {list(wanted.shape)}"
+        raise InputError(f"{entry.path}: {wanted.name} {what}")
+    blocks = entry.blocks(wanted.name, dtype) if keeps(held, keep_blocks) else None
+    return blocks or wanted.in_memory(entry.read(wanted.name, wanted.kept_as(dtype)), dtype)

@@ -18,6 +18,9 @@ from haarkv.tq_ops.weight import Blocks
 KeptBlocks = bool | Collection[str]
 """Which quantised blocks stay as they are: all, none, or those of some types, by name."""
 
+DRAFTING_ENTRY = ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
+"""Names of what stands before the layer by which a model drafts its own tokens (`models.mtp`)."""
+
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes room for a tensor of a shape and dtype."""
 
@@ -110,6 +113,10 @@ class Source(Protocol):
             dtype: of its numbers once restored.
             part: as of `read`.
         """
+
+    def drafting(self) -> tuple[Source, Source] | None:
+        """What stands before the layer by which the model drafts its own tokens, under the names of `DRAFTING_ENTRY`, and the
+        layer itself, as a model of one layer; None if the model has none."""
 
     def words(self) -> Words:
         """The tokenizer and chat template.

@@ -1,12 +1,14 @@
 """Drafts by the model's own layer: beside transformers' layer and plain torch, the text that comes, and when it stops."""
 
 import json
+import shutil
 from functools import cache
 
 import pytest
 import torch
 import transformers
 from checkpoints import byte_tokenizer
+from gguf_files import byte_vocabulary, convert
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -23,6 +25,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.mtp import load_mtp
 from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.weight import Blocks, dense
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -159,6 +162,42 @@ def test_its_drafts_are_those_of_transformers_own_layer(saved, proposals, name, 
         logits = theirs.drafted(text, len(proposal.token_ids))
         assert proposal.token_ids == logits.argmax(-1).tolist(), text
     assert max(len(proposal.token_ids) for _, proposal in proposals) == 3
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_5", "F32"), ("qwen3_5_moe", "F32"), ("qwen3_5", "Q8_0")])
+def test_a_gguf_file_drafts_as_the_folder_it_was_made_of(saved, proposals, tmp_path, name, kind):
+    theirs, folder = saved(name)
+    architecture = "qwen35" if name == "qwen3_5" else "qwen35moe"
+    special = tuple(f"<|{number}|>" for number in range(38))
+    path = convert(
+        with_settings(folder, tmp_path, mtp_num_hidden_layers=1), tmp_path / "m.gguf", kind,
+        {f"{architecture}.full_attention_interval": 2}, byte_vocabulary(special=special),
+    )  # fmt: skip
+    drafting = session(path, DraftSpec("mtp", 3, "fp32"))
+    drafted = drafting.generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
+    plain = session(path).generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
+    assert [done.token_ids for done in drafted.completions] == [done.token_ids for done in plain.completions]
+    assert len(proposals) >= 6
+    if kind == "F32":
+        for text, proposal in proposals:
+            assert proposal.token_ids == theirs.drafted(text, len(proposal.token_ids)).argmax(-1).tolist(), text
+        return
+    # Blocks stay as the file has them in the drafting layer too, and are multiplied with within the bound of blocks.
+    model = load_model(path, keep_blocks=True)
+    lent = {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head}
+    kept, restored = (load_mtp(path, model.config, torch.float32, lent, keep) for keep in (True, False))
+    assert isinstance(kept.fc, Blocks)
+    assert isinstance(kept.model.weights.layers[0].matrix("down_proj"), Blocks)
+    assert torch.equal(dense(kept.fc), restored.fc)
+    torch.testing.assert_close(restored.fc, theirs.fc, atol=0.01, rtol=0)
+
+
+def with_settings(folder, to, **more):
+    """A copy of a checkpoint whose settings say more."""
+    shutil.copytree(folder, to / "said")
+    settings = json.loads((folder / "config.json").read_text()) | more
+    (to / "said" / "config.json").write_text(json.dumps(settings))
+    return to / "said"
 
 
 def test_plain_torch_has_the_same_logits(saved):

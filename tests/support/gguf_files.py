@@ -22,6 +22,13 @@ ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
+NEXTN = {
+    "fc": ("eh_proj", 0),
+    "pre_fc_norm_embedding": ("enorm", 1),
+    "pre_fc_norm_hidden": ("hnorm", 1),
+    "norm": ("shared_head_norm", 1),
+}
+"""What llama.cpp's converter calls the tensors around the layer that predicts several tokens, and what it adds to each."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
@@ -118,11 +125,27 @@ def add(writer, key, value):
 
 def tensors_of(config, tensors, architecture):
     """(name, tensor) in gguf's order of rows, experts of a layer together."""
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    layers = config["num_hidden_layers"]
+    names = gguf.get_tensor_name_map(architecture, layers + (config.get("mtp_num_hidden_layers") or 0))
     experts = {}
     for name, tensor in tensors.items():
+        if name.startswith("mtp."):
+            name = name.replace("mtp.layers.0.", f"model.layers.{layers}.")
+            if name.startswith("mtp."):
+                # The map of names has none of these for this architecture yet.
+                part, plus = NEXTN[name.removeprefix("mtp.").removesuffix(".weight")]
+                yield f"blk.{layers}.nextn.{part}.weight", tensor.float() + plus
+                continue
         if architecture in (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE):
             name, tensor = as_delta(config, name, tensor)
+        if name.endswith(".experts.gate_up_proj"):
+            before = name.removesuffix("gate_up_proj")
+            for part, one in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
+                yield names.get_name(f"{before}{part}.weight", try_suffixes=(".weight",)), one.contiguous()
+            continue
+        if name.endswith(".experts.down_proj"):
+            yield names.get_name(f"{name}.weight", try_suffixes=(".weight",)), tensor
+            continue
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
             number, rest = after.split(".", 1)
@@ -152,6 +175,8 @@ def delta_entries(config, rope, head_dim):
         "rope.dimension_count": int(head_dim * rope["partial_rotary_factor"]),
         "rope.dimension_sections": [3, 3, 2, 0],
     }
+    if more := config.get("mtp_num_hidden_layers"):
+        said |= {"block_count": config["num_hidden_layers"] + more, "nextn_predict_layers": more}
     if "num_experts" in config:
         said |= {
             "expert_count": config["num_experts"],
