@@ -27,7 +27,6 @@ calibrate       Learn coordinates of a model of transformers for formats lr2 to 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +43,6 @@ if TYPE_CHECKING:
     from tq.hf.calibrate import calibrate as calibrate
     from tq.hf.generate import generate as generate
     from tq.loading import load as load
-
-try:
-    __version__ = version("haarkv")
-except PackageNotFoundError:  # run from a checkout that is not installed
-    __version__ = "0"
 
 # Every public name and its module; the docstring says what each is for.
 _PUBLIC = {
@@ -82,6 +76,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("haarkv")
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            return "0"
     if name == "formats":
         return import_module(_PUBLIC[name])
     if name in _PUBLIC:

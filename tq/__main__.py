@@ -2,7 +2,7 @@
 
 import sys
 
-from tq.cli import main
+from tq.start import main
 
 # A server's processes import this file without being told to run it.
 if __name__ == "__main__":

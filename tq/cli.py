@@ -18,6 +18,7 @@ from tq import __version__
 from tq.groups import Group
 from tq.output import drop_output, one_line, unsaid_is_fine
 from tq.ranks import LOST, Started
+from tq.start import INTERRUPTED
 
 _SECTIONS = {
     "Run": ("generate", "chat", "serve", "cache"),
@@ -165,7 +166,7 @@ def _ended(error: BaseException, started: Started, debug: bool) -> int:
             # stands between us and the terminal, where it drops what moves no text.
             stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
             print("\x1b[?25h\n" * stream.isatty() + "tq: interrupted", file=stream)
-        return 130
+        return INTERRUPTED
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2
     if isinstance(error, _SystemRefusedError) and error.__cause__:

@@ -115,3 +115,23 @@ def test_the_shell_completes_commands_and_options():
     env = {**os.environ, "_TQ_COMPLETE": "bash_source"}
     script = subprocess.run([sys.executable, "-m", "tq"], env=env, capture_output=True, text=True, check=True).stdout
     assert "_TQ_COMPLETE=bash_complete" in script
+
+
+SWALLOWS = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+except BaseException:  # as libraries do that try one thing after the other
+    pass
+"""
+
+
+def test_an_interruption_ends_the_command_although_a_library_swallows_it(tmp_path):
+    """As torch does while it is imported: the command went on, or spoke of a fault of its own."""
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    run = subprocess.run(
+        [sys.executable, "-m", "tq", "generate", "hi"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "tq: interrupted\n")
