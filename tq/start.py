@@ -52,7 +52,7 @@ class _Finder:
             with ending_at_once():
                 run(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module
         return spec
 
 
