@@ -30,8 +30,10 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Weight
 
 TINY = Path(__file__).parent / "tiny_qwen3"
-_SHIPPED = {"tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft"}
-_TOKENIZERS = {"tiny-draft": TINY}
+_SHIPPED = {
+    "tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft", "tiny-hybrid": Path(__file__).parent / "tiny_qwen3_5",
+}  # fmt: skip
+_TOKENIZERS = {"tiny-draft": TINY, "tiny-hybrid": TINY}
 """Shipped models whose tokenizer is another's."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
@@ -49,8 +51,8 @@ def path_of(name: str | Path) -> Path | None:
     """The folder or the GGUF file that a name stands for; None for `random:SIZE`.
 
     Args:
-        name: `tiny`, `random:SIZE`, a folder or a `.gguf` file (`~` is the home folder), or the Hub id of a model that was
-            downloaded before.
+        name: `tiny`, `tiny-hybrid`, `random:SIZE`, a folder or a `.gguf` file (`~` is the home folder), or the Hub id of a
+            model that was downloaded before.
     Raises:
         InputError: no such model.
     """
@@ -85,7 +87,7 @@ def source_of(name: str | Path) -> Source | None:
 
 
 def tokenizer_source_of(name: str | Path) -> Source | None:
-    """Where a model's tokenizer is: as `source_of`, but for a draft that ships without one."""
+    """Where a model's tokenizer is: as `source_of`, but for what ships without one."""
     return HFFolder(_TOKENIZERS[str(name)]) if str(name) in _TOKENIZERS else source_of(name)
 
 

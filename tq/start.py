@@ -52,13 +52,13 @@ class _Finder:
             with ending_at_once():
                 run(module)
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def main() -> int:
     """Run the command; exit codes as of `tq.cli.run`."""
-    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder)
     with ending_at_once():
         from tq.cli import main as command
     return command()
