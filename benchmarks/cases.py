@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.kv.shapes import RING_CHUNK
 
 _FILL = 4096
@@ -45,8 +46,8 @@ class Heads(NamedTuple):
 
 
 def heads(config: ModelConfig) -> Heads:
-    """Of the first layer, which whoever measures a single layer measures."""
-    return Heads(*config.layers[0].attention.heads)
+    """Of the first layer of attention: whoever measures a single layer measures the first, and that is one of these."""
+    return Heads(*config.attentions[0].heads)
 
 
 def scale(config: ModelConfig) -> float:
@@ -127,6 +128,7 @@ def filled(
     """A cache that holds all but the last token of a case in every layer, with room for the steps asked for.
 
     Of layers with the same formats and shape the first is quantized; the others hold its bytes, since no time depends on them.
+    Recurrent states are zeros that have seen as many tokens.
     """
     cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device, steps)
     kinds = list(zip(plan.layers, cache.shapes, strict=True))
@@ -136,10 +138,12 @@ def filled(
             end = min(begin + (cache.most_new_tokens or _FILL), case.context - 1)
             batch = paging.batch([sequence], [end - begin]).to(k.device)
             new_k, new_v = (x[sequence, :, begin:end].transpose(0, 1) for x in (k, v))
-            for layer in set(source):
+            for layer in set(source) - config.state_shapes.keys():
                 cache.write(layer, new_k, new_v, batch)
+    for layer in config.state_shapes:
+        cast(Recurrent, cache.states[layer]).seen[: case.batch, 0] = case.context - 1
     for layer, first in enumerate(source):
-        for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields) if layer != first else ():
+        for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields) if layer != first and cache.shapes[layer] else ():
             for name, tensor in fields(cache, layer).items():
                 tensor.copy_(fields(cache, first)[name])
     return cache, paging

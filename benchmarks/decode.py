@@ -103,6 +103,11 @@ def measure(
         raise InputError(
             f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}; lower --contexts"
         )
+    if model.config.state_shapes and (alone := [kind for kind in request.kinds if kind not in ("prompt", "step")]):
+        raise InputError(
+            f"{request.model} has layers with a state beside those of attention, and {alone[0]} is measured of models that have "
+            "one kind of layer; give --only step or --only prompt"
+        )
     sides = sides_of(request, model, on_turn)
     if request.on_prompts:
         whole.check(request, model, sides)

@@ -164,7 +164,7 @@ def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
 
 
 def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cost:
-    """A whole decode step.
+    """A whole decode step; what recurrent states compute is not counted, and is little beside what they move.
 
     Args:
         kv_bytes: of one token's K and V in each layer, all heads.
@@ -174,6 +174,8 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cos
     read, multiplied = map(sum, zip(*products, (weights.lm_head.nbytes, weights.lm_head.shape.numel()), strict=True))
     windows = [shape.window if shape else 0 for shape in config.kv_shapes]
     kv = sum(seen(window, case.context) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
+    # A state is read and written.
+    kv += sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
     attention = sum(_attention(mixer, case.batch * seen(mixer.window, case.context)) for mixer in config.attentions)
     flops = 2 * case.batch * multiplied + attention
     return Cost(read, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
@@ -189,4 +191,5 @@ def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: Sequence[float
     heads_left_out = 2 * (tokens - 1) * config.vocab_size * config.hidden_size
     attention = sum(_attention(mixer, _pairs(mixer, tokens)) for mixer in config.attentions)
     flops = all_at_once.flops - heads_left_out + attention
-    return Cost(all_at_once.weights, tokens * sum(kv_bytes), 4 * config.vocab_size, flops)
+    states = sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
+    return Cost(all_at_once.weights, tokens * sum(kv_bytes) + states, 4 * config.vocab_size, flops)

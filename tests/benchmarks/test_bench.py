@@ -14,6 +14,7 @@ from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.executors.base import verify
+from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
@@ -240,6 +241,19 @@ def test_a_step_and_a_layers_call_are_timed_and_named(run):
     assert "ms_per_token" not in rows["layer"]
     assert all(r["first_ms"] > 0 for r in rows.values())
     assert 0 < rows["layer"]["cost"]["weights"] < rows["step"]["cost"]["weights"]
+
+
+def test_steps_of_a_model_with_states_count_them_and_no_layer_is_measured_alone(run):
+    given = ["decode", "--model", "tiny-hybrid", "--kv", "tq4", "--no-peers", "--json"]
+    code, out, _ = run(*given, "--only", "step")
+    (row,) = json.loads(out)["rows"]
+    config = read_config("tiny-hybrid")
+    states = sum(shape.nbytes // shape.versions for shape in config.state_shapes.values())
+    assert (code, row["ms"] > 0) == (0, True)
+    assert row["cost"]["kv"] == 2 * states + row["context"] * 2 * 2 * 66
+    code, out, error = run(*given)
+    assert (code, out) == (2, "")
+    assert "give --only step or --only prompt" in error
 
 
 def test_a_layers_share_of_a_step():
