@@ -105,8 +105,8 @@ def measure(
         )
     if model.config.state_shapes and (alone := [kind for kind in request.kinds if kind not in ("prompt", "step")]):
         raise InputError(
-            f"{request.model} has layers with a state beside those of attention, and {alone[0]} is measured of models that have "
-            "one kind of layer; give --only step or --only prompt"
+            f"{request.model} has layers with a state beside those of attention, and {alone[0]} is measured of models that "
+            "have one kind of layer; give --only step or --only prompt"
         )
     sides = sides_of(request, model, on_turn)
     if request.on_prompts:
