@@ -17,6 +17,7 @@ from haarkv.tq_ops.cpu.library import BLOCKS
 from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.onnx.block_codes import CODES
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.npu.device import Runner
@@ -164,7 +165,8 @@ _ENTRIES: dict[str, _Entry] = {
         programs=_npu_programs,
     ),
     "onnx": _Entry(
-        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS
+        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS,
+        blocks=tuple(CODES),
     ),
 }  # fmt: skip
 NAMES = tuple(_ENTRIES)
