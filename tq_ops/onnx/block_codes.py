@@ -21,7 +21,7 @@ from haarkv.tq_ops.weight import Blocks
 
 MIDDLE = 8
 """The operator's own zero point of four bits."""
-_BYTES = 2**24
+_BYTES = 2**20
 """Of blocks that are put in order at a time."""
 
 
@@ -64,9 +64,9 @@ class Codes:
         return found
 
     @property
-    def bytes_per_number(self) -> float:
-        """Of all parts but scales of columns."""
-        return (1 + self.upper) / 2 + 4 * (1 + self.minimum) / self.group
+    def bytes_in_memory(self) -> float:
+        """A number: of all parts but scales of columns, and of the codes that ONNX Runtime packs beside them."""
+        return 2 * (1 + self.upper) / 2 + 4 * (1 + self.minimum) / self.group
 
 
 _KNOWN = (
