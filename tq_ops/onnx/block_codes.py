@@ -1,12 +1,14 @@
 """Weights in the blocks of GGUF files as ONNX Runtime's `MatMulNBits` takes them: codes of four bits, and FP32 scales.
 
-Its CPU kernel restores codes of four bits in registers, with zero points that are whole numbers; of eight bits it restores the
-whole matrix at each product. So levels of more bits lie in two matrices of codes with the same scales:
+Its CPU kernel restores codes of four bits in registers, with zero points that are whole numbers; of eight bits, or with other
+zero points, it restores the whole matrix at each product. So levels of more bits lie in two matrices of codes with the same
+scales, and minima meet the sums of each group of x:
 
-    level  = lower - 8 + 16 * (upper - 8)      lower - 0 of types whose levels fill the bits of both, or have one matrix
-    number = scale * level + minimum           minima meet the sums of each group of x
+    level  = centre + lower - 8 + 16 * (upper - 8)          lower - 0 of Q8_0, whose levels fill all bits
+    number = scale * (level - centre) + (minimum + centre * scale)
 
-All levels are exact, and so are products of levels and scales: the graph multiplies with the numbers that the file means.
+The centre, the middle of levels that begin at 0, leaves little for the minima, so that sums do not cancel. Levels and scales
+are exact. A minimum is rounded to FP32 once, as gguf rounds each number, and has no rounding where it fits 24 bits.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Codes:
         type: of the file's blocks, by name.
         group: numbers that share a scale.
         zero: what lower codes are less.
+        centre: what levels are less where there are minima.
         upper: whether there are upper codes.
         minimum: whether groups have a minimum.
         columns: whether columns have a scale too.
@@ -41,6 +44,7 @@ class Codes:
     type: str
     group: int = GROUP
     zero: int = MIDDLE
+    centre: int = 0
     upper: bool = False
     minimum: bool = False
     columns: bool = False
@@ -70,9 +74,10 @@ class Codes:
 
 
 _KNOWN = (
-    Codes("Q8_0", zero=0, upper=True), Codes("Q4_0"), Codes("Q4_1", zero=0, minimum=True), Codes("Q5_0", upper=True),
-    Codes("Q5_1", upper=True, minimum=True), Codes("Q4_K", zero=0, minimum=True), Codes("Q5_K", upper=True, minimum=True),
-    Codes("Q6_K", group=GROUP // 2, upper=True), Codes("IQ4_NL", upper=True), Codes("MXFP4", upper=True),
+    Codes("Q8_0", zero=0, upper=True), Codes("Q4_0"), Codes("Q4_1", centre=8, minimum=True), Codes("Q5_0", upper=True),
+    Codes("Q5_1", centre=16, upper=True, minimum=True), Codes("Q4_K", centre=8, minimum=True),
+    Codes("Q5_K", centre=16, upper=True, minimum=True), Codes("Q6_K", group=GROUP // 2, upper=True),
+    Codes("IQ4_NL", upper=True), Codes("MXFP4", upper=True),
 )  # fmt: skip
 CODES = {codes.type: codes for codes in _KNOWN}
 """By the type of the file's blocks."""
@@ -91,13 +96,13 @@ def in_codes(weight: Blocks) -> dict[str, Tensor]:
     for at in range(0, len(weight), step):
         stored, rows = weight.data[at : at + step], slice(at, at + step)
         levels = levels_of(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
-        coded = levels.level.to(torch.int16) + codes.zero
+        coded = levels.level.to(torch.int16) + (codes.zero - codes.centre)
         made["lower"][rows] = _packed(coded & 15)
         if codes.upper:
             made["upper"][rows] = _packed((coded >> 4) + MIDDLE)
         made["scale"][rows] = levels.scale
         if levels.minimum is not None:
-            made["minimum"][rows] = levels.minimum
+            made["minimum"][rows] = levels.minimum + codes.centre * levels.scale
     if weight.row_scales is not None:
         for name in {"scale", "minimum"} & made.keys():
             made[name] *= weight.row_scales.float().unsqueeze(-1)

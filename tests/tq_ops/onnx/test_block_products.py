@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from block_weights import TYPES, made
+from block_weights import TYPES, made, minima_of
 
 ort = pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 pytest.importorskip("onnx", reason="needs the onnx extra")
@@ -18,8 +18,7 @@ from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
 from haarkv.tq_ops.weight import Blocks, dense
 
 ERROR = 1e-6
-"""Of a product, as a share of the sum of its terms' sizes: FP32 sums of 512 numbers. Measured 6e-7 where minima take most of
-the levels away, else 2e-7."""
+"""Of a product, as a share of the sum of its terms' sizes: FP32 sums of 512 numbers. Measured 3e-7."""
 WIDE = ("Q4_K", "Q5_K", "Q6_K")
 
 
@@ -84,9 +83,14 @@ def test_a_product_of_a_token_and_of_many_is_that_of_the_restored_weights_but_fo
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_rows_are_those_that_gguf_restores_to_the_bit(kind):
+def test_rows_are_those_that_gguf_restores(kind):
+    """To the bit; numbers with a minimum are rounded at another place."""
     weight, index = made(kind, 9, 512), np.array([3, 0, 8, 3])
-    assert torch.equal(run(weight, in_codes(weight), index, rows, (4, 512)), dense(weight)[index])
+    found, right = run(weight, in_codes(weight), index, rows, (4, 512)), dense(weight)[index]
+    if CODES[kind].minimum:
+        assert (found - right).abs().max() <= 2.0**-23 * minima_of(weight).abs().max()
+    else:
+        assert torch.equal(found, right)
 
 
 def neighbours(values, part):
