@@ -119,7 +119,7 @@ class OnnxExecutor:
         # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
         self._coded = {
             part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-            for name, weight in there.weights.named() if name in coded
+            for name, weight in there.weights.named() if name in coded and (name != EMBEDDING or model.config.tied)
             for part, tensor in coded_values(name, weight)
         }  # fmt: skip
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."), blocks=coded)

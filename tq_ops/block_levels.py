@@ -54,6 +54,7 @@ def levels_of(stored: Tensor, name: str) -> Levels:
 
 
 def nibbles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper halves of bytes."""
     return x & 15, x >> 4
 
 
@@ -124,8 +125,7 @@ def _q5_k(stored: Tensor) -> Levels:
 
 def _of_256(stored: Tensor, level: Tensor) -> Levels:
     scales, minima = (
-        (_half(stored, at).unsqueeze(-1) * each.float()).flatten(1)
-        for at, each in zip((0, 2), six_bits(stored), strict=True)
+        (_half(stored, at).unsqueeze(-1) * each.float()).flatten(1) for at, each in zip((0, 2), six_bits(stored), strict=True)
     )
     return Levels(level.flatten(1, 2).to(torch.int8), scales, -minima)
 

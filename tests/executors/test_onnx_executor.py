@@ -131,9 +131,7 @@ def test_an_embedding_in_blocks_stays_in_the_file_and_its_rows_are_the_reference
     cache = new_cache(BLOCKY)
     paging = new_paging(cache)
     executor = OnnxExecutor(model)
-    logits = [
-        prefill(each, cache, paging, [paging.add()], [[1, 2, 3]]) for each in (executor, ReferenceExecutor(model))
-    ]
+    logits = [prefill(each, cache, paging, [paging.add()], [[1, 2, 3]]) for each in (executor, ReferenceExecutor(model))]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
     assert {graph.embed for graph in executor._sessions} == {False}
 

@@ -41,8 +41,8 @@ def _layers(value: str) -> tuple[int | None, int]:
 )  # fmt: skip
 @click.option(
     "--restore", is_flag=True,
-    help="Restore quantized weights of a .gguf file to --dtype, as atc does. Else graphs multiply with them in com.microsoft's "
-    "MatMulNBits, where that is exact.",
+    help="Restore quantized weights of a .gguf file to --dtype, as atc does. Else graphs multiply with them in "
+    "com.microsoft's MatMulNBits, where that is exact.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
 @options.json_option

@@ -69,8 +69,8 @@ class Codes:
 
     @property
     def bytes_in_memory(self) -> float:
-        """A number: of all parts but scales of columns, and of the codes that ONNX Runtime packs beside them."""
-        return 2 * (1 + self.upper) / 2 + 4 * (1 + self.minimum) / self.group
+        """A number: of all parts but scales of columns, twice, for ONNX Runtime packs codes and copies scales."""
+        return 2 * ((1 + self.upper) / 2 + 4 * (1 + self.minimum) / self.group)
 
 
 _KNOWN = (

@@ -62,8 +62,10 @@ def product(g: Graph, name: str, x: str, weight: CodedWeight, parts: Mapping[str
 
 
 def rows(g: Graph, name: str, index: str, weight: CodedWeight, parts: Mapping[str, str]) -> str:
-    """Rows [N, inputs] fp32 of a weight without scales of columns, by their numbers [N] int64: the bits that gguf restores, or,
-    where there are minima, FP32's neighbours."""
+    """Rows [N, inputs] fp32 of a weight without scales of columns, by their numbers [N] int64.
+
+    They are the bits that gguf restores, or, where there are minima, FP32's neighbours.
+    """
     codes = weight.codes
 
     def gathered(word: str) -> str:

@@ -215,7 +215,8 @@ class _Model:
         scopes = self.plan.scopes(self.scopes, layer)
         by = {word: self._weight(name) for word, (name, _) in scopes.stored_by(layer).items()}
         hidden, *new = self.g.call(
-            f"layers.{layer}", f"DecoderLayer{scopes.suffix}{scopes.weights_suffix}", scopes.layer, hidden=hidden, **fields, **shared, **by,
+            f"layers.{layer}", f"DecoderLayer{scopes.suffix}{scopes.weights_suffix}", scopes.layer,
+            hidden=hidden, **fields, **shared, **by,
             **weights,
         )  # fmt: skip
         for stored, value in zip(self.plan.fields, new, strict=True):

@@ -68,8 +68,8 @@ class Qwen3Scopes(AttentionScopes):
     def weights_suffix(self) -> str:
         """Of the names of functions that depend on how weights are stored: each type, with its fields if there are several."""
         by_name: dict[str, list[str]] = {}
-        for field, weight in self.here.items():
-            by_name.setdefault(weight.codes.name, []).append(field.removesuffix("_proj"))
+        for projection, weight in self.here.items():
+            by_name.setdefault(weight.codes.name, []).append(projection.removesuffix("_proj"))
         if len(by_name) == 1 and len(self.here) == len(PROJECTIONS):
             return "".join(f"_{name}" for name in by_name)
         return "".join(f"_{name}_of_{'_'.join(fields)}" for name, fields in by_name.items())
@@ -154,9 +154,7 @@ class Qwen3Scopes(AttentionScopes):
             **{word: w[word] for word in _ATTENDED_BY if word in w}, **of_tokens,
             **{word: w[word] for word in (*TURNS, *_STRETCHES) if self.turned},
         )  # fmt: skip
-        hidden = self._residual(
-            g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w, "o_proj")
-        )
+        hidden = self._residual(g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w, "o_proj"))
 
         x = self._normed(g, "post_norm", hidden, w["post_norm.weight"])
         gate, up = (self._linear(g, field, x, w, field) for field in ("gate_proj", "up_proj"))

@@ -5,9 +5,10 @@ import pytest
 import torch
 from block_weights import TYPES, made, minima_of
 
-ort = pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 pytest.importorskip("onnx", reason="needs the onnx extra")
+pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 
+import onnxruntime as ort
 from onnx import TensorProto
 
 from haarkv.models.gguf_file import block_type_named
