@@ -14,9 +14,20 @@ from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.plans import balanced_for, needed, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Loaded, Session
-from haarkv.executors.catalog import AUTO, OnProgram, block_types, check, create, default_dtype, interpreted, on_host, select
+from haarkv.executors.catalog import (
+    AUTO,
+    OnProgram,
+    block_types,
+    bytes_in_order,
+    check,
+    create,
+    default_dtype,
+    interpreted,
+    on_host,
+    select,
+)
 from haarkv.models import balance as balancing
-from haarkv.models.catalog import load_model, read_config, source_of, weights_of
+from haarkv.models.catalog import load_model, read_config, restored_types, source_of, weights_of
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
@@ -103,18 +114,19 @@ def load(
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
     kept = block_types(selected.name) if keep_blocks is None else keep_blocks
     tokenizer = load_tokenizer(name, config)
-    counted = Loaded(weights_of(name, config, dtype, split if ranks.size > 1 else None, kept), resident_memory())
+    order = bytes_in_order(selected.name)
+    counted = Loaded(weights_of(name, config, dtype, split if ranks.size > 1 else None, kept, order), resident_memory())
     if on_host(selected.name, device):
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
         needed(part, plan, tokens, counted.weights, sequences).require(name)
     loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept)
     on_warning = on_warning or warn
     # The reference restores by definition.
-    if keep_blocks is None and not kept and selected.name != "reference" and ranks.size == 1:
+    if keep_blocks is None and selected.name != "reference" and ranks.size == 1:
         in_file = weights_of(name, config, dtype, None, True).total
-        if counted.weights.total > in_file:
+        if (restored := restored_types(name, kept)) and counted.weights.total > in_file:
             sizes = f"{counted.weights.total / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
-            on_warning(f"{selected.name} restores quantised weights as they load: {sizes}")
+            on_warning(f"{selected.name} restores quantised weights as they load ({', '.join(restored)}): {sizes}")
     weights = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
     spec.require_weights(weights or spec.weights)
     balanced = balanced_for(loaded, plan, spec, balance)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from haarkv.tq_ops.cpu.library import BLOCKS
 from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.onnx.block_codes import CODES
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.npu.device import Runner
@@ -50,6 +51,7 @@ class _Entry:
         whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
         numbered: its first device is one of several, of which each rank takes its own.
         blocks: names of the types of quantised blocks that it multiplies with as they are.
+        in_order: of those that it puts in another order in this machine's memory, bytes a number.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -63,6 +65,7 @@ class _Entry:
     whole_layers: str = ""
     numbered: bool = False
     blocks: tuple[str, ...] = ()
+    in_order: Mapping[str, float] = field(default_factory=dict)
 
 
 # -- One section an executor -------------------------------------------------------------------------------------------------
@@ -164,7 +167,8 @@ _ENTRIES: dict[str, _Entry] = {
         programs=_npu_programs,
     ),
     "onnx": _Entry(
-        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS
+        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS,
+        blocks=tuple(CODES), in_order={name: codes.bytes_in_memory for name, codes in CODES.items()},
     ),
 }  # fmt: skip
 NAMES = tuple(_ENTRIES)
@@ -211,6 +215,16 @@ def block_types(name: str) -> tuple[str, ...]:
     """
     entry = _entry(name)
     return () if entry.missing() else entry.blocks
+
+
+def bytes_in_order(name: str) -> Mapping[str, float]:
+    """By type of `block_types`, bytes a number of blocks that an executor puts in another order in this machine's memory; it
+    multiplies with others where they lie.
+
+    Raises:
+        InputError: no such executor.
+    """
+    return _entry(name).in_order
 
 
 def on_host(name: str, device: str | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -23,7 +23,8 @@ from haarkv.models.qwen3_14b.onnx.model import UNSTORED, build
 from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec, Sizes, cache_name, new_name
 from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
-from haarkv.models.qwen3_14b.onnx.weights import stored_values, weight_values
+from haarkv.models.qwen3_14b.onnx.weights import coded_values, coded_weights, stored_values, weight_types, weight_values
+from haarkv.models.weights import EMBEDDING
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
@@ -31,9 +32,11 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.onnx.graph import StoredWeights
 from haarkv.tq_ops.onnx.reads import READS
 from haarkv.tq_ops.reference import pad_queries
 from haarkv.tq_ops.table import OpTable
+from haarkv.tq_ops.weight import dense, rows_of
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
 _ELEMENTS = {
@@ -108,9 +111,18 @@ class OnnxExecutor:
         self.config = model.config
         self.device = torch.device(self._provider.device)
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
-        self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."))
-        there = model.to(self.device)
+        # Other providers are not known to have the operator's kernels: they are given restored weights.
+        on_cpu = self.device.type == "cpu"
+        there = model if on_cpu else replace(model, weights=model.weights.placed(dense)).to(self.device)
         self.weights = there.weights
+        coded = coded_weights(there.weights.named())
+        # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
+        self._coded = {
+            part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
+            for name, weight in there.weights.named() if name in coded and (name != EMBEDDING or model.config.tied)
+            for part, tensor in coded_values(name, weight)
+        }  # fmt: skip
+        self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."), blocks=coded)
         self._weights = dict(weight_values(there))
         self._sessions: dict[GraphSpec, _Session] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
@@ -125,10 +137,13 @@ class OnnxExecutor:
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         token, _, valid = pad_queries(batch)
-        sizes = Sizes(tokens=1) if token.shape[1] == 1 else Sizes()
-        graph = _graph(cache, range(self.config.num_layers), batch, embed=True, sizes=sizes)
+        # Each session packs codes for itself: one serves one token and many.
+        sizes = Sizes(tokens=1) if token.shape[1] == 1 and not self._coded else Sizes()
+        embed = EMBEDDING not in self._scopes.blocks  # else the rows that are asked for are restored from the file
+        graph = _graph(cache, range(self.config.num_layers), batch, embed=embed, sizes=sizes)
+        given = {"input_ids": token_ids[token]} if embed else {"hidden": rows_of(self.weights.embedding, token_ids)[token]}
         hidden = torch.empty(*token.shape, self.config.hidden_size, dtype=self.weights.embedding.dtype, device=self.device)
-        self._run(graph, {"input_ids": token_ids[token]}, {"hidden_out": hidden}, batch, cache)
+        self._run(graph, given, {"hidden_out": hidden}, batch, cache)
         return hidden[valid]
 
     @torch.inference_mode()
@@ -198,7 +213,10 @@ class OnnxExecutor:
             bind(name, self._provider.memory, 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
 
     def _session(self, plan: GraphSpec) -> _Session:
-        """The session of a graph, opened when it is first run. Weights are inputs: all sessions use the model's own memory."""
+        """The session of a graph, opened when it is first run.
+
+        Dense weights are inputs: all sessions use the model's own memory. Codes are constants, or their kernels are slow.
+        """
         with self._lock:
             return self._opened(plan)
 
@@ -210,7 +228,10 @@ class OnnxExecutor:
             # Planning which buffers can be shared takes time that grows with the square of the nodes, and finds none
             # while sizes are unknown.
             options.enable_mem_reuse = False
-            model = build(self._scopes, plan).SerializeToString()
+            types = weight_types(self._scopes, plan)
+            coded = {name: value for name, value in self._coded.items() if name in types}
+            options.add_external_initializers(list(coded), list(coded.values()))
+            model = build(self._scopes, plan, StoredWeights("made", dict.fromkeys(coded, 0))).SerializeToString()
             session = ort.InferenceSession(model, options, providers=[self._provider.name])
             inputs = {value.name for value in session.get_inputs()}
             every = self._weights | stored_values(self._scopes, plan, self.device)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import (
@@ -20,7 +19,7 @@ from haarkv.models.checkpoint import (
     stored_tensors,
 )
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes, random_bytes, weight_bytes
+from haarkv.models.footprint import IN_PLACE, WeightBytes, keeps, random_bytes, weight_bytes
 from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import ALONE, Ranks, Split
@@ -160,21 +159,34 @@ def load_model(
 
 
 def weights_of(
-    name: str | Path, config: ModelConfig, dtype: str, split: Split | None = None, keep_blocks: KeptBlocks = False
-) -> WeightBytes:
+    name: str | Path, config: ModelConfig, dtype: str, split: Split | None = None, keep_blocks: KeptBlocks = False,
+    in_order: Mapping[str, float] = IN_PLACE,
+) -> WeightBytes:  # fmt: skip
     """What the weights of a model take in memory, once `load_model` has read them; they are compared with the config.
 
     Args:
         name: as in `read_config`, which gave `config`.
         dtype, keep_blocks: as of `load_model`.
         split: of the whole model, where this is one of several ranks.
+        in_order: as of `footprint.weight_bytes`.
     Raises:
         InputError: as `load_weights`.
     """
     source = source_of(name)
     if source is None:
         return random_bytes(config, _dtype(dtype), split)
-    return weight_bytes(held_for(source, config), config, _dtype(dtype), split, keep_blocks)
+    return weight_bytes(held_for(source, config), config, _dtype(dtype), split, keep_blocks, in_order)
+
+
+def restored_types(name: str | Path, kept: KeptBlocks) -> list[str]:
+    """Types of the blocks in a model's file, by name, that are restored where only some are kept.
+
+    Raises:
+        InputError: as `source_of`.
+    """
+    source = source_of(name)
+    held = source.tensors().values() if source is not None else ()
+    return sorted({of.blocks for of in held if of.blocks is not None and not keeps(of, kept)})
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -183,13 +195,16 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def stream_tensors(name: str | Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def stream_tensors(
+    name: str | Path, config: ModelConfig, dtype: torch.dtype, keep_blocks: KeptBlocks = False
+) -> Iterator[tuple[str, Weight]]:
     """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
 
     Args:
         name: as in `read_config`, which gave `config`.
+        keep_blocks: as of `load_weights`.
     Raises:
         InputError: as `load_weights`, with the first.
     """
     source = source_of(name)
-    return random_tensors(config, dtype) if source is None else stored_tensors(source, config, dtype)
+    return random_tensors(config, dtype) if source is None else stored_tensors(source, config, dtype, keep_blocks=keep_blocks)

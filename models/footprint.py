@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -13,8 +14,9 @@ from haarkv.models.mixers import kind_of
 from haarkv.models.parallel import Split
 from haarkv.models.source import Held, KeptBlocks
 from haarkv.models.tensors import StoredTensor
-from haarkv.models.weights import HEAD, checkpoint_tensors
+from haarkv.models.weights import EMBEDDING, HEAD, checkpoint_tensors
 
+IN_PLACE: Mapping[str, float] = MappingProxyType({})
 _FP32 = torch.float32.itemsize
 
 
@@ -54,12 +56,15 @@ def weight_bytes(
     dtype: torch.dtype,
     split: Split | None = None,
     keep_blocks: KeptBlocks = False,
+    in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:
     """What weights take that `checkpoint.load_weights` reads.
 
     Args:
         held: of the source; what it lacks is lent, and takes nothing.
         dtype, split, keep_blocks: as of `load_weights`.
+        in_order: by type, bytes of memory for each number in blocks that are kept and put in another order. An embedding that
+            is no head is not: its rows are restored from the file.
     """
     own = kept = passed = 0
     for name, tensor in checkpoint_tensors(config).items():
@@ -69,6 +74,10 @@ def weight_bytes(
         blocks = keeps(of, keep_blocks)
         as_it_is = blocks or (of.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
         in_file = round(of.nbytes * share)
+        if blocks and of.blocks in in_order and (name != EMBEDDING or config.tied):
+            own += round(math.prod(tensor.shape) * share * in_order[of.blocks])
+            passed += in_file
+            continue
         # Blocks of some rows and columns are a view; a part of dense rows is copied.
         if as_it_is and of.in_place and (blocks or share == 1):
             kept += in_file

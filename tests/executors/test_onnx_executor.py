@@ -7,6 +7,7 @@ import pytest
 import torch
 from at_length import MORE, rest, thinned
 from bases import calibration
+from block_weights import in_blocks, made
 from onnx_graphs import CONFIG, small_model
 from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resized
 
@@ -19,6 +20,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.weight import dense
 from haarkv.validation.layers.runner import validate
 
 TQ4 = formats.get("tq4")
@@ -99,6 +101,53 @@ def test_two_formats_of_one_name_are_not_mistaken_for_one_another():
     paging = new_paging(cache)
     with pytest.raises(ValueError, match="two formats of one graph have the same name"):
         prefill(OnnxExecutor(small_model(CONFIG)), cache, paging, [paging.add()], [[1, 2, 3]])
+
+
+# -- Weights in blocks ---------------------------------------------------------------------------------------------------
+# Wide enough for blocks of 256.
+BLOCKY = resized(CONFIG, hidden_size=256, intermediate_size=256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_in_blocks_of_every_type_is_the_references(dtype):
+    """Tokens and prompts; each layer has other types than the next, and blocks that are balanced have scales."""
+    config = resized(BLOCKY, num_layers=4)
+    model = in_blocks(small_model(config, dtype=dtype))
+    scales = 2.0 ** torch.arange(-2, 2).repeat(config.heads.num_heads * config.heads.head_dim // 4)
+    first = model.weights.layers[0].changed(lambda field, weight: weight * scales if field == "o_proj" else weight)
+    model = replace(model, weights=replace(model.weights, layers=(first, *model.weights.layers[1:])))
+    executor, prompts = OnnxExecutor(model), [random_tokens(config, 20, 1), random_tokens(config, 5, 2)]
+    assert len(executor._scopes.blocks) == 4 * 7 + 1
+    report = validate(ReferenceExecutor(model), executor, model, prompts, 2, plan_of(config))
+    assert report.passed, report.first_divergence
+    exact = 0.99999 if dtype == torch.float32 else 0.9999
+    assert min(row.hidden_cos for row in report.rows if row.mode == "teacher-forced") >= exact
+
+
+def test_an_embedding_in_blocks_stays_in_the_file_and_its_rows_are_the_references():
+    model = in_blocks(small_model(BLOCKY), ("Q4_1",))
+    coded = made("Q8_0", BLOCKY.vocab_size, BLOCKY.hidden_size)
+    model = replace(model, weights=replace(model.weights, embedding=coded))
+    cache = new_cache(BLOCKY)
+    paging = new_paging(cache)
+    executor = OnnxExecutor(model)
+    logits = [prefill(each, cache, paging, [paging.add()], [[1, 2, 3]]) for each in (executor, ReferenceExecutor(model))]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+    assert {graph.embed for graph in executor._sessions} == {False}
+
+
+def test_a_type_that_is_not_exact_in_codes_is_restored():
+    model = in_blocks(small_model(BLOCKY), ("Q4_0",))
+    other = made("Q4_0", 256, 256)
+    other = replace(other, type=replace(other.type, name="NEW"))
+    layer = model.weights.layers[0].changed(lambda field, weight: other if field == "up_proj" else weight)
+    model = replace(model, weights=replace(model.weights, layers=(layer, *model.weights.layers[1:])))
+    executor = OnnxExecutor(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(executor._weights[name], dense(other))
+    assert name not in executor._scopes.blocks
+    report = validate(ReferenceExecutor(model), executor, model, [random_tokens(BLOCKY, 9, 1)], 1, plan_of(BLOCKY))
+    assert report.passed, report.first_divergence
 
 
 # -- Texts of several stretches ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from gguf_files import convert
 from refusals import assert_refused
 
 from haarkv.engine.plans import needed, plan_for
+from haarkv.executors.catalog import bytes_in_order
 from haarkv.models.catalog import load_model, read_config, source_of, weights_of
 from haarkv.models.footprint import WeightBytes, weight_bytes, work_bytes
 from haarkv.models.gguf_mix import mixed_bytes, place_called, stays_plain, type_of
@@ -48,6 +49,21 @@ def test_what_is_counted_is_what_is_loaded(folder, files, kind, dtype, keep):
         assert (counted.own, counted.passed) == (0, 0)
     if keep is False and kind == "Q8_0":
         assert counted.own > 3 * counted.passed > 0
+
+
+def test_codes_that_onnx_makes_of_blocks_are_counted_and_so_is_what_the_runtime_copies(files, capsys):
+    pytest.importorskip("onnxruntime")
+    from haarkv.executors.onnx import OnnxExecutor
+
+    config, model = read_config(files["Q8_0"]), load_model(files["Q8_0"], keep_blocks=True)
+    made = {name: value.tensor_size_in_bytes() for name, value in OnnxExecutor(model)._coded.items()}
+    if not config.tied:
+        embedding = {name: nbytes for name, nbytes in made.items() if name.startswith("model.embed_tokens")}
+        assert not embedding
+    counted = weights_of(files["Q8_0"], config, "float32", keep_blocks=True, in_order=bytes_in_order("onnx"))
+    assert counted.own == 2 * sum(made.values())
+    assert main(["info", str(files["Q8_0"]), "--executor", "onnx", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weight_bytes"] == counted.total
 
 
 def test_rows_in_another_order_are_counted_as_copies(tmp_path):

@@ -162,12 +162,15 @@ def test_so_it_is_by_commands_that_compare_and_measure(run, command, tmp_path, m
 
 def test_weights_that_an_executor_restores_are_announced(tmp_path):
     pytest.importorskip("onnxruntime")
-    folder = write_checkpoint(
-        tmp_path / "m", config={"hidden_size": 64, "head_dim": 64, "intermediate_size": 64, "vocab_size": 263}
-    )
-    path = convert(folder, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary())
-    with pytest.warns(UserWarning, match="onnx restores quantised weights as they load: .* GiB in place of"):
-        public.load(path, executor="onnx")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        public.load(path, executor="cpu", balance=False)
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 256, "vocab_size": 263}
+    folder = write_checkpoint(tmp_path / "m", config=sizes)
+    for kind, executor in (("TQ2_0", "onnx"), ("TQ2_0", "cpu")):
+        path = convert(folder, tmp_path / f"{kind}.gguf", kind, vocabulary=byte_vocabulary())
+        said = rf"{executor} restores quantised weights as they load \({kind}\): .* GiB in place of"
+        with pytest.warns(UserWarning, match=said):
+            public.load(path, executor=executor)
+    path = convert(folder, tmp_path / "kept.gguf", "Q8_0", vocabulary=byte_vocabulary())
+    for executor in ("onnx", "cpu"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            public.load(path, executor=executor, balance=False)

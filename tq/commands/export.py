@@ -39,11 +39,16 @@ def _layers(value: str) -> tuple[int | None, int]:
     "--for", "target", type=click.Choice(["onnxruntime", "atc"]), default="onnxruntime", show_default=True,
     help="The runtime to write for.",
 )  # fmt: skip
+@click.option(
+    "--restore", is_flag=True,
+    help="Restore quantized weights of a .gguf file to --dtype, as atc does. Else graphs multiply with them in "
+    "com.microsoft's MatMulNBits, where that is exact.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
 @options.json_option
 def command(
     model: str, kv: str, out: Path, dtype: str | None, layers: tuple[int | None, int] | None, opset: int | None, target: str,
-    force: bool, as_json: bool,
+    restore: bool, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write a model as two ONNX graphs, prefill and decode, and one file of weights. The cache holds packed codes and scales.
 
@@ -75,7 +80,7 @@ def command(
     atc = target == "atc"
     export = Export(
         model, config, span, dtype or ("float16" if atc else "float32"),
-        (ATC_OPSET if atc else DEFAULT_OPSET) if opset is None else opset, atc, __version__,
+        (ATC_OPSET if atc else DEFAULT_OPSET) if opset is None else opset, atc, __version__, restore,
     )  # fmt: skip
     if out.exists() and not force:
         raise InputError(f"{out} exists; name another folder, or replace an earlier export with --force")
@@ -87,5 +92,8 @@ def command(
     if as_json:
         print(json.dumps({"model": model, "out": str(out), "graphs": graphs, "bytes": sizes, **export.about()}))
         return
+    restored = sorted(set(export.blocks.values()) - set(export.kept))
     rows = [(name, f"{size:,}") for name, size in sizes.items()]
     print_table(f"{model} in {out}: layers {span.start} to {span.stop - 1}, {export.dtype}", ("file", "bytes"), rows)
+    if restored:
+        print(f"restored to {export.dtype}: {', '.join(restored)}")

@@ -48,24 +48,25 @@ def _amount(value: str) -> int:
     help="Count weights as a GGUF file of this type, such as q4_k_m or q8_0 [default: as they are loaded here].",
 )  # fmt: skip
 @click.option("--context", type=click.IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
+@options.executor_option()
 @options.dtype_option()
 @options.layers_option
 @options.json_option
 def command(
-    model: str, memories: tuple[int, ...], mix: str | None, context: int | None, dtype: str | None, layers: int | None,
-    as_json: bool,
+    model: str, memories: tuple[int, ...], mix: str | None, context: int | None, executor: str, dtype: str | None,
+    layers: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
     MODEL is tiny (the default), random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a
-    model already downloaded. The weights are not read. They are counted as the fastest executor of this machine holds them:
-    in --dtype, and of a .gguf file on cpu as its blocks.
+    model already downloaded. The weights are not read. They are counted as --executor holds them, the fastest of this machine
+    unless given: in --dtype, and of a .gguf file on cpu as its blocks.
 
     A context that fits may be longer than the model's positions, which YaRN extends. tq generate counts alike, and refuses
     what does not fit; Python, torch and the tokenizer come on top.
     """
     from haarkv.engine.generation import PREFILL_CHUNK
-    from haarkv.executors.catalog import AUTO, block_types, default_dtype, select
+    from haarkv.executors.catalog import block_types, bytes_in_order, default_dtype, select
     from haarkv.models.catalog import DTYPES, read_config, source_of, weights_of
     from haarkv.models.checkpoint import held_for
     from haarkv.models.footprint import random_bytes, work_bytes
@@ -75,12 +76,13 @@ def command(
     config, source = read_config(model, layers), source_of(model)
     held = held_for(source, config) if source is not None and source.path.is_file() else {}
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
-    here = select(AUTO, config, []).name
+    here = select(executor, config, []).name
     chosen = dtype or default_dtype(here)
     if mix is not None:
         weights, how = mixed_bytes(config, mix.lower()), f"in a file of {mix.lower()}"
     elif held:
-        weights, how = weights_of(model, config, chosen, keep_blocks=block_types(here)), f"in memory on {here}"
+        weights = weights_of(model, config, chosen, keep_blocks=block_types(here), in_order=bytes_in_order(here))
+        how = f"in memory on {here}"
     else:
         weights, how = random_bytes(config, DTYPES[chosen]), f"in {chosen} on {here}"
         how += "" if dtype or chosen != "float32" else ", half with --dtype bfloat16"

@@ -23,9 +23,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.block_levels import GROUP, fifth_of_q5, nibbles, of_q4, of_q6, six_bits
 from haarkv.tq_ops.weight import Blocks, BlockType, Weight, dense
 
-BLOCK = 32
+BLOCK = GROUP
 """Numbers of a block, or of an eighth of one of 256."""
 _CHUNK = 2**24  # bytes that are reordered at a time
 
@@ -126,43 +127,6 @@ def _type_of(name: str) -> BlockType:
 # -- From the order of the file --------------------------------------------------------------------------------------------
 
 
-def _nibbles(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x & 15, x >> 4
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Bits [..., 8 n] of bytes [..., n], the lowest first."""
-    return (x.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=x.device) & 1).flatten(-2)
-
-
-def _single(stored: Tensor, at: int) -> tuple[Tensor, Tensor]:
-    """Levels' lower bits [R, n, 32] and fifth bits [R, n, 32] of blocks whose fifth bits, four bytes, lie at `at - 4`."""
-    low, high = _nibbles(stored[..., at : at + 16])
-    return torch.cat([low, high], -1), _bits(stored[..., at - 4 : at])
-
-
-def _of_q4(stored: Tensor, at: int) -> Tensor:
-    """Levels' lower bits [R, n, 8, 32] of 256 numbers, of which blocks 2 i and 2 i + 1 share 32 bytes."""
-    low, high = _nibbles(stored[..., at : at + 128].reshape(*stored.shape[:2], 4, 32))
-    return torch.stack([low, high], -2).flatten(-3, -2)
-
-
-def _six_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima [R, n, 8] of Q4_K and Q5_K."""
-    x, y, z = stored[..., 4:8], stored[..., 8:12], stored[..., 12:16]
-    of_scales = torch.cat([x & 63, z & 15 | x >> 2 & 48], -1)
-    return of_scales, torch.cat([y & 63, z >> 4 | y >> 2 & 48], -1)
-
-
-def _of_q6(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels' lower four and upper two bits [R, n, 8, 32] of Q6_K."""
-    low = stored[..., :128].reshape(*stored.shape[:2], 2, 2, 32)  # halves, quarters 0 and 1
-    lower = torch.cat([low & 15, low >> 4], -2)  # four quarters of each half
-    high = stored[..., 128:192].reshape(*stored.shape[:2], 2, 1, 32)
-    upper = torch.cat([high >> 2 * quarter & 3 for quarter in range(4)], -2)
-    return lower.flatten(-3, -2), upper.flatten(-3, -2)
-
-
 def _packed(bits: Tensor, each: int) -> Tensor:
     """Numbers of `each` bits as bytes, the first lowest: [..., n] -> [..., n * each / 8]."""
     parts = bits.reshape(*bits.shape[:-1], -1, 8 // each)
@@ -186,14 +150,12 @@ def _in_planes(stored: Tensor, name: str) -> Tensor:
             case "Q5_1":
                 return stored[..., 8:], stored[..., 4:8], stored[..., :2], stored[..., 2:4]
             case "Q6_K":
-                lower, upper = _of_q6(stored)
+                lower, upper = of_q6(stored)
                 return _codes(lower), _packed(upper, 2), stored[..., 192:208], stored[..., 208:]
-        of_scales, minima = _six_bits(stored)
+        of_scales, minima = six_bits(stored)
         if name == "Q4_K":
-            return _codes(_of_q4(stored, 16)), of_scales, minima, stored[..., :2], stored[..., 2:4]
-        # Bit J of byte i belongs to number i of block J.
-        fifth = _bits(stored[..., 16:48]).view(*stored.shape[:2], 32, 8).transpose(-1, -2)
-        return _codes(_of_q4(stored, 48)), _packed(fifth, 1), of_scales, minima, stored[..., :2], stored[..., 2:4]
+            return _codes(of_q4(stored, 16)), of_scales, minima, stored[..., :2], stored[..., 2:4]
+        return _codes(of_q4(stored, 48)), _packed(fifth_of_q5(stored), 1), of_scales, minima, stored[..., :2], stored[..., 2:4]
 
     return torch.cat([part.flatten(1) for part in parts()], 1)
 
@@ -211,7 +173,7 @@ def _restored(rows: Tensor, planes: Planes) -> Tensor:
     blocks = rows.shape[1] // planes.nbytes * planes.together
     high, scales, minima, d, m = planes.places(blocks)
     codes = rows[:, :high].reshape(len(rows), blocks, -1)
-    levels = codes.contiguous().view(torch.int8).float() if planes.low == 8 else torch.cat(_nibbles(codes), -1).float()
+    levels = codes.contiguous().view(torch.int8).float() if planes.low == 8 else torch.cat(nibbles(codes), -1).float()
     if planes.high:
         above = rows[:, high:scales].reshape(len(rows), blocks, -1)
         shifts = torch.arange(0, 8, planes.high, dtype=torch.uint8)

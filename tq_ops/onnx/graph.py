@@ -9,7 +9,7 @@ puts its nodes where they are used. Either way a node is found by its path: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 FUNCTION_DOMAIN = "haarkv"
+CONTRIBUTED = "com.microsoft"
+"""Domain of operators that ONNX Runtime adds to the standard ones."""
 
 Scope = Callable[..., Sequence[str]]
 """scope(graph, *inputs) -> outputs, all names of values."""
@@ -156,15 +158,16 @@ class Graph:
 
         Args:
             metadata: kept in the model as it is.
-            stored: where the weights lie; without it they are inputs, after all others.
+            stored: where weights lie; those that it does not know, or all without it, are inputs, after all others.
         """
-        given = inputs if stored else inputs | self.weights
-        outside = [_outside(weight, of, stored) for weight, of in self.weights.items()] if stored else []
+        lie = stored.offsets if stored else {}
+        given = inputs | {weight: of for weight, of in self.weights.items() if weight not in lie}
+        outside = [_outside(weight, self.weights[weight], stored) for weight in self.weights if stored and weight in lie]
         graph = helper.make_graph(
             self._nodes, name, [of.info(value) for value, of in given.items()],
             [of.info(value) for value, of in outputs.items()], initializer=[*self._constants.values(), *outside],
         )  # fmt: skip
-        imports = self._imports()
+        imports = self._imports([*self._nodes, *(node for function in self._written.values() for node in function.node)])
         model = helper.make_model(
             graph, opset_imports=imports, functions=list(self._written.values()), producer_name="haarkv",
             ir_version=max(_OLDEST_IR_WITH_FUNCTIONS, helper.find_min_ir_version_for(imports, ignore_unknown=True)),
@@ -173,9 +176,10 @@ class Graph:
         return model
 
     # -- Inside --------------------------------------------------------------------------------------------------------
-    def _imports(self) -> list[onnx.OperatorSetIdProto]:
-        ours = [helper.make_opsetid(FUNCTION_DOMAIN, 1)] if self.functions else []
-        return [helper.make_opsetid("", self.opset), *ours]
+    def _imports(self, nodes: Iterable[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:
+        others = [FUNCTION_DOMAIN] * self.functions
+        others += [CONTRIBUTED] * any(node.domain == CONTRIBUTED for node in nodes)
+        return [helper.make_opsetid("", self.opset), *(helper.make_opsetid(domain, 1) for domain in others)]
 
     def _claim(self, name: str) -> str:
         path = self._path + name
@@ -193,7 +197,7 @@ class Graph:
         nodes: list[onnx.NodeProto] = []
         inner = self._inner("", nodes, set(parameters), inside_function=True)
         results = scope(inner, **{parameter: parameter for parameter in parameters})
-        written = helper.make_function(FUNCTION_DOMAIN, function, parameters, list(results), nodes, self._imports())
+        written = helper.make_function(FUNCTION_DOMAIN, function, parameters, list(results), nodes, self._imports(nodes))
         self._written[function] = written
         return written
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,22 @@ import onnx
 import torch
 from torch import Tensor
 
-from haarkv.models.catalog import path_of, stream_tensors
+from haarkv.models.catalog import path_of, source_of, stream_tensors
+from haarkv.models.checkpoint import held_for
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
 from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, Sizes, require_opset
-from haarkv.models.qwen3_14b.onnx.weights import offsets_of, rope_values, stored_values, weight_types
+from haarkv.models.qwen3_14b.onnx.weights import coded_values, offsets_of, rope_values, stored_values, weight_types
 from haarkv.models.rope import RopeTable
+from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.onnx.block_codes import CODES
+from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
 from haarkv.tq_ops.onnx.reads import EXPORTED, FORMAT
+from haarkv.tq_ops.weight import Blocks, Weight
 
 ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
 """Names of files in the folder: what it is, the weights, and ATC's command lines."""
@@ -48,6 +54,7 @@ class Export:
         opset: version of the standard operators.
         atc: whether for Ascend's ATC.
         version: of this project.
+        restore: restore all weights that lie in blocks of a GGUF file, as graphs for ATC do.
     """
 
     model: str
@@ -57,6 +64,7 @@ class Export:
     opset: int
     atc: bool
     version: str
+    restore: bool = False
 
     def __post_init__(self) -> None:
         if self.atc and self.dtype not in ATC_DTYPES:
@@ -75,8 +83,29 @@ class Export:
         """Whether graphs end with logits; otherwise with hidden states."""
         return self.span.stop == self.config.num_layers
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Types of blocks that graphs multiply with, by name."""
+        return () if self.restore or self.atc else tuple(CODES)
+
+    @cached_property
+    def blocks(self) -> dict[str, str]:
+        """The type of the blocks that each weight of these graphs lies in, if any, by Hugging Face's name."""
+        source = source_of(self.model)
+        held = {} if source is None else held_for(source, self.config)
+        wanted = weight_types(Qwen3Scopes(self.config), GraphSpec(self.span, self.embed, self.head, self.opset))
+        return {name: kind for name in wanted if name in held and (kind := held[name].blocks) is not None}
+
+    def coded(self) -> dict[str, CodedWeight]:
+        """Weights that graphs multiply with as codes of four bits, by name."""
+        shapes, blocks = checkpoint_shapes(self.config), self.blocks
+        return {
+            name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in blocks.items() if kind in self.kept
+        }  # fmt: skip
+
     def about(self) -> dict[str, str]:
         """What every graph says of itself."""
+        types = sorted(set(self.blocks.values()) & set(self.kept))
         return {
             "haarkv.version": self.version,
             "haarkv.model": self.model,
@@ -85,6 +114,7 @@ class Export:
             "haarkv.kv_format": FORMAT.name,
             "haarkv.bytes_per_vector": f"{FORMAT.bytes_per_vector(self.config.heads.head_dim):g}",
             "haarkv.rotation_sha256": rotation_sha256(self.span, self.config.heads.head_dim),
+            **({"haarkv.blocks": " ".join(types)} if types else {}),
         }
 
 
@@ -105,13 +135,14 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
         InputError: a checkpoint that cannot be read, or a weight that is not finite in this dtype.
         OSError: the system refuses to write.
     """
-    scopes = Qwen3Scopes(export.config, export.dtype)
+    scopes = Qwen3Scopes(export.config, export.dtype, blocks=export.coded())
     whole = GraphSpec(export.span, export.embed, export.head, export.opset)
     types = weight_types(scopes, whole)
     stored = StoredWeights(WEIGHTS, offsets_of(types))
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
+    weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], export.kept)
     tensors = chain(
-        stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype]), rope_values(rope),
+        chain.from_iterable(_as_they_lie(name, weight) for name, weight in weights), rope_values(rope),
         stored_values(scopes, whole, rope.device).items(),
     )  # fmt: skip
     _write_weights(folder / WEIGHTS, export.dtype, tensors, types, stored, progress)
@@ -133,6 +164,11 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return list(graphs)
+
+
+def _as_they_lie(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what a weight lies in."""
+    return coded_values(name, weight) if isinstance(weight, Blocks) else iter([(name, weight)])
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Widths, tables and columns are a format's `Description`; matrices are weights. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import Description
+from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
 from haarkv.tq_ops.onnx.reads import FORMAT
 
@@ -39,12 +40,14 @@ class LevelScopes:
         config: shapes.
         dtype: of weights and hidden states, a key of `scopes.DTYPES`.
         k, v: how K and V are stored.
+        blocks: weights that lie in codes of four bits, by their Hugging Face names.
     """
 
     config: ModelConfig
     dtype: str = "float32"
     k: KVFormat = FORMAT
     v: KVFormat = FORMAT
+    blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
 
     codes_out: ClassVar[int] = TensorProto.UINT8
     """Element type of new codes."""

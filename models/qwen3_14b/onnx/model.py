@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 from onnx import TensorProto
 
-from haarkv.models.qwen3_14b.onnx.scopes import KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.scopes import EMBEDDING_FIELD, HEAD_FIELD, KEPT_FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, cache_name, new_name, require_opset
-from haarkv.models.qwen3_14b.onnx.weights import ROPE_COS, ROPE_SIN, weight_types
+from haarkv.models.qwen3_14b.onnx.weights import ROPE_COS, ROPE_SIN, part_name, weight_types
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
@@ -89,9 +91,22 @@ class _Model:
         value_type = self.types[name]
         return self.g.weight(name, value_type)
 
+    def _matrix(self, field: str, name: str) -> dict[str, str]:
+        """A weight, or its parts, as `Qwen3Scopes` wants them."""
+        coded = self.scopes.blocks.get(name)
+        if coded is None:
+            return {f"{field}.weight": self._weight(name)}
+        return {f"{field}.weight.{part}": self._weight(part_name(name, part)) for part in coded.types}
+
+    def _outer(self, field: str, name: str) -> tuple[Qwen3Scopes, dict[str, str]]:
+        """The scopes that know a matrix outside all layers, and the matrix."""
+        coded = self.scopes.blocks.get(name)
+        return replace(self.scopes, here={field: coded} if coded else {}), self._matrix(field, name)
+
     def _embedded(self) -> str:
         ids = self.g.reshape("token_rows", "input_ids", [-1])
-        return self.g.node("embedded", "Gather", self._weight(EMBEDDING), ids)
+        scopes, w = self._outer(EMBEDDING_FIELD, EMBEDDING)
+        return scopes.embedded(self.g, ids, w)
 
     def _shared(self, begin: str) -> dict[str, str]:
         """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
@@ -195,12 +210,13 @@ class _Model:
 
     def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
         tensors = layer_tensors(self.config, layer)
-        weights = {f"{field}.weight": self._weight(tensor.name) for field, tensor in tensors.items()}
+        weights = {word: of for field, tensor in tensors.items() for word, of in self._matrix(field, tensor.name).items()}
         fields = {stored: cache_name(layer, stored) for stored in self.plan.fields}
         scopes = self.plan.scopes(self.scopes, layer)
         by = {word: self._weight(name) for word, (name, _) in scopes.stored_by(layer).items()}
         hidden, *new = self.g.call(
-            f"layers.{layer}", f"DecoderLayer{scopes.suffix}", scopes.layer, hidden=hidden, **fields, **shared, **by,
+            f"layers.{layer}", f"DecoderLayer{scopes.suffix}{scopes.weights_suffix}", scopes.layer,
+            hidden=hidden, **fields, **shared, **by,
             **weights,
         )  # fmt: skip
         for stored, value in zip(self.plan.fields, new, strict=True):
@@ -217,4 +233,6 @@ class _Model:
             g.node("hidden_out", "Reshape", hidden, out)
             return
         rows = hidden if self.one_token else g.node("last_hidden", "Gather", hidden, "last_rows")
-        self.scopes.head(g, rows, self._weight(FINAL_NORM), self._weight(EMBEDDING if config.tied else HEAD))
+        norm = self._weight(FINAL_NORM)
+        scopes, w = self._outer(HEAD_FIELD, EMBEDDING if config.tied else HEAD)
+        scopes.head(g, rows, norm, w)

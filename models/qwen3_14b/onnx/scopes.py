@@ -12,13 +12,16 @@ Rounding points: those of `tq_ops.reference`, but probabilities stay in FP32. In
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 from onnx import TensorProto
 
 from haarkv.models.qwen3_14b.onnx.attention import AttentionScopes
 from haarkv.models.qwen3_14b.onnx.stretches import TURNS
+from haarkv.models.weights import layer_tensors
+from haarkv.tq_ops.onnx.block_products import CodedWeight, product, rows
 from haarkv.tq_ops.onnx.graph import Graph
 
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -26,6 +29,8 @@ FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores of all tokens, in the order of inputs and outputs."""
 KEPT_FIELDS = ("k_kept", "v_kept")
 """What it stores beside that where tokens stay in BF16."""
+EMBEDDING_FIELD, HEAD_FIELD = "embedding", "head"
+PROJECTIONS = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 
 _FLOAT = TensorProto.FLOAT
 _STRETCHES = ("stretches", "slots_end", "fill")
@@ -34,7 +39,20 @@ _ATTENDED_BY = ("k_rotation", "k_mean", "k_rows", "v_rotation", "kept_index", "k
 
 @dataclass(frozen=True)
 class Qwen3Scopes(AttentionScopes):
-    """The scopes of a model's graphs."""
+    """The scopes of a model's graphs.
+
+    Args:
+        here: of `blocks`, the weights of the layer at hand, by field.
+    """
+
+    here: Mapping[str, CodedWeight] = field(default_factory=dict)
+
+    def of_layer(self, layer: int) -> Self:
+        """Those of one layer."""
+        if not self.blocks:
+            return self
+        tensors = layer_tensors(self.config, layer)
+        return replace(self, here={f: self.blocks[of.name] for f, of in tensors.items() if of.name in self.blocks})
 
     @property
     def element(self) -> int:
@@ -46,6 +64,16 @@ class Qwen3Scopes(AttentionScopes):
         """Of the names of functions that depend on how K and V are stored."""
         return f"_{self.k.name}_{self.v.name}" + (f"_turned_{self.turned}" if self.turned else "")
 
+    @property
+    def weights_suffix(self) -> str:
+        """Of the names of functions that depend on how weights are stored: each type, with its fields if there are several."""
+        by_name: dict[str, list[str]] = {}
+        for projection, weight in self.here.items():
+            by_name.setdefault(weight.codes.name, []).append(projection.removesuffix("_proj"))
+        if len(by_name) == 1 and len(self.here) == len(PROJECTIONS):
+            return "".join(f"_{name}" for name in by_name)
+        return "".join(f"_{name}_of_{'_'.join(fields)}" for name, fields in by_name.items())
+
     # -- Pieces --------------------------------------------------------------------------------------------------------
     def _widen(self, g: Graph, name: str, x: str) -> str:
         """The same numbers in FP32; nothing to do in an FP32 model."""
@@ -55,12 +83,19 @@ class Qwen3Scopes(AttentionScopes):
         """Rounded to the model's dtype."""
         return x if self.element == _FLOAT else g.node(name, "Cast", x, to=self.element)
 
-    def _linear(self, g: Graph, name: str, x: str, weight: str) -> str:
+    def _linear(self, g: Graph, name: str, x: str, w: Mapping[str, str], field: str) -> str:
         """`x @ weight.T`: [N, in] of the model's dtype -> [N, out] fp32.
 
         BF16 operands are widened, which is what products and sums in FP32 mean, and what providers without a BF16 product
-        can run. FP16 is left to the provider, whose product is FP16.
+        can run. FP16 is left to the provider, whose product is FP16. Numbers of blocks are not rounded to either.
+
+        Args:
+            w: the weight as `field.weight`, or its parts as `field.weight.part`.
         """
+        if coded := self.here.get(field):
+            parts = {part: w[f"{field}.weight.{part}"] for part in coded.types}
+            return product(g, name, self._widen(g, f"{name}_x", x), coded, parts)
+        weight = w[f"{field}.weight"]
         if self.dtype == "bfloat16":
             x, weight = g.node(f"{name}_x", "Cast", x, to=_FLOAT), g.node(f"{name}_weight", "Cast", weight, to=_FLOAT)
         if self.dtype == "float16":
@@ -119,14 +154,12 @@ class Qwen3Scopes(AttentionScopes):
             **{word: w[word] for word in _ATTENDED_BY if word in w}, **of_tokens,
             **{word: w[word] for word in (*TURNS, *_STRETCHES) if self.turned},
         )  # fmt: skip
-        hidden = self._residual(
-            g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w["o_proj.weight"])
-        )
+        hidden = self._residual(g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w, "o_proj"))
 
         x = self._normed(g, "post_norm", hidden, w["post_norm.weight"])
-        gate, up = self._linear(g, "gate_proj", x, w["gate_proj.weight"]), self._linear(g, "up_proj", x, w["up_proj.weight"])
-        product = self._round(g, "product", g.call("swiglu", "SwiGLU", self.silu_mul, gate=gate, up=up)[0])
-        hidden = self._residual(g, "out", hidden, self._linear(g, "down_proj", product, w["down_proj.weight"]))
+        gate, up = (self._linear(g, field, x, w, field) for field in ("gate_proj", "up_proj"))
+        gated = self._round(g, "product", g.call("swiglu", "SwiGLU", self.silu_mul, gate=gate, up=up)[0])
+        hidden = self._residual(g, "out", hidden, self._linear(g, "down_proj", gated, w, "down_proj"))
         return [hidden, *new.values()]
 
     def _turned_back(self, g: Graph, k: str, of_tokens: Mapping[str, str]) -> str:
@@ -146,7 +179,7 @@ class Qwen3Scopes(AttentionScopes):
 
     def _projected(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
         """Q, K or V as projected, with its bias where the family has one."""
-        y, bias = self._linear(g, f"{side}_proj", x, w[f"{side}_proj.weight"]), w.get(f"{side}_bias.weight")
+        y, bias = self._linear(g, f"{side}_proj", x, w, f"{side}_proj"), w.get(f"{side}_bias.weight")
         return y if bias is None else g.node(f"{side}_biased", "Add", y, self._widen(g, f"{side}_bias_fp32", bias))
 
     def _head_norm(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
@@ -162,7 +195,19 @@ class Qwen3Scopes(AttentionScopes):
         total = g.node(f"{name}_sum", "Add", self._widen(g, f"{name}_hidden", hidden), update)
         return self._round(g, f"{name}_rounded", total)
 
-    def head(self, g: Graph, hidden: str, norm: str, weight: str) -> None:
-        """Logits [B, vocab] fp32 of hidden states [B, hidden]."""
+    def head(self, g: Graph, hidden: str, norm: str, w: Mapping[str, str]) -> None:
+        """Logits [B, vocab] fp32 of hidden states [B, hidden].
+
+        Args:
+            w: as of `_linear`, the field being `HEAD_FIELD`.
+        """
         x = self._normed(g, "final_norm", hidden, norm)
-        self._linear(g, "logits", x, weight)
+        self._linear(g, "logits", x, w, HEAD_FIELD)
+
+    def embedded(self, g: Graph, ids: str, w: Mapping[str, str]) -> str:
+        """Rows [N, hidden] of the embedding, whose field is `EMBEDDING_FIELD`, in the model's dtype."""
+        coded = self.here.get(EMBEDDING_FIELD)
+        if coded is None:
+            return g.node("embedded", "Gather", w[f"{EMBEDDING_FIELD}.weight"], ids)
+        parts = {part: w[f"{EMBEDDING_FIELD}.weight.{part}"] for part in coded.types}
+        return self._round(g, "embedded_rounded", rows(g, "embedded", ids, coded, parts))

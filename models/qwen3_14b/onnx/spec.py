@@ -75,6 +75,7 @@ class GraphSpec:
 
     def scopes(self, scopes: Qwen3Scopes, layer: int) -> Qwen3Scopes:
         """Those of one layer of the span."""
+        scopes = scopes.of_layer(layer)
         if not self.formats:
             return scopes
         k, v = self.formats[layer - self.span.start]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from gguf_files import byte_vocabulary, convert
 from onnx_graphs import CONFIG, TensorProto, graph_of, helper, onnx, ort, run, shapes_of, small_model, weights_of
 from places import ROOT
 
@@ -23,6 +24,8 @@ from haarkv.models.qwen3_14b.onnx import export as onnx_export
 from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan
 from haarkv.models.qwen3_14b.onnx.export import ABOUT, COMMANDS, WEIGHTS, Export, write_export
 from haarkv.models.qwen3_14b.onnx.model import build
+from haarkv.models.weights import checkpoint_shapes
+from haarkv.tq_ops.onnx.graph import TensorType
 from tq import __version__
 from tq.cli import main
 
@@ -148,6 +151,57 @@ def test_one_weight_at_a_time_is_in_memory(checkpoint, tmp_path, monkeypatch):
     config = read_config(str(checkpoint))
     write_export(tmp_path, Export(str(checkpoint), config, range(3), "bfloat16", 23, False, "0"))
     assert most <= 2
+
+
+# -- Weights in blocks of a file -----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Blocks of 256 do not fit, and gguf writes none of them; the head is not tied."""
+    folder = tmp_path_factory.mktemp("files")
+    small = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 160, "vocab_size": 263}
+    return convert(write_checkpoint(folder / "m", config=small), folder / "m.gguf", "Q4_1", vocabulary=byte_vocabulary())
+
+
+def first_logits(folder):
+    session = ort.InferenceSession(folder / "prefill.onnx", providers=["CPUExecutionProvider"])
+    feed = {"input_ids": np.arange(10).reshape(2, 5), "last_rows": np.array([4, 9], np.int32)}
+    feed |= {"past_lens": np.zeros(2, np.int32), "block_table": np.zeros((2, 1), np.int32)}
+    for value in session.get_inputs():
+        if value.name.startswith("layers."):
+            codes = value.name.endswith("codes")
+            feed[value.name] = np.zeros((1, 2, 8, 32)[: 4 if codes else 3], np.uint8 if codes else np.float16)
+    return session.run(["logits"], feed)[0]
+
+
+def test_blocks_of_a_file_stay_four_bits_in_the_folder_and_give_the_restored_logits(file, tmp_path, capsys):
+    folders = [tmp_path / "blocks", tmp_path / "restored"]
+    for folder, options in zip(folders, ((), ("--restore",)), strict=True):
+        assert main(["export", "--model", str(file), "--out", str(folder), *options]) == 0
+    assert "restored to float32: Q4_1" in capsys.readouterr().out
+    blocks, restored = (first_logits(folder) for folder in folders)
+    np.testing.assert_allclose(blocks, restored, rtol=0, atol=1e-4 * np.abs(restored).max())
+    graph = onnx.load(folders[0] / "decode.onnx", load_external_data=False)
+    nodes = [node for part in (graph.graph, *graph.functions) for node in part.node if node.op_type == "MatMulNBits"]
+    assert len(nodes) == 7 + 1
+    assert all({a.name: a.i for a in node.attribute}["accuracy_level"] == 1 for node in nodes)  # x stays FP32
+    assert json.loads((folders[0] / ABOUT).read_text())["haarkv.blocks"] == "Q4_1"
+    # 4 bits, and FP32 scale and minimum of each 32 numbers; norms, rotary tables and rotations are the rest.
+    sizes = [sum(t.nbytes for t in outside(folder)) for folder in folders]
+    numbers = sum(np.prod(shape) for shape in checkpoint_shapes(read_config(str(file))).values() if len(shape) == 2)
+    assert sizes[1] - sizes[0] == numbers * 4 - numbers * 24 // 32
+
+
+def outside(folder):
+    """Types of the tensors in the file of weights."""
+    graph = onnx.load(folder / "decode.onnx", load_external_data=False).graph
+    return [TensorType(t.data_type, tuple(t.dims)) for t in graph.initializer if t.external_data]
+
+
+def test_graphs_for_atc_restore_blocks(file, tmp_path, capsys):
+    assert main(["export", "--model", str(file), "--for", "atc", "--out", str(tmp_path / "a"), "--layers", "0:1"]) == 0
+    assert "restored to float16: Q4_1" in capsys.readouterr().out
+    model = onnx.load(next((tmp_path / "a").glob("*.onnx")), load_external_data=False)
+    assert {i.domain for i in model.opset_import} == {""}
 
 
 # -- What cannot be written ----------------------------------------------------------------------------------------------

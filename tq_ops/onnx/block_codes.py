@@ -1,0 +1,116 @@
+"""Weights in the blocks of GGUF files as ONNX Runtime's `MatMulNBits` takes them: codes of four bits, and FP32 scales.
+
+Its CPU kernel restores codes of four bits in registers, with zero points that are whole numbers; of eight bits, or with other
+zero points, it restores the whole matrix at each product. So levels of more bits lie in two matrices of codes with the same
+scales, and minima meet the sums of each group of x:
+
+    level  = centre + lower - 8 + 16 * (upper - 8)          lower - 0 of Q8_0, whose levels fill all bits
+    number = scale * (level - centre) + (minimum + centre * scale)
+
+The centre, the middle of levels that begin at 0, leaves little for the minima, so that sums do not cancel. Levels and scales
+are exact. A minimum is rounded to FP32 once, as gguf rounds each number, and has no rounding where it fits 24 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.block_levels import GROUP, levels_of
+from haarkv.tq_ops.weight import Blocks
+
+MIDDLE = 8
+"""The operator's own zero point of four bits."""
+_BYTES = 2**20
+"""Of blocks that are put in order at a time."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How weights of one type lie in codes.
+
+    Attributes:
+        type: of the file's blocks, by name.
+        group: numbers that share a scale.
+        zero: what lower codes are less.
+        centre: what levels are less where there are minima.
+        upper: whether there are upper codes.
+        minimum: whether groups have a minimum.
+        columns: whether columns have a scale too.
+    """
+
+    type: str
+    group: int = GROUP
+    zero: int = MIDDLE
+    centre: int = 0
+    upper: bool = False
+    minimum: bool = False
+    columns: bool = False
+
+    @property
+    def name(self) -> str:
+        """One name for all that are multiplied with alike."""
+        return self.type + "_columns" * self.columns
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The tensors that a weight lies in, by name: dtype and shape."""
+        groups = inputs // self.group
+        codes, scales = (torch.uint8, (outputs, groups, self.group // 2)), (torch.float32, (outputs, groups))
+        found = {"lower": codes, "scale": scales}
+        if self.upper:
+            found["upper"] = codes
+        if self.minimum:
+            found["minimum"] = scales
+        if self.columns:
+            found["columns"] = (torch.float32, (inputs,))
+        return found
+
+    @property
+    def bytes_in_memory(self) -> float:
+        """A number: of all parts but scales of columns, twice, for ONNX Runtime packs codes and copies scales."""
+        return 2 * ((1 + self.upper) / 2 + 4 * (1 + self.minimum) / self.group)
+
+
+_KNOWN = (
+    Codes("Q8_0", zero=0, upper=True), Codes("Q4_0"), Codes("Q4_1", centre=8, minimum=True), Codes("Q5_0", upper=True),
+    Codes("Q5_1", centre=16, upper=True, minimum=True), Codes("Q4_K", centre=8, minimum=True),
+    Codes("Q5_K", centre=16, upper=True, minimum=True), Codes("Q6_K", group=GROUP // 2, upper=True),
+    Codes("IQ4_NL", upper=True), Codes("MXFP4", upper=True),
+)  # fmt: skip
+CODES = {codes.type: codes for codes in _KNOWN}
+"""By the type of the file's blocks."""
+
+
+def codes_of(weight: Blocks) -> Codes:
+    """How a weight of one of the types of `CODES` lies in codes."""
+    return replace(CODES[weight.type.name], columns=weight.column_scales is not None)
+
+
+def in_codes(weight: Blocks) -> dict[str, Tensor]:
+    """A weight on the host in the tensors of `Codes.parts`, which are new memory."""
+    codes = codes_of(weight)
+    made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in codes.parts(*weight.shape).items()}
+    step = max(1, _BYTES // weight.data.shape[1])
+    for at in range(0, len(weight), step):
+        stored, rows = weight.data[at : at + step], slice(at, at + step)
+        levels = levels_of(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
+        coded = levels.level.to(torch.int16) + (codes.zero - codes.centre)
+        made["lower"][rows] = _packed(coded & 15)
+        if codes.upper:
+            made["upper"][rows] = _packed((coded >> 4) + MIDDLE)
+        made["scale"][rows] = levels.scale
+        if levels.minimum is not None:
+            made["minimum"][rows] = levels.minimum + codes.centre * levels.scale
+    if weight.row_scales is not None:
+        for name in {"scale", "minimum"} & made.keys():
+            made[name] *= weight.row_scales.float().unsqueeze(-1)
+    if weight.column_scales is not None:
+        made["columns"].copy_(weight.column_scales)
+    return made
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """[..., n] of four bits as bytes [..., n / 2], the first in the lower half."""
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
