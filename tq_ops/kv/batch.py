@@ -59,7 +59,7 @@ class Batch:
         return Batch(**{name: uploaded(tensor, torch.device(device)) for name, tensor in self.tensors.items()})
 
     def at_most(self, tokens: int) -> bool:
-        """Whether no sequence has more new tokens than these; a device is waited for once, and only where sizes do not tell."""
+        """Whether no sequence has more new tokens than so many; a device is waited for where sizes do not tell, and once."""
         if len(self.positions) - len(self.seq_lens) < tokens:  # all have one at least
             return True
         if not self._most:

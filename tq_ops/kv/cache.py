@@ -84,7 +84,7 @@ class PagedKVCache:
         self.states |= self._kv
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
         tails = any(kept.ring for *_, kept in self.fields() if kept)
-        self._wide = {layer: False for layer in self._kv} if tails and self.room < chunk else None
+        self._wide = dict.fromkeys(self._kv, False) if tails and self.room < chunk else None
         limits = [chunk] * tails
         limits += [self._ring_chunk] * any(of_layer.ring is not None for of_layer in self._kv.values())
         self.most_new_tokens = min(limits, default=None)
@@ -95,7 +95,8 @@ class PagedKVCache:
         """An empty cache of the same plan and sizes, on a device."""
         return PagedKVCache(
             self.plan, self.shapes, num_blocks=self.num_blocks, num_rows=self.num_rows, row_blocks=self._row_blocks,
-            chunk=self.chunk, room=self.room, ring_chunk=self._ring_chunk, block_size=self.block_size, device=device, states=self._states,
+            chunk=self.chunk, room=self.room, ring_chunk=self._ring_chunk, block_size=self.block_size, device=device,
+            states=self._states,
         )  # fmt: skip
 
     @classmethod

@@ -124,10 +124,11 @@ class LayerKV:
 
     def wider(self, room: int, batch: Batch) -> LayerKV:
         """The same packed memory, with tokens in BF16 as `Kept.wider` has them."""
-        k, v = (
-            replace(side, kept=side.kept.wider(room, batch)) if side.kept and side.kept.ring else side for _, side in self.sides
-        )
-        return replace(self, k=k, v=v)
+
+        def of(side: Side) -> Side:
+            return replace(side, kept=side.kept.wider(room, batch)) if side.kept and side.kept.ring else side
+
+        return replace(self, k=of(self.k), v=of(self.v))
 
     def take_newest(self, wide: LayerKV, batch: Batch) -> None:
         """As `Kept.take_newest`, of K and V."""
