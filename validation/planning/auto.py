@@ -168,7 +168,8 @@ def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Ca
             costs[place] = {name: probes.cost(place, name, calibration)}
             on_step(f"{name} for {place[1].upper()} of layer {place[0]}", PROBED_BY)
         return costs
-    whole, found = Whole(subject.model, base, text[:KINDS_PROBED_BY], TAIL + SINKS, _EVERY), {}
+    whole = Whole(subject.model, base, text[:KINDS_PROBED_BY], TAIL + SINKS, _EVERY)
+    found: dict[Place, dict[str, float]] = {}
     for group in alike:
         plan, name = base.plan, PROBES[group[0][1]]
         for place in group:
