@@ -18,6 +18,7 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.shapes import KEPT_ROOM
 from haarkv.tq_ops.npu import kept, turns
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.reads import READS
@@ -99,7 +100,7 @@ class NpuExecutor:
         self._runner.on_program = on_program
         if not self._runner.keeps_programs:
             return
-        cache = PagedKVCache(plan, self.config.kv_shapes, num_blocks=1, num_rows=1, device=self.device)
+        cache = PagedKVCache(plan, self.config.kv_shapes, num_blocks=1, num_rows=1, room=KEPT_ROOM, device=self.device)
         paging = PagedSequences(1, cache.block_size, num_rows=1)
         sequence = paging.add()
         for tokens in (2, 1):
@@ -130,14 +131,15 @@ class NpuExecutor:
         state: Tensor | None = None
         for index in span:
             mixer = self.config.layers[index].attention
-            in_bf16 = kept.kept_shape(cache.plan, index, cache.chunk, mixer.window)
+            in_bf16 = kept.kept_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
             program = build(self.config, *sides_of(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
             # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
             alike = mixer.rope, cache.ring(index), program.attention.step_tokens
             if alike not in tilings:
                 tilings[alike] = inputs.tile(cache.placed(index, batch), program, ropes[mixer.rope])
             tiling = tilings[alike]
-            state = self._layer(program, index, tiling.spread(hidden) if state is None else state, tiling, cache)
+            with cache.with_room(index, batch, always=not one_each):
+                state = self._layer(program, index, tiling.spread(hidden) if state is None else state, tiling, cache)
         return hidden if state is None else state[tiling.row]
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:

@@ -94,8 +94,9 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
     if mixer.gated:
         q, gate = q.view(len(x), mixer.num_heads, 2, mixer.head_dim).unbind(2)
     q, k, v = turned(q, "q"), turned(projected("k"), "k"), projected("v")
-    ops.store_kv(k, v, step.cache, index, step.batch)
-    attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale).flatten(1)
+    with step.cache.with_room(index, step.batch):
+        ops.store_kv(k, v, step.cache, index, step.batch)
+        attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale).flatten(1)
     if mixer.gated:
         attended = ops.sigmoid_mul(gate.flatten(1), attended.float(), x.dtype)
     return ops.linear(attended, weights.matrix("o_proj"))

@@ -65,7 +65,8 @@ class FusedModel:
             layer, packed, declared = weights.layers[index], self.packed[index], config.layers[index]
             mixer, eps = declared.attention, declared.norm.eps
             qkv = ops.linear(x, packed.qkv_proj)
-            attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
+            with cache.with_room(index, batch):
+                attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
             behind = [(layer[f"{part}_out_norm"], eps) if declared.norms_behind else None for part in ("mixer", "mlp")]
             hidden, x = ops.add_norm(hidden, ops.linear(attended, layer.matrix("o_proj")), layer["post_norm"], eps, behind[0])
             gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)

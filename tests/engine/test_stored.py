@@ -25,7 +25,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
-from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, KVShape
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from tq.cli import main
@@ -80,15 +80,15 @@ def test_a_shared_prefix_is_not_computed_again(session):
 # -- Where a prefix may be cut ---------------------------------------------------------------------------------------------
 
 
-def stored_of(plan, tokens=300):
+def stored_of(plan, tokens=300, room=KEPT_CHUNK):
     generator = torch.Generator().manual_seed(1)
-    cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=2)
+    cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=2, room=room)
     paging = PagedSequences(4, 128, order=[2, 0, 3, 1], num_rows=2)
     paging.add()
     sequence = paging.add()
     x = torch.randn(tokens, 1, 64, generator=generator)
-    for begin in range(0, tokens, 50):
-        batch = paging.batch([sequence], [min(50, tokens - begin)])
+    for begin in range(0, tokens, step := min(50, room)):
+        batch = paging.batch([sequence], [min(step, tokens - begin)])
         cache.write(0, x[batch.positions], -x[batch.positions], batch)
     return x, take(cache, paging, sequence, range(tokens))
 
@@ -157,10 +157,10 @@ def test_a_sequence_that_does_not_fit_begins_nothing():
 def test_requantizing_keeps_what_is_known_best():
     """From `tq8` the error is that of `tq4`; tokens that the window still holds go over in BF16 without loss."""
     before, after = KVSpec("tq8", tail=40, sink=2).plan(1), KVSpec("tq4", tail=40, sink=2).plan(1)
-    x, stored = stored_of(before)
+    x, stored = stored_of(before, room=KEPT_ROOM)
     changed = requantized(stored, before, after, KVShape(1, 64))
     assert torch.equal(changed.tensors["layers.0.k.window"], stored.tensors["layers.0.k.window"])
-    _, direct = stored_of(after)
+    _, direct = stored_of(after, room=KEPT_ROOM)
     of = after.k(0)
     fields = [{n: s.tensors[f"layers.0.k.{n}"] for n in ("codes", "scale")} for s in (changed, direct)]
     errors = [(of.dequantize(f, 0).transpose(1, 2).reshape(-1, 64)[:300] - x[:, 0]).norm() for f in fields]
@@ -177,7 +177,7 @@ SHAPE = ModelShape.uniform(1, 1, 64, 32, 400)
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
 def file(request, tmp_path):
     plan = KVSpec("tq4", tail=4).plan(1)
-    _, stored = stored_of(plan)
+    _, stored = stored_of(plan, room=KEPT_ROOM)
     origin = cache_file.origin_of(plan, SHAPE, "weights")
     cache_file.save(tmp_path / "c", stored, origin, compress=request.param)
     return tmp_path / "c", plan, stored, origin

@@ -14,6 +14,7 @@ from haarkv.engine.loading import load as load_session
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.validation.planning import calibrate as learning_room
+from haarkv.validation.planning import common_text
 from tq.cli import main
 
 TEXT = Path(checkpoints.__file__).read_text(encoding="utf-8")
@@ -68,12 +69,18 @@ def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
     assert calibration_file.load(tmp_path / "again.safetensors").calibration.digest == file.calibration.digest
 
 
-def test_without_a_text_the_model_writes_one_itself(tq, tmp_path):
+def test_without_a_text_it_learns_from_the_one_that_auto_reads(tq, monkeypatch):
+    asked, read = [], common_text.common_text
+
+    def reading(tokenizer, tokens):
+        asked.append(tokens)
+        return read(tokenizer, tokens)
+
+    monkeypatch.setattr(common_text, "common_text", reading)
     code, out, err = tq("calibrate", "--out", "own.safetensors", *SHORT, "--force", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["tokens"] == 600
-    again = tq("calibrate", "--out", "again.safetensors", *SHORT, "--force", "--json")
-    assert json.loads(again[1])["digest"] == json.loads(out)["digest"]
+    assert asked == [600 + 1 + 60 + 1]
 
 
 def test_eval_and_generate_take_learned_formats(tq):

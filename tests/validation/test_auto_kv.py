@@ -10,10 +10,14 @@ import tq
 from haarkv.engine.plans import plan_for
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.fidelity.evaluation import Setup, make_workload
 from haarkv.validation.planning import auto, remembered
 from haarkv.validation.planning.calibrate import load_subject
 from haarkv.validation.planning.candidates import bits_per_value
+from haarkv.validation.planning.common_text import common_text
+from haarkv.validation.planning.estimates import Probes, Whole
 from haarkv.validation.planning.own_text import SEQUENCES, start_token, write
+from haarkv.validation.planning.planner import measure
 from tq.cli import main
 
 LOSS = 0.0004
@@ -54,7 +58,7 @@ def test_the_chosen_cache_is_under_the_bound_and_spends_it(chosen):
     under = [row for row in chosen.rows if row.kl_mean <= LOSS]
     assert chosen.row == min(under, key=lambda row: row.bits_per_value)
     assert chosen.row.kl_mean > 0.3 * LOSS
-    assert len(chosen.rows) <= auto._JUDGED_AT_MOST + 1
+    assert len(chosen.rows) <= auto._TRIED_AT_MOST + 1
     assert (chosen.spec.tail, chosen.spec.sink) == (124, 4)
     plan = plan_for(chosen.spec, chosen.config)
     bits = bits_per_value(plan, chosen.config, 2048 if chosen.config.max_position_embeddings == 2048 else 4096)
@@ -95,6 +99,42 @@ def test_no_plan_of_fewer_bytes_would_do(chosen):
     assert lost <= allowed
     assert bits_per_value(found, config, context) <= bits_per_value(uniform, config, context)
     assert {f.name for f in auto.smallest(chosen.costs, config, 0.0, calibration).formats} == {"bf16"}
+
+
+def test_a_tail_is_taken_where_it_saves_bytes(chosen):
+    config, calibration = chosen.config, chosen.file.calibration
+    allowed = sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in chosen.costs.items())
+    for times, tail in ((1.0, 60), (50.0, 124)):
+        assert auto.smallest(chosen.costs, config, allowed, calibration, {124: 1.0, 60: times}).recent == tail
+
+
+# -- Estimates --------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def text(subject):
+    return torch.tensor(common_text(subject.tokenizer, auto.PROBED_BY + 1))
+
+
+def test_a_loss_is_estimated_as_it_is_measured(subject, text):
+    base = subject.session(KVSpec("bf16", 124, 4))
+    whole = Whole(subject.model, base, text[:-1], first=128, every=1)
+    for kv in ("tq2", "tq4"):
+        plan = plan_for(KVSpec(kv, 124, 4), subject.config)
+        assert whole.kl(plan) == pytest.approx(whole.row(kv, plan, text).kl_mean, rel=0.25), kv
+    assert whole.kl(base.plan) == 0
+
+
+def test_a_probe_costs_what_it_costs_when_all_layers_run(subject, text):
+    """Behind the tokens that no query sees packed, and whatever was probed before."""
+    base = subject.session(KVSpec("bf16", 124, 4))
+    probes, setup = Probes(subject.model, base, text[:-1]), Setup(subject.model, base, {}, "")
+    work = make_workload(text.tolist(), 2048, window=len(text) - 1, prompts=0)
+    exact = measure(setup, work, {"k": ("tq2",), "v": ("tq2",)})
+    last = subject.config.num_layers - 1
+    found = {place: probes.cost(place, "tq2") for place in ((last, "v"), (0, "k"), (0, "v"), (2, "k"))}
+    for place, cost in found.items():
+        assert cost * probes.scored / auto.PROBED_BY == pytest.approx(exact[place]["tq2"], rel=0.3), place
+    assert probes.cost((2, "k"), "tq2") == pytest.approx(found[2, "k"], rel=1e-6)
+    assert probes.cost((2, "k"), "bf16") == 0
 
 
 def test_a_bound_that_is_none_is_refused(subject):

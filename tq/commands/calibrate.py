@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.command("calibrate", cls=Command)
 @click.option(
     "--text", "text_files", metavar="FILE", multiple=True,
-    help="UTF-8 text to learn from; repeatable; - is stdin [default: what the model writes itself].",
+    help="UTF-8 text to learn from; repeatable; - is stdin [default: Python's language reference].",
 )  # fmt: skip
 @click.option(
     "--verify", "verify_file", metavar="FILE",
@@ -69,6 +69,7 @@ def command(
     from haarkv.tq_ops.kv.calibration_file import dumps
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.calibrate import load_subject
+    from haarkv.validation.planning.common_text import common_text
 
     options.set_threads(threads)
     options.say_if_interpreted(model["executor"], device=model["device"])
@@ -77,8 +78,9 @@ def command(
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings
     if window is not None and not 1 <= window <= most:
         raise InputError(f"--window must lie in 1 … {most:,}, the model's positions, not be {window:,}")
-    ids = _own_text(subject, tokens + 1 + (verify_tokens + 1 if other is None else 0)) if text is None else encode(text)
-    half = tokens + 1 if text is None else len(ids) // 2
+    wanted = tokens + 1 + (verify_tokens + 1 if other is None else 0)
+    ids = common_text(subject.tokenizer, wanted) if text is None else encode(text)
+    half = tokens + 1 if text is None and len(ids) == wanted else len(ids) // 2
     learned_from, unseen = (ids[:half], ids[half:]) if other is None else (ids, encode(other))
     work = make_workload(learned_from, most, window=window, tokens=tokens, prompts=0)
     # As long as is allowed: keys of late positions are judged too.
@@ -100,15 +102,6 @@ def command(
     write_whole(out_file, dumps(found))
     with unread_is_fine():
         _print(out_file, found, report, as_json)
-
-
-def _own_text(subject: Subject, tokens: int) -> list[int]:
-    """What the model writes from its start token."""
-    from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.planning.own_text import write
-
-    with scoring(tokens) as on_step:
-        return write(subject.session(KVSpec("bf16")), tokens, on_step=on_step).tolist()
 
 
 def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path | None) -> Learning:

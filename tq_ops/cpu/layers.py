@@ -98,13 +98,13 @@ class DenseLayers:
             hidden: [T, hidden] of the model's dtype, T up to `FEW`; it is left as it is.
             ropes: cos and sin [T, D/2] fp32 by each rotary embedding.
         Returns:
-            [T, hidden], or None where the ops have to run one by one: K, V or slots that the kernels refuse. The same tokens
-            may then have been stored by some layers.
+            [T, hidden], or None where the ops have to run one by one: K, V or slots that the kernels refuse, or new tokens
+            that only `with_room` has room for. The same tokens may then have been stored by some layers.
         Raises:
             ValueError: more new tokens of a sequence than the cache takes at a time.
         """
         cache.require_room(batch)
-        if too_long(cache, batch):
+        if too_long(cache, batch) or not cache.has_room(batch):
             return None
         filled, hidden = self._of(cache), hidden.clone(memory_format=torch.contiguous_format)
         turns, kept = (library.Turns * len(ropes))(), []

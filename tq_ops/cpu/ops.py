@@ -236,7 +236,7 @@ class CpuOps:
         if prepared is None:
             with self._threads_for_torch():
                 return reference.store_kv(k, v, cache, layer, batch)
-        cache.require_room(batch)
+        cache.require_room(batch, layer)
         given, batch = batch, cache.placed(layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared.store)
@@ -367,6 +367,8 @@ class CpuOps:
             None where the kernels do not read its formats, and the reference's ops run.
         """
         prepared = self._caches.setdefault(cache, {})
+        if cache.widened(layer):
+            return prepare(cache, layer, self.isa_number)
         if layer not in prepared:
             prepared[layer] = prepare(cache, layer, self.isa_number)
         return prepared[layer]

@@ -162,7 +162,7 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
     slots = batch.slot_mapping
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
         raise IndexError(f"slots must lie in 0 … {most - 1}")
-    cache.require_room(batch)
+    cache.require_room(batch, layer)
     fault = new_fault(k.device)
     append(k, v, cache, layer, batch, fault, write=False)
     raise_fault(fault, cache, batch)

@@ -47,6 +47,7 @@ class Batch:
     kept_slots: Tensor | None = None
     kept_table: Tensor | None = None
     _in_rings: dict[tuple[int, int], Batch] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _most: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -56,6 +57,14 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device; a GPU is not waited for."""
         return Batch(**{name: uploaded(tensor, torch.device(device)) for name, tensor in self.tensors.items()})
+
+    def at_most(self, tokens: int) -> bool:
+        """Whether no sequence has more new tokens than so many; a device is waited for where sizes do not tell, and once."""
+        if len(self.positions) - len(self.seq_lens) < tokens:  # all have one at least
+            return True
+        if not self._most:
+            self._most.append(int(self.query_start_loc.diff().max()))
+        return self._most[0] <= tokens
 
     def in_ring(self, blocks: int, block_size: int) -> Batch:
         """The same tokens where a layer keeps a ring for each row: block j of a sequence is `row * blocks + j % blocks`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class PagedKVCache:
         num_rows: sequences at a time, where tokens stay in BF16, in rings or in states; as many as blocks unless given.
         row_blocks: blocks of one sequence at most; `num_blocks` unless given.
         chunk: new tokens of a sequence at a time, where a tail stays in BF16.
+        room: of those, as many as each layer keeps room for; more are stored within `with_room`. All of them unless given.
         ring_chunk: likewise, where a layer has a sliding window; with a tail no more than `chunk`.
         block_size: tokens a block.
         device: where the tensors live.
@@ -60,6 +62,7 @@ class PagedKVCache:
         num_rows: int | None = None,
         row_blocks: int | None = None,
         chunk: int = KEPT_CHUNK,
+        room: int | None = None,
         ring_chunk: int = RING_CHUNK,
         block_size: int = BLOCK_SIZE,
         device: torch.device | str = "cpu",
@@ -70,7 +73,7 @@ class PagedKVCache:
         plan.require_layout(self.shapes, block_size)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_rows = num_blocks if num_rows is None else num_rows
-        self.chunk, self.device = chunk, torch.device(device)
+        self.chunk, self.room, self.device = chunk, chunk if room is None else min(room, chunk), torch.device(device)
         self._row_blocks, self._states = row_blocks or num_blocks, states
         self._ring_chunk = plan.ring_chunk(ring_chunk, chunk)
         self.states: dict[int, LayerState] = {}
@@ -80,16 +83,20 @@ class PagedKVCache:
                 self._kv[layer] = self._layer(layer, shape, None if pages is None else pages[layer])
         self.states |= self._kv
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
-        limits = [chunk] * any(kept.ring for *_, kept in self.fields() if kept)
+        tails = any(kept.ring for *_, kept in self.fields() if kept)
+        self._wide = dict.fromkeys(self._kv, False) if tails and self.room < chunk else None
+        limits = [chunk] * tails
         limits += [self._ring_chunk] * any(of_layer.ring is not None for of_layer in self._kv.values())
         self.most_new_tokens = min(limits, default=None)
-        self.most_undone = min((shape.versions - 1 for shape in (states or {}).values()), default=None)
+        undone = [shape.versions - 1 for shape in (states or {}).values()] + [self.room] * (self._wide is not None)
+        self.most_undone = min(undone, default=None)
 
     def empty_like(self, device: torch.device | str) -> PagedKVCache:
         """An empty cache of the same plan and sizes, on a device."""
         return PagedKVCache(
             self.plan, self.shapes, num_blocks=self.num_blocks, num_rows=self.num_rows, row_blocks=self._row_blocks,
-            chunk=self.chunk, ring_chunk=self._ring_chunk, block_size=self.block_size, device=device, states=self._states,
+            chunk=self.chunk, room=self.room, ring_chunk=self._ring_chunk, block_size=self.block_size, device=device,
+            states=self._states,
         )  # fmt: skip
 
     @classmethod
@@ -152,7 +159,7 @@ class PagedKVCache:
             return None
         return Kept(
             tail=self.plan.tail(kv_format), sink=self.plan.sink, group=kv_format.group_tokens,
-            ring=self.plan.ring_tokens(kv_format, self.chunk), num_rows=self.num_rows, num_kv_heads=shape.num_kv_heads,
+            ring=self.plan.ring_tokens(kv_format, self.room), num_rows=self.num_rows, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, device=self.device,
         )  # fmt: skip
 
@@ -217,18 +224,55 @@ class PagedKVCache:
         slots = batch.slot_mapping
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
             raise IndexError(f"slots must lie in 0 … {most - 1}")
-        self.require_room(batch)
+        self.require_room(batch, layer)
         self._kv[layer].write(k, v, batch)
 
-    def require_room(self, batch: Batch) -> None:
-        """Refuse a batch that a tail or a ring has no room for; waits for the device unless the whole batch fits.
+    def require_room(self, batch: Batch, layer: int | None = None) -> None:
+        """Refuse a batch that a tail or a ring has no room for; waits for the device as `Batch.at_most` does.
 
+        Args:
+            layer: that is about to store it; without one whether a forward may bring it.
         Raises:
-            ValueError: more new tokens of a sequence than `most_new_tokens`.
+            ValueError: more new tokens of a sequence than `most_new_tokens`, or than this layer has room for now.
         """
-        most = self.most_new_tokens
-        if most is not None and len(batch.positions) > most and int(batch.query_start_loc.diff().max()) > most:
+        if (most := self.most_new_tokens) is not None and not batch.at_most(most):
             raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a window")
+        if layer is not None and not batch.at_most(most := min(self._rooms(layer), default=len(batch.positions))):
+            raise ValueError(f"layer {layer} keeps room for {most} new tokens of a sequence; store more within `with_room`")
+
+    def _rooms(self, layer: int) -> list[int]:
+        """New tokens that each side of a layer with a tail has room for beside it now."""
+        return [kept.ring - kept.tail for kept in self.kept(layer) if kept and kept.ring]
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether every layer can store a batch as it is, outside `with_room`."""
+        return self._wide is None or batch.at_most(self.room)
+
+    def widened(self, layer: int) -> bool:
+        """Whether `with_room` is open for a layer, so that its tokens in BF16 lie elsewhere than before."""
+        return self._wide is not None and self._wide[layer]
+
+    @contextmanager
+    def with_room(self, layer: int, batch: Batch, always: bool = False) -> Iterator[None]:
+        """While it is open, a layer has room for all new tokens of a batch beside its tail, in memory of its own.
+
+        It is open from before they are stored until attention has read them. Of what was stored the newest stay, as many as
+        the layer keeps room for; of a store that was refused, none. A device is not waited for, but by `Batch.at_most`.
+
+        Args:
+            always: also where they fit without it, so that a compiled program finds one size.
+        """
+        if self._wide is None or not self._rooms(layer) or (batch.at_most(self.room) and not always):
+            yield
+            return
+        small = self._kv[layer]
+        wide = small.wider(self.chunk, batch)
+        self._kv[layer], self._wide[layer] = wide, True
+        try:
+            yield
+            small.take_newest(wide, batch)
+        finally:
+            self._kv[layer], self._wide[layer] = small, False
 
     def read(self, layer: int, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """De-quantized K and V of whole blocks, for the reference and for tests.

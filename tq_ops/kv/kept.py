@@ -6,6 +6,7 @@ do not depend on how a prompt is cut into chunks. The ring is what the newest qu
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,7 +40,7 @@ class Kept:
         tail: R, tokens that a query sees in BF16, at most, itself among them.
         sink: first tokens that every query sees in BF16.
         group: G, tokens that are packed together.
-        ring: newest tokens there is room for: R and a chunk's; 0 without a tail.
+        ring: newest tokens there is room for: R and some new ones; 0 without a tail.
         num_rows: sequences at a time.
         dtype: of the vectors; kernels read BF16 alone.
     """
@@ -80,13 +81,40 @@ class Kept:
         return self.vectors[:, :, self.places(torch.arange(begin, end, device=self.vectors.device))]
 
     def write(self, x: Tensor, batch: Batch) -> None:
-        """Keep the new tokens' vectors x [T, Hkv, D]."""
+        """Keep the new tokens' vectors x [T, Hkv, D]; of more than the ring has room for the newest."""
         rows, x = _token_rows(batch), x.to(torch.bfloat16)
-        if self.ring:
+        if self.ring and batch.at_most(self.ring):
             self.vectors[rows, :, self.in_ring(batch.positions)] = x
+        elif self.ring:
+            newest = batch.positions >= batch.seq_lens[token_sequences(batch)] - self.ring
+            self.vectors[rows[newest], :, self.in_ring(batch.positions[newest])] = x[newest]
         first = batch.positions < self.sink
         if first.any():
             self.vectors[rows[first], :, batch.positions[first]] = x[first]
+
+    def wider(self, room: int, batch: Batch) -> Kept:
+        """A copy with a ring of R and `room` tokens, that holds of each sequence of a batch what its new tokens may see."""
+        wide = copy(self)
+        wide.ring = self.tail + room
+        heads, _, head_dim = self.vectors.shape[1:]
+        wide.vectors = self.vectors.new_zeros(len(self.vectors), heads, self.sink + wide.ring, head_dim)
+        starts = batch.seq_lens.long() - batch.query_start_loc.diff()
+        # Positions below 0 are nobody's; they lie in places of their own.
+        before = starts.unsqueeze(1) - 1 - torch.arange(self.tail, device=starts.device)
+        rows = batch.rows.unsqueeze(1)
+        wide.vectors[rows, :, wide.in_ring(before)] = self.vectors[rows, :, self.in_ring(before)]
+        wide.vectors[batch.rows, :, : self.sink] = self.vectors[batch.rows, :, : self.sink]
+        return wide
+
+    def take_newest(self, wide: Kept, batch: Batch) -> None:
+        """Keep what a batch has written to such a copy, as far as there is room; a device is not waited for."""
+        lengths, rows = batch.seq_lens.long(), batch.rows.unsqueeze(1)
+        starts = (lengths - batch.query_start_loc.diff()).unsqueeze(1)
+        newest = lengths.unsqueeze(1) - 1 - torch.arange(min(self.ring, wide.ring - wide.tail), device=lengths.device)
+        place = self.in_ring(newest)
+        written, held = wide.vectors[rows, :, wide.in_ring(newest)], self.vectors[rows, :, place]
+        self.vectors[rows, :, place] = torch.where((newest >= starts)[..., None, None], written, held)
+        self.vectors[batch.rows, :, : self.sink] = wide.vectors[batch.rows, :, : self.sink]
 
     def overwritten(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the new tokens of a batch are about to replace, both bf16: [T, Hkv, D] in the ring, of no tokens without one,

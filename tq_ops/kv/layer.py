@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,6 +121,20 @@ class LayerKV:
                 side.fields[name][block, :, offset] = values
             if side.kept:
                 side.kept.write(x, batch)
+
+    def wider(self, room: int, batch: Batch) -> LayerKV:
+        """The same packed memory, with tokens in BF16 as `Kept.wider` has them."""
+
+        def of(side: Side) -> Side:
+            return replace(side, kept=side.kept.wider(room, batch)) if side.kept and side.kept.ring else side
+
+        return replace(self, k=of(self.k), v=of(self.v))
+
+    def take_newest(self, wide: LayerKV, batch: Batch) -> None:
+        """As `Kept.take_newest`, of K and V."""
+        for (_, side), (_, other) in zip(self.sides, wide.sides, strict=True):
+            if side.kept and side.kept.ring and other.kept:
+                side.kept.take_newest(other.kept, batch)
 
     def read(self, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """De-quantized K and V, each [B, Hkv, n * block_size, D] fp32; arguments as of `PagedKVCache.read`."""

@@ -17,7 +17,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
 from haarkv.tq_ops.kv.recurrent import StateShape
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, RING_CHUNK, KVShape, Shapes, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, KEPT_ROOM, RING_CHUNK, KVShape, Shapes, each
 
 _NAMED = 3
 """Kinds of layers that a summary tells apart by their numbers."""
@@ -93,14 +93,14 @@ class KVPlan:
         """Whether any layer keeps tokens in BF16 beside a format."""
         return any(self.keeps(kv_format) for kv_format in self.formats)
 
-    def ring_tokens(self, kv_format: KVFormat, chunk: int = KEPT_CHUNK) -> int:
+    def ring_tokens(self, kv_format: KVFormat, room: int = KEPT_ROOM) -> int:
         """Newest tokens of a sequence that one side of a layer keeps room for in BF16, sinks apart.
 
         Args:
-            chunk: new tokens at once; the first of them still sees the tail behind it.
+            room: new tokens at once; the first of them still sees the tail behind it.
         """
         tail = self.tail(kv_format)
-        return tail + chunk if tail and kv_format.lossy else 0
+        return tail + room if tail and kv_format.lossy else 0
 
     def ring_chunk(self, most: int = RING_CHUNK, chunk: int = KEPT_CHUNK) -> int:
         """New tokens of a sequence at once, where a layer has a sliding window: no more than beside a tail, if there is one.
@@ -132,10 +132,10 @@ class KVPlan:
         rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size, chunk)) for shape, pair in self._by_layer(shapes))
         return sum(ring * block_size * _token_bytes(shape, pair) for shape, pair, ring in rings if ring is not None)
 
-    def kept_bytes(self, shapes: Shapes, chunk: int = KEPT_CHUNK) -> int:
+    def kept_bytes(self, shapes: Shapes) -> int:
         """Bytes of the tokens in BF16, of one sequence of any length, in all layers and heads."""
         return sum(
-            KEPT_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format, chunk))
+            KEPT_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format))
             for shape, pair in self._by_layer(shapes)
             for kv_format in pair
             if self.keeps(kv_format)

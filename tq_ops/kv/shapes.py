@@ -10,7 +10,9 @@ from typing import NamedTuple
 BLOCK_SIZE = 128
 """Tokens of a block of a paged cache."""
 KEPT_CHUNK = 64
-"""New tokens of a sequence that a cache with a tail in BF16 takes at once; each layer keeps room for them beside the tail."""
+"""New tokens of a sequence that a cache with a tail in BF16 takes at once."""
+KEPT_ROOM = 16
+"""Of those, as many as each layer keeps room for beside the tail; more have room while the layer runs, and no longer."""
 RING_CHUNK = 512
 """New tokens of a sequence that a layer with a sliding window takes at once; it keeps room for them beside the window."""
 

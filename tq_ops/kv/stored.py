@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.layer import KEPT
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, Place, Shapes, blocks_for
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, Place, Shapes, blocks_for
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def requantized(stored: StoredSequence, before: KVPlan, after: KVPlan, shapes: S
         shapes: of the model's layers, all of which have K and V.
     """
     blocks = max(blocks_for(stored.length), 1)
-    source, target = (PagedKVCache(plan, shapes, num_blocks=blocks, num_rows=1) for plan in (before, after))
+    source, target = (PagedKVCache(plan, shapes, num_blocks=blocks, num_rows=1, room=KEPT_ROOM) for plan in (before, after))
     from_paging, to_paging = (PagedSequences(cache.num_blocks, cache.block_size, num_rows=1) for cache in (source, target))
     place, sequence = from_paging.places(put(stored, source, from_paging)), to_paging.add()
     carry_over(source, place, stored.length, target, to_paging, sequence)
@@ -135,7 +135,7 @@ def carry_over(
     """
     if source.held != tuple(source.states):
         raise InputError("a state that is not K and V cannot be copied from one cache plan to another")
-    chunk = target.most_new_tokens or KEPT_CHUNK
+    chunk = min(target.most_new_tokens or KEPT_CHUNK, target.room)
     for begin in range(0, length, chunk):
         batch = paging.batch([sequence], [min(chunk, length - begin)])
         first, last = begin // source.block_size, int(batch.positions[-1]) // source.block_size

@@ -28,7 +28,7 @@ from haarkv.tq_ops.formats.base import lengths_of
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.forward import MadeLayer, Schedule
 from haarkv.validation.layers.parts import new_cache
@@ -124,7 +124,7 @@ class Exercise:
         ]
         found: dict[str, bool] = {}
         for tail in sorted({plan.tail(kv_format) for kv_format in lossy} - {0}):
-            ring = next(plan.ring_tokens(kv_format) for kv_format in lossy if plan.tail(kv_format) == tail)
+            ring = next(plan.ring_tokens(kv_format, KEPT_CHUNK) for kv_format in lossy if plan.tail(kv_format) == tail)
             words = f"a tail of {tail}"
             found |= {
                 f"{words} that is not full": tail == 1 or any(end < tail for _, end in forwards),

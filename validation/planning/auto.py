@@ -8,10 +8,14 @@
                  whole, on a longer text, and takes one format for K and one for V.
     choice       the fewest bytes whose costs add up to no more than the bound
     judgement    the whole cache on the rest of the text, beside the model's own bf16 cache. Costs do not quite add up, so
-                 what is allowed is raised or lowered by what was measured, a few times over.
+                 what is allowed is raised or lowered by what was found, a few times over.
 
-Every cache keeps the first 4 and the newest 124 tokens in BF16. Values keep a fixed rotation: they have nothing to learn, and
-lose less than keys do.
+Probes and all caches but those that may be taken are estimated (`estimates`): the head is not run for them. The cache that is
+taken was under the bound by all of its logits.
+
+Every cache keeps the first 4 tokens in BF16 and the newest 124, or fewer where layers have a sliding window: there the newest
+are a third of the cache, and more bits elsewhere may be worth more. Values keep a fixed rotation: they have nothing to learn,
+and lose less than keys do.
 """
 
 from __future__ import annotations
@@ -38,12 +42,12 @@ from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, bits_of
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate, make_workload
+from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
 from haarkv.validation.planning.calibrate import Subject, load_subject
-from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, cache_of, places, with_format
+from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
 from haarkv.validation.planning.common_text import common_text
+from haarkv.validation.planning.estimates import Probes, Whole
 from haarkv.validation.planning.planner import choose as choose_within
-from haarkv.validation.planning.planner import measure
 
 LOSS = 0.002
 """Mean KL in nats a token that a cache may lose unless asked otherwise."""
@@ -51,10 +55,14 @@ PROBES: Mapping[Side, str] = {"k": "lr3", "v": "tq3"}
 FORMATS: Mapping[Side, tuple[str, ...]] = {
     "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
 }  # fmt: skip
-LEARNED_FROM, JUDGED_BY, PROBED_BY, CONTEXT = 4096, 2048, 512, 4096
+TAILS = (TAIL, 92, 60)
+"""Tails that are tried where layers have a sliding window."""
+LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 1024, 4096
 """Tokens; sizes are those of a sequence of `CONTEXT` tokens."""
 WINDOW = 1024
-_JUDGED_AT_MOST = 4
+_EVERY = 4
+"""One position of so many is looked at where a loss is estimated."""
+_TRIED_AT_MOST = 6
 _NEAR = 0.8
 """A loss of so much of the bound is not spent any further."""
 _BUDGETS = 0.02
@@ -88,11 +96,12 @@ class Chosen:
     def __str__(self) -> str:
         plan = plan_for(self.spec, self.config)
         context = min(CONTEXT, self.config.max_position_embeddings)
-        learned, probed, judged = self.seconds
+        judged = min(JUDGED_BY, self.config.max_position_embeddings)
+        learned, probed, judging = self.seconds
         return (
             f"--kv auto takes {bits_per_value(plan, self.config, context):.2f} bits a value at {context:,} tokens "
-            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g} on {JUDGED_BY:,} tokens of Python's reference, under "
-            f"{self.loss:g} ({learned:.0f} s to learn, {probed:.0f} to probe, {judged:.0f} to judge)"
+            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g} on {judged:,} tokens of Python's reference, under "
+            f"{self.loss:g} ({learned:.0f} s to learn, {probed:.0f} to probe, {judging:.0f} to judge)"
         )
 
 
@@ -109,20 +118,15 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     require_loss(loss)
     config, times = subject.config, [time.monotonic()]
     context = config.max_position_embeddings
-    base = subject.session(KVSpec("bf16"))
-    ids = common_text(subject.tokenizer, LEARNED_FROM + JUDGED_BY + 1)  # the last one is only predicted
-    windows = list(torch.split(torch.tensor(ids[:LEARNED_FROM]), min(WINDOW, context)))
+    ids = torch.tensor(common_text(subject.tokenizer, LEARNED_FROM + JUDGED_BY + 1))  # the last one is only predicted
+    windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
     file = subject.file_of(subject.learn(windows, (), on_step=on_step), {})
     times.append(time.monotonic())
-
-    def workload(tokens: int) -> Workload:
-        return make_workload(ids[LEARNED_FROM:], context, window=min(tokens, context), tokens=tokens, prompts=0)
-
-    empty = plan_for(KVSpec("bf16", min(TAIL, context), SINKS), config)
-    probe = Setup(subject.model, replace(base, plan=empty), {}, subject.fingerprint)
-    costs = costs_of(_probed(probe, workload, file.calibration, on_step), file.calibration)
+    rest = ids[LEARNED_FROM:][: context + 1]
+    base = subject.session(KVSpec("bf16", min(TAIL, context), SINKS))
+    costs = costs_of(_probed(subject, base, rest[:-1], file.calibration, on_step), file.calibration)
     times.append(time.monotonic())
-    rows = list(_judged(subject, base, costs, file.calibration, workload(JUDGED_BY), loss, on_step))
+    rows = list(_judged(subject, base, costs, file.calibration, rest, loss, on_step))
     times.append(time.monotonic())
     spec, row = min(((spec, row) for spec, row in rows if row.kl_mean <= loss), key=lambda found: found[1].bits_per_value)
     learned, probing, judging = (b - a for a, b in pairwise(times))
@@ -155,21 +159,24 @@ def kinds(config: ModelConfig) -> list[list[Place]] | None:
     ]
 
 
-def _probed(probe: Setup, workload: Callable[[int], Workload], calibration: Calibration, on_step: OnStep) -> Costs:
+def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Calibration, on_step: OnStep) -> Costs:
     """What the probe of each place costs; where layers are of two kinds, that of each kind, in equal parts at its places."""
-    if (alike := kinds(probe.base.config)) is None:
-        names = {side: (name,) for side, name in PROBES.items()}
-        return measure(probe, workload(PROBED_BY), names, learned=calibration, on_step=on_step)
-    caches = {}
+    if (alike := kinds(base.config)) is None:
+        probes, costs = Probes(subject.model, base, text[:PROBED_BY]), {}
+        for place in places(base.config):
+            name = PROBES[place[1]]
+            costs[place] = {name: probes.cost(place, name, calibration)}
+            on_step(f"{name} for {place[1].upper()} of layer {place[0]}", PROBED_BY)
+        return costs
+    whole = Whole(subject.model, base, text[:KINDS_PROBED_BY], TAIL + SINKS, _EVERY)
+    found: dict[Place, dict[str, float]] = {}
     for group in alike:
-        plan = probe.base.plan
+        plan, name = base.plan, PROBES[group[0][1]]
         for place in group:
-            plan = with_format(plan, place, PROBES[place[1]], calibration)
-        caches[f"{PROBES[group[0][1]]} for {group[0][1].upper()} of {len(group)} layers"] = cache_of(probe.base, plan)
-    rows = evaluate(replace(probe, caches=caches), workload(JUDGED_BY), on_step=on_step)
-    found = {
-        place: {PROBES[place[1]]: row.kl_mean / len(group)} for group, row in zip(alike, rows, strict=True) for place in group
-    }
+            plan = with_format(plan, place, name, calibration)
+        cost = whole.kl(plan) / len(group)
+        found |= {place: {name: cost} for place in group}
+        on_step(f"{name} for {group[0][1].upper()} of {len(group)} layers", KINDS_PROBED_BY)
     return {place: found[place] for place in sorted(found)}
 
 
@@ -194,39 +201,65 @@ def _left(name: str, place: Place, calibration: Calibration) -> float:
 
 
 def _judged(
-    subject: Subject, base: Session, costs: Costs, calibration: Calibration, text: Workload, loss: float, on_step: OnStep
+    subject: Subject, base: Session, costs: Costs, calibration: Calibration, text: torch.Tensor, loss: float, on_step: OnStep
 ) -> Iterator[tuple[KVSpec, FidelityRow]]:
     """Caches nearer and nearer to the bound, the last of them under it, each as it was measured."""
-    allowed, held, seen = loss, False, list[KVPlan]()
-    for _ in range(_JUDGED_AT_MOST):
-        plan = smallest(costs, subject.config, allowed, calibration)
+    whole = Whole(subject.model, base, text[:-1], TAIL + SINKS, _EVERY)
+    on_step("bf16", JUDGED_BY)
+    tails = {base.plan.recent or 0: 1.0}
+    allowed, trust, held, seen = loss, 1.0, False, list[KVPlan]()
+    for _ in range(_TRIED_AT_MOST):
+        plan = smallest(costs, subject.config, allowed, calibration, tails)
         if plan in seen:
             break
         seen.append(plan)
-        caches = {"auto": cache_of(base, plan)}
-        (row,) = evaluate(Setup(subject.model, base, caches, subject.fingerprint), text, on_step=on_step)
-        yield spec_of(plan, calibration), row
-        held = held or row.kl_mean <= loss
-        if _NEAR * loss <= row.kl_mean <= loss or row.kl_mean <= 0:
+        found = whole.kl(plan) * trust
+        on_step("auto", JUDGED_BY)
+        if found <= loss or len(seen) == _TRIED_AT_MOST:
+            row = whole.row("auto", plan, text)
+            yield spec_of(plan, calibration), row
+            trust, found, held = trust * (row.kl_mean / found if found > 0 else 1.0), row.kl_mean, held or row.kl_mean <= loss
+        if found <= 0:
             return
-        allowed *= 0.95 * loss / row.kl_mean
+        if len(seen) == 1 and kinds(subject.config):
+            tails |= {
+                tail: whole.kl(replace(plan, recent=tail)) * trust / found for tail in TAILS if tail < (plan.recent or 0)
+            }
+            on_step("shorter tails", (len(TAILS) - 1) * JUDGED_BY)
+        elif _NEAR * loss <= found <= loss:
+            return
+        allowed *= 0.95 * loss / found
     if not held:  # a cache that loses nothing
-        spec = KVSpec("bf16")
-        caches = {"auto": cache_of(base, plan_for(spec, subject.config))}
-        (row,) = evaluate(Setup(subject.model, base, caches, subject.fingerprint), text, on_step=on_step)
-        yield spec, row
+        plan = replace(plan_for(KVSpec("bf16"), subject.config), recent=base.plan.recent, sink=SINKS)
+        yield KVSpec("bf16"), whole.row("auto", plan, text)
 
 
-def smallest(costs: Costs, config: ModelConfig, allowed: float, calibration: Calibration) -> KVPlan:
-    """The plan of fewest bytes whose costs add up to no more than `allowed`; the last one is bf16's, and costs nothing."""
+def smallest(
+    costs: Costs, config: ModelConfig, allowed: float, calibration: Calibration, tails: Mapping[int, float] | None = None
+) -> KVPlan:
+    """The plan of fewest bytes whose costs add up to no more than `allowed`; the last one is bf16's, and costs nothing.
+
+    Args:
+        tails: that may be taken, and how many times as much formats cost beside each; the usual one unless given.
+    """
+    context = config.max_position_embeddings
+    found = [
+        _smallest(costs, config, allowed / times, calibration, tail)
+        for tail, times in (tails or {min(TAIL, context): 1.0}).items()
+    ]
+    return min(found, key=lambda plan: bits_per_value(plan, config, min(CONTEXT, context)))
+
+
+def _smallest(costs: Costs, config: ModelConfig, allowed: float, calibration: Calibration, tail: int) -> KVPlan:
+    """The same beside one tail."""
     context = min(CONTEXT, config.max_position_embeddings)
     low, high = 0, math.ceil(16 / _BUDGETS)
     found: KVPlan = plan_for(KVSpec("bf16"), config)
     while low < high:
         middle = (low + high) // 2
         choice = choose_within(
-            costs, config, budget=middle * _BUDGETS, tail=min(TAIL, config.max_position_embeddings), sink=SINKS,
-            context=context, learned=calibration, alike=kinds(config),
+            costs, config, budget=middle * _BUDGETS, tail=tail, sink=SINKS, context=context, learned=calibration,
+            alike=kinds(config),
         )  # fmt: skip
         if choice is not None and choice.predicted_kl <= allowed:
             found, high = choice.plan, middle
@@ -249,8 +282,11 @@ def steps(model: str, layers: int | None = None) -> int:
         InputError: no such model.
     """
     config = read_config(model, layers)
-    probes = 2 * config.num_layers * PROBED_BY if (alike := kinds(config)) is None else len(alike) * JUDGED_BY
-    return config.num_layers * LEARNED_FROM + probes + (_JUDGED_AT_MOST + 1) * JUDGED_BY
+    alike = kinds(config)
+    probes = 2 * config.num_layers * PROBED_BY if alike is None else len(alike) * KINDS_PROBED_BY
+    return (
+        config.num_layers * LEARNED_FROM + probes + (1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (alike is not None)) * JUDGED_BY
+    )
 
 
 def choose_for(model: str, *, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None, **how: Any) -> Chosen:

@@ -1,4 +1,4 @@
-"""Text that a model writes itself, to learn from where nobody gives any: drawn from its own distribution, token by token."""
+"""Text that a model writes itself: drawn from its own distribution, token by token."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from haarkv.engine.plans import SINKS, TAIL, default_spec, plan_for
+from haarkv.engine.plans import SINKS, default_spec, plan_for
 from haarkv.models.catalog import path_of, read_config
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
@@ -23,15 +23,17 @@ from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.planning.auto import (
     FORMATS,
     JUDGED_BY,
+    KINDS_PROBED_BY,
     LEARNED_FROM,
     LOSS,
     PROBED_BY,
+    TAILS,
     Chosen,
     choose_for,
 )
 from haarkv.validation.planning.calibrate import unlearnable
 
-_VERSION = 3
+_VERSION = 4
 
 
 TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
@@ -78,10 +80,11 @@ def file_for(model: str, loss: float, layers: int | None = None) -> Path:
         seen,
         loss,
         FORMATS,
-        TAIL,
+        TAILS,
         SINKS,
         LEARNED_FROM,
         PROBED_BY,
+        KINDS_PROBED_BY,
         JUDGED_BY,
     ]
     return home() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.safetensors"

@@ -27,7 +27,7 @@ from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
-from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.kv.shapes import KEPT_ROOM, KVShape
 from haarkv.validation.layers.runner import validate
 
 MODEL = small_model()
@@ -185,10 +185,10 @@ def test_layers_have_formats_of_their_own():
 def test_bytes_are_what_is_allocated(name, config):
     config = CONFIGS[config]
     plan = replace(SPECS[name], skip_layers=(0,)).plan(config.num_layers)
-    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=5, num_rows=2)
+    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=5, num_rows=2, room=KEPT_ROOM)
     shapes = config.kv_shapes
     assert cache.nbytes == cache.num_slots * plan.bytes_per_token(shapes) + 2 * plan.kept_bytes(shapes)
-    one = PagedKVCache(plan, shapes, num_blocks=3, num_rows=1).nbytes
+    one = PagedKVCache(plan, shapes, num_blocks=3, num_rows=1, room=KEPT_ROOM).nbytes
     assert cache_bytes(plan, 300, shapes) == one
     assert cache_bytes(plan, 384, shapes, sequences=2) == 2 * one
     assert tokens_that_fit(plan, 2 * one, shapes, sequences=2) == 384

@@ -33,7 +33,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.weight import Blocks, Weight, memory_of
 from haarkv.validation.layers.forward import MadeLayer
@@ -257,7 +257,7 @@ def _check(case: LayerCase) -> None:
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
         _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, BLOCK_SIZE))
         if plan.keeps(kv_format):
-            kept = {f"window.{side}": plan.ring_tokens(kv_format), f"sink.{side}": plan.sink}
+            kept = {f"window.{side}": plan.ring_tokens(kv_format, KEPT_CHUNK), f"sink.{side}": plan.sink}
             for part, tokens in kept.items():
                 if tokens:
                     _check_fields(case.before[part], formats.get("bf16"), config.heads.head_dim, (blocks, heads, tokens))

@@ -1,0 +1,87 @@
+"""A cache whose rings keep room for few new tokens beside the tail, fed prompts of more: as if they had room for all."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from small_models import SMALL, decode, new_paging, prefill, random_tokens, resized, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.base import verify
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.rollback import Advance
+
+CONFIG = resized(SMALL, num_layers=2, num_heads=4, head_dim=64)
+ROOM = 4
+
+
+def open_cuda(model):
+    if not find_spec("triton"):
+        pytest.skip("Triton is not installed")
+    from haarkv.executors.cuda import CudaExecutor
+
+    return CudaExecutor(model, interpreted=not torch.cuda.is_available())
+
+
+def open_by_name(name):
+    def opened(model):
+        return catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
+
+    return opened
+
+
+OPEN = {"reference": ReferenceExecutor, "cpu": open_by_name("cpu"), "onnx": open_by_name("onnx"), "cuda": open_cuda}
+CASES = [
+    ("reference", KVSpec("tq4", tail=5, sink=2)), ("reference", KVSpec("kivi2")),
+    ("cpu", KVSpec("k=tq5,v=tq3", tail=20, sink=1)), ("cpu", KVSpec("tq4", tail=1)),
+    pytest.param("onnx", KVSpec("tq4", tail=5, sink=2), marks=pytest.mark.long),
+    pytest.param("cuda", KVSpec("tq4", tail=5, sink=2), marks=pytest.mark.cuda_long),
+]  # fmt: skip
+
+
+def cache_with(config, spec: KVSpec, room: int | None) -> PagedKVCache:
+    return PagedKVCache(spec.plan(config.num_layers), config.kv_shapes, num_blocks=8, block_size=128, room=room)
+
+
+def run(executor, spec: KVSpec, room: int | None) -> list[torch.Tensor]:
+    """Logits of a ragged prompt, of steps, of a second prompt behind it, of a check whose tokens go, and of steps again."""
+    cache = cache_with(executor.config, spec, room)
+    paging = new_paging(cache)
+    ids = [paging.add(), paging.add()]
+    tokens = [random_tokens(executor.config, n, seed=n) for n in (40, 3)]
+    found = [prefill(executor, cache, paging, ids, tokens)]
+    found += [decode(executor, cache, paging, ids, [step, 7 - step]) for step in range(2)]
+    more = torch.tensor(random_tokens(executor.config, 26, seed=3))
+    found.append(verify(executor, more, paging.batch(ids, [1, 25]), cache))
+    advance = Advance(cache, paging, ids, [ROOM, 1])
+    found.append(verify(executor, more[: ROOM + 1], advance.batch, cache))
+    advance.keep([1, 1])
+    found += [decode(executor, cache, paging, ids, [step, 5 - step]) for step in range(3)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "spec"), CASES, ids=lambda of: of.kv if isinstance(of, KVSpec) else of)
+def test_room_for_few_new_tokens_changes_nothing(name, spec):
+    executor = OPEN[name](small_model(resized(CONFIG, num_layers=1) if name == "cuda" else CONFIG, dtype=torch.float32))
+    few, all_of_them = run(executor, spec, ROOM), run(executor, spec, None)
+    for one, other in zip(few, all_of_them, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_kept_is_smaller_and_what_is_refused_says_so():
+    spec = KVSpec("tq4", tail=5, sink=2)
+    few, full = cache_with(CONFIG, spec, ROOM), cache_with(CONFIG, spec, None)
+    sides, numbers = 2 * CONFIG.num_layers, 8 * CONFIG.heads.num_kv_heads * 64
+    assert full.nbytes - few.nbytes == 2 * sides * numbers * (64 - ROOM)
+    paging = new_paging(few)
+    batch = paging.batch([paging.add()], [ROOM + 1])
+    x = torch.ones(ROOM + 1, CONFIG.heads.num_kv_heads, 64)
+    with pytest.raises(ValueError, match="layer 1 keeps room for 4 new tokens of a sequence; store more within `with_room`"):
+        few.write(1, x, x, batch)
+    assert few.most_undone == ROOM
+    with pytest.raises(NonFiniteError), few.with_room(1, batch):
+        few.write(1, x * torch.nan, x, batch)
+    assert not any(window.vectors.any() for window in few.kept(1))

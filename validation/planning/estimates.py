@@ -1,0 +1,184 @@
+"""What caches lose on a text, estimated from a few logits a position: to choose among them, before one is judged by all.
+
+Of n tokens t drawn from bf16's own prediction p, where a cache moves their logits by d_t:
+
+    KL(p || p') = log E_p[exp d] - E_p[d]  ~  n / (n - 1) * (log mean exp d - mean d)
+
+Logits differ by the head's rows times what the final norm gives, so the head is never run over the vocabulary but once, for
+bf16. All caches are compared by the same tokens at the same positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from haarkv.engine.session import Session
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.weight import rows_of
+from haarkv.validation.fidelity.evaluation import (
+    CHUNK,
+    FidelityRow,
+    Span,
+    Workload,
+    head_of,
+    row_of,
+    run_span,
+    score_window,
+)
+from haarkv.validation.layers.parts import new_cache
+from haarkv.validation.planning.candidates import Place, cache_of, with_format
+
+DRAWS = 32
+"""Tokens a position, with replacement."""
+
+
+class Estimator:
+    """Mean KL at some positions.
+
+    Args:
+        model: whose final norm and head make logits.
+        side: the baseline, whose op table runs the norm.
+        hidden: [n, hidden] of the baseline after all layers.
+        seed: of the drawn tokens.
+    """
+
+    def __init__(self, model: DecoderModel, side: Session, hidden: Tensor, seed: int = 0) -> None:
+        self._model, self._side = model, side
+        self._exact = self._normed(hidden)
+        generator = torch.Generator(hidden.device).manual_seed(seed)
+        drawn = [
+            torch.multinomial(head_of(model, side, some).softmax(-1), DRAWS, replacement=True, generator=generator)
+            for some in torch.split(hidden, CHUNK)
+        ]
+        self._rows = rows_of(model.weights.lm_head, torch.cat(drawn).flatten()).view(len(hidden), DRAWS, -1)
+
+    @torch.inference_mode()
+    def _normed(self, hidden: Tensor) -> Tensor:
+        ops, norm = self._side.executor.ops, self._model.config.final_norm
+        assert ops is not None, "what runs a layer whole is not calibrated"
+        return ops.rms_norm(hidden, self._model.weights.final_norm, norm.eps)
+
+    @torch.inference_mode()
+    def kl(self, hidden: Tensor) -> float:
+        """Mean KL in nats of a cache whose hidden states [n, hidden] after all layers are these, at the same positions."""
+        moved = (self._normed(hidden).float() - self._exact.float()).unsqueeze(-1)
+        total = 0.0
+        for rows, by in zip(torch.split(self._rows, CHUNK), torch.split(moved, CHUNK), strict=True):
+            d = torch.bmm(rows.float(), by).squeeze(-1).double()
+            total += float((d.logsumexp(-1) - math.log(DRAWS) - d.mean(-1)).sum())
+        return total * DRAWS / (DRAWS - 1) / len(hidden)
+
+
+class Probes:
+    """What a format costs at one place of a model, and all else in bf16.
+
+    The layers before a place are bf16's, and so are the tokens of which every query sees all in BF16: those are run once. The
+    layers behind it run over the other tokens alone, in the one bf16 cache whose first block stays as it is.
+
+    Args:
+        model: of the baseline.
+        base: bf16 in all places, with the tail and the sinks of the caches to choose from.
+        tokens: [T] int64, an empty cache's text.
+    """
+
+    def __init__(self, model: DecoderModel, base: Session, tokens: Tensor) -> None:
+        self._base, self._layers, self._device = base, model.config.num_layers, base.executor.device
+        self._cache, self._paging = base.new_cache(1, len(tokens))
+        self._sequence = self._paging.add()
+        hidden = model.embed(tokens).to(self._device)
+        self._entering = [hidden]
+        batch = self._paging.batch([self._sequence], [len(tokens)]).to(self._device)
+        for layer in range(self._layers):
+            self._entering.append(base.executor.layers(self._entering[-1], range(layer, layer + 1), batch, self._cache))
+        exact = (base.plan.recent or 0) + base.plan.sink
+        # At least one token is scored, and what stays is whole blocks.
+        self.first = min(exact // BLOCK_SIZE * BLOCK_SIZE, (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE)
+        self.scored = len(tokens) - self.first
+        self._paging.take_back([self._sequence], [self.scored])
+        self._estimator = Estimator(model, base, self._entering[-1][self.first :])
+
+    def cost(self, place: Place, name: str, learned: Calibration | None = None) -> float:
+        """Mean KL in nats a token behind those that every query sees in BF16.
+
+        Args:
+            name: of a format.
+            learned: what `lrB` takes its coordinates from.
+        Raises:
+            InputError: the executor cannot run it.
+        """
+        layer, _ = place
+        side = cache_of(self._base, with_format(self._base.plan, place, name, learned))
+        hidden = self._changed(side.plan, layer)[self.first :]
+        if layer + 1 < self._layers:
+            batch = self._paging.batch([self._sequence], [self.scored]).to(self._device)
+            hidden = self._base.executor.layers(hidden, range(layer + 1, self._layers), batch, self._cache)
+            self._paging.take_back([self._sequence], [self.scored])
+        return self._estimator.kl(hidden)
+
+    def _changed(self, plan: KVPlan, layer: int) -> Tensor:
+        """What leaves one layer [T, hidden], in a cache of that layer alone."""
+        entering, config = self._entering[layer], self._base.config
+        shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(len(entering))
+        page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
+        pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=self._device)}
+        cache = new_cache(plan, config, blocks, num_rows=1, device=self._device, pages=pages)
+        paging = PagedSequences(blocks, cache.block_size, num_rows=1)
+        sequence, pieces = paging.add(), []
+        for some in torch.split(entering, cache.most_new_tokens or len(entering)):
+            batch = paging.batch([sequence], [len(some)]).to(self._device)
+            pieces.append(self._base.executor.layers(some, range(layer, layer + 1), batch, cache))
+        return torch.cat(pieces)
+
+
+class Whole:
+    """What whole caches lose on one window of text.
+
+    Args:
+        model, base: the baseline.
+        tokens: [T] int64, the window.
+        first: the first position that counts; before it every query sees all in BF16.
+        every: one of so many positions is looked at.
+    Attributes:
+        hidden: of each cache that was run, by its plan: [T, hidden] after all layers; of the baseline by its own.
+    """
+
+    def __init__(self, model: DecoderModel, base: Session, tokens: Tensor, first: int, every: int) -> None:
+        self._model, self._base, self._tokens = model, base, tokens
+        self.hidden: dict[KVPlan, Tensor] = {}
+        self._scored = slice(min(first, len(tokens) - 1), None, every)
+        self._share = (len(tokens) - self._scored.start) / len(tokens)
+        self._estimator = Estimator(model, base, self._run(base)[self._scored])
+
+    def _run(self, side: Session) -> Tensor:
+        if side.plan not in self.hidden:
+            layers = range(self._model.config.num_layers)
+            self.hidden[side.plan] = torch.cat(list(run_span(side, self._model.embed(self._tokens), layers)))
+        return self.hidden[side.plan]
+
+    def kl(self, plan: KVPlan) -> float:
+        """Mean KL in nats a token of the window, about."""
+        return self._share * self._estimator.kl(self._run(cache_of(self._base, plan))[self._scored])
+
+    def row(self, name: str, plan: KVPlan, text: Tensor) -> FidelityRow:
+        """A cache as it is measured, by all of its logits.
+
+        Args:
+            text: [T + 1] int64, the window and the token behind it.
+        """
+        side, exact = cache_of(self._base, plan), self._run(self._base)
+        window = Span(0, len(self._tokens))
+        workload = Workload(text, [window], [], 0)
+        found = score_window(name, workload, window, self._logits(exact), self._logits(self._run(side)))
+        return row_of(name, side, window.length, found)
+
+    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        return (head_of(self._model, self._base, some) for some in torch.split(hidden, CHUNK))
