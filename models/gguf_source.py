@@ -16,14 +16,14 @@ from torch import Tensor
 
 from haarkv.models import gguf_hybrid
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
+from haarkv.models.gguf_names import EXPERTS, IN_GEMMA_LAYER, IN_LAYER, OUTER, SAMPLING, rows_of
 from haarkv.models.gguf_rope import llama3_entries, scaling_entries
 from haarkv.models.gguf_words import words_of
 from haarkv.models.source import Empty, Held, Words, checked_sampling
-from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
-_MODEL_TYPES = {
+MODEL_TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
     "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
 }  # fmt: skip
@@ -43,39 +43,10 @@ _ENTRIES = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
 }
-_OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 _ROPE = "rope_freqs.weight"
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.(\w+)\.(weight|bias)")
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_IN_HYBRID_LAYER = _IN_LAYER | gguf_hybrid.IN_LAYER
-_IN_GEMMA_LAYER = _IN_LAYER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_IN_HYBRID_LAYER = IN_LAYER | gguf_hybrid.IN_LAYER
 _ANY_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(.+)")
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Projections of all experts of a layer, one after the other in one tensor."""
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
 _GEMMA_PATTERN, _GEMMA_LOCAL_BASE, _GEMMA_27B = 6, 1e4, 62
 """What llama.cpp takes where a Gemma 3 does not say it: every sixth layer sees all tokens, RoPE's base of the others, and the
 layers of the one member whose attention is scaled by another number than its head's."""
@@ -132,7 +103,7 @@ class _Place:
     def wanted(self, part: tuple[slice, ...] | None) -> tuple[Tensor, slice]:
         """Of a matrix, the rows [R] int64 of the file that a part of it lies in, in its order, and the part's columns."""
         count = self.shape[0]
-        rows = torch.arange(count) if self.heads is None else _rows_of(count, self.heads)
+        rows = torch.arange(count) if self.heads is None else rows_of(count, self.heads)
         if self.order is not None and self.order.rows is not None:
             rows = self.order.rows
         rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
@@ -166,7 +137,7 @@ class GGUFSource:
     def settings(self) -> Mapping[str, Any]:
         embedding = self._file.tensors.get("token_embd.weight")
         found = {name: _decimal(value) for key, name in _ENTRIES.items() if (value := self._said(key)) is not None}
-        found["model_type"] = _MODEL_TYPES.get(self._architecture, self._architecture)
+        found["model_type"] = MODEL_TYPES.get(self._architecture, self._architecture)
         found["vocab_size"] = embedding.shape[0] if embedding else self._said("vocab_size")
         found["tie_word_embeddings"] = "output.weight" not in self._file.tensors
         found["attention_bias"] = found["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self._file.tensors
@@ -258,18 +229,18 @@ class GGUFSource:
         gemma, llama = self._architecture == "gemma3", self._architecture == "llama"
         found: dict[str, _Place] = {}
         for name, tensor in self._file.tensors.items():
-            if name in _OUTER:
-                found[_OUTER[name]] = _Place(tensor, shifted=gemma and name == "output_norm.weight")
+            if name in OUTER:
+                found[OUTER[name]] = _Place(tensor, shifted=gemma and name == "output_norm.weight")
             elif name != _ROPE:
                 layer = _LAYER.fullmatch(name)
                 index, part, kind = layer.groups() if layer else ("", "", "")
-                known = _IN_GEMMA_LAYER if gemma else _IN_LAYER
+                known = IN_GEMMA_LAYER if gemma else IN_LAYER
                 if part in known:
                     count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if llama else None
                     heads = self._said(f"attention.{count}", self._said("attention.head_count")) if count else None
                     place = _Place(tensor, heads=self._heads(name, tensor, heads), shifted=gemma and part.endswith("norm"))
                     found[f"model.layers.{index}.{known[part]}.{kind}"] = place
-                elif part in _EXPERTS and len(tensor.shape) == 3:
+                elif part in EXPERTS and len(tensor.shape) == 3:
                     found |= _of_experts(index, part, tensor)
                 else:
                     found[name] = _Place(tensor)
@@ -279,15 +250,15 @@ class GGUFSource:
         """The same of layers that keep a state. All norms are stored with 1 added, but for DeltaNet's own."""
         settings, found = self.settings(), {}
         for name, tensor in self._file.tensors.items():
-            if name in _OUTER:
-                found[_OUTER[name]] = _Place(tensor, shifted=name == "output_norm.weight")
+            if name in OUTER:
+                found[OUTER[name]] = _Place(tensor, shifted=name == "output_norm.weight")
                 continue
             layer = _ANY_LAYER.fullmatch(name)
             index, rest = layer.groups() if layer else ("", "")
             part = rest.removesuffix(".weight")
             if layer and int(index) >= (settings.get("num_hidden_layers") or 0):
                 continue  # it predicts several tokens at once
-            if part in _EXPERTS and len(tensor.shape) == 3:
+            if part in EXPERTS and len(tensor.shape) == 3:
                 found |= _of_experts(index, part, tensor)
                 continue
             known = f"{_IN_HYBRID_LAYER[part]}.weight" if part in _IN_HYBRID_LAYER else gguf_hybrid.other_name(rest)
@@ -313,7 +284,7 @@ class GGUFSource:
             return self._read_in_order(place, place.order, dtype, part)
         if len(place.shape) == 1:
             whole = self._file.read(place.tensor, dtype, change=change, **options)
-            whole = whole if place.heads is None else whole[_rows_of(len(whole), place.heads)]
+            whole = whole if place.heads is None else whole[rows_of(len(whole), place.heads)]
             return whole if part is None else whole[part].contiguous()
         if part is None and place.expert is None and place.heads is None:
             return self._file.read(place.tensor, dtype, change=change, **options)
@@ -387,27 +358,18 @@ class GGUFSource:
         return ()
 
     def sampling(self) -> dict[str, float]:
-        said = {name: self._entries.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+        said = {name: self._entries.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
         return checked_sampling(
-            {name: _decimal(value) for name, value in said.items() if value is not None}, self.path, tuple(_SAMPLING.values())
+            {name: _decimal(value) for name, value in said.items() if value is not None}, self.path, tuple(SAMPLING.values())
         )
 
 
 def _of_experts(layer: str, part: str, tensor: GGUFTensor) -> dict[str, _Place]:
     """The projections of a layer's experts, each by Hugging Face's name."""
     return {
-        f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.weight": _Place(tensor, expert)
+        f"model.layers.{layer}.mlp.experts.{expert}.{EXPERTS[part]}.weight": _Place(tensor, expert)
         for expert in range(tensor.shape[0])
     }
-
-
-def _rows_of(count: int, heads: int) -> Tensor:
-    """Where llama.cpp's converter puts the rows of Q or K: coordinates that RoPE turns together lie side by side there.
-
-    Returns:
-        [count] int64, for each row of Hugging Face's order that in the file.
-    """
-    return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def _decimal(value: Any) -> Any:
