@@ -5,6 +5,8 @@ text, and its next-token distributions are compared with the yardstick's: KL(yar
 activations where it multiplies with blocks, and K and V where it stores them. So that the two can be told apart, the restored
 weights are also measured with K and V in BF16, and the blocks with K and V in FP32. llama.cpp is fed token by token, as it
 decodes.
+
+With `--beside` it is told what quantising costs: other files of the same model are measured by this one, restored.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from haarkv.executors.base import Executor, verify
 from haarkv.executors.catalog import block_types, create
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -48,6 +51,7 @@ class WeightsRow:
         side: whose products, and what K and V are kept in.
         kl_mean, kl_median, kl_largest: nats.
         top1: share of positions at which both like the same token best.
+    nbytes: of the file that the side multiplies with, where the yardstick is another.
     """
 
     side: str
@@ -55,6 +59,7 @@ class WeightsRow:
     kl_median: float
     kl_largest: float
     top1: float
+    nbytes: int | None = None
 
 
 def measure(
@@ -84,9 +89,7 @@ def measure(
     restored = load_model(model, "float32", progress=progress)
     if blocks.weights.nbytes == restored.weights.nbytes:
         raise InputError(f"{model} holds no blocks that cpu multiplies with as they are: {', '.join(kept)}")
-    ids = load_tokenizer(model, restored.config).encode(text)[:tokens]
-    if len(ids) < tokens:
-        raise InputError(f"the text has {len(ids):,} tokens, fewer than {tokens:,}; give a longer one, or lower --tokens")
+    ids = _tokens(model, restored.config, text, tokens)
     layers = restored.config.num_layers
     plans = {kv: KVSpec(kv).plan(layers) for kv in ("fp32", "bf16")}
     reference = create("reference", restored, plans["fp32"])
@@ -109,6 +112,44 @@ def measure(
             on_turn(name)
             rows.append(_row(name, right, run()))
     return rows
+
+
+def measure_beside(
+    model: str, others: Sequence[str], text: str, tokens: int, progress: Progress | None = None,
+    on_turn: OnTurn = lambda _: None,
+) -> list[WeightsRow]:  # fmt: skip
+    """A row of each of other files of a model: what their weights change, by this one's, with K and V in FP32.
+
+    Args:
+        model: as a rule its full weights. They are restored, as are those of `others` that `cpu` does not multiply with.
+        text, tokens: as of `measure`; the tokens are `model`'s.
+    Raises:
+        InputError: a file that is none, or of another shape; a text that is too short.
+    """
+    files = [gguf_file.source_file(other) for other in others]
+    if missing := next((other for other, file in zip(others, files, strict=True) if file is None), None):
+        raise InputError(f"{missing} is no GGUF file, and --beside takes these")
+    restored = load_model(model, "float32", progress=progress)
+    ids = _tokens(model, restored.config, text, tokens)
+    plan = KVSpec("fp32").plan(restored.config.num_layers)
+    on_turn(model)
+    right = list(_ours(create("reference", restored, plan), "fp32", ids))
+    rows = []
+    for file in filter(None, files):
+        on_turn(file.name)
+        other = load_model(file, "float32", progress=progress, keep_blocks=block_types("cpu"))
+        if (other.config.layers, other.config.vocab_size) != (restored.config.layers, restored.config.vocab_size):
+            raise InputError(f"{file} is another model than {model}: their shapes differ")
+        row = _row(file.name, right, _ours(create("cpu", other, plan), "fp32", ids))
+        rows.append(replace(row, nbytes=file.stat().st_size))
+    return rows
+
+
+def _tokens(model: str, config: ModelConfig, text: str, tokens: int) -> list[int]:
+    ids = load_tokenizer(model, config).encode(text)[:tokens]
+    if len(ids) < tokens:
+        raise InputError(f"the text has {len(ids):,} tokens, fewer than {tokens:,}; give a longer one, or lower --tokens")
+    return ids
 
 
 def _ours(executor: Executor, kv: str, ids: Sequence[int]) -> Logits:
@@ -152,15 +193,17 @@ def _by_rows(pieces: Logits) -> Logits:
         yield from torch.split(piece, _ROWS)
 
 
-def report(model: str, text: str, tokens: int, rows: Sequence[WeightsRow]) -> Report:
-    """What was measured."""
+def report(model: str, text: str, tokens: int, rows: Sequence[WeightsRow], *, beside: bool = False) -> Report:
+    """What was measured; `beside`: other files than the model."""
     cells = [
-        (row.side, f"{row.kl_mean:.3g}", f"{row.kl_median:.3g}", f"{row.kl_largest:.3g}", f"{row.top1:.2%}") for row in rows
-    ]
+        (
+            row.side, f"{row.kl_mean:.3g}", f"{row.kl_median:.3g}", f"{row.kl_largest:.3g}", f"{row.top1:.2%}",
+            *([f"{row.nbytes / 1e6:,.1f}"] if row.nbytes else []),
+        )
+        for row in rows
+    ]  # fmt: skip
     title = f"{model}: {tokens:,} tokens of {text}, KL from the restored FP32 weights with K and V in FP32"
     values = {"text": text, "rows": [asdict(row) for row in rows]}
-    columns = ("side", "KL mean", "median", "largest", "same top")
-    packages = ("llama-cpp-python",)
-    return Report(
-        "weights", model, [tokens], ["fp32", "bf16", "f16"], values, [Table(title, columns, cells)], packages=packages
-    )
+    columns = ("file" if beside else "side", "KL mean", "median", "largest", "same top", *["MB"] * beside)
+    kv = ["fp32"] if beside else ["fp32", "bf16", "f16"]
+    return Report("weights", model, [tokens], kv, values, [Table(title, columns, cells)], packages=("llama-cpp-python",))

@@ -24,7 +24,7 @@ from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
 from haarkv.models.catalog import file_of
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes
+from haarkv.models.footprint import CODE, WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError
@@ -226,7 +226,7 @@ class Session:
             self.weight_bytes,
             cache.nbytes,
             file_of(self.name),
-            self._predicted(len(ids), context),
+            self._predicted(ids, max_new_tokens, context),
         )
         ranks = tuple(self.ranks.collect(held))
         drafting = None
@@ -289,14 +289,16 @@ class Session:
         taken = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
         require_memory(taken, what, "take fewer tokens or sequences, or a smaller format")
 
-    def _predicted(self, sequences: int, max_context: int) -> int:
+    def _predicted(self, ids: Sequence[Sequence[int]], new_tokens: int, max_context: int) -> int:
         """Bytes that this process was to have at most, by what was counted before the weights were read."""
+        sequences = len(ids)
         if self.loaded is None:
             return 0
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
         weights = self.loaded.weights
         of_run = needed(self.config, self.plan, max_context, weights, sequences)
-        return self.loaded.before + of_run.own + weights.mapped + drafts
+        mapped = weights.mapped_by((token for prompt in ids for token in prompt), new_tokens * sequences)
+        return self.loaded.before + CODE + of_run.own + mapped + drafts
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
         config, ranks = self.config, self.ranks.size

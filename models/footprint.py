@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,6 +18,10 @@ from haarkv.models.weights import EMBEDDING, HEAD, checkpoint_tensors
 
 IN_PLACE: Mapping[str, float] = MappingProxyType({})
 _FP32 = torch.float32.itemsize
+_AROUND = 2**16
+"""Bytes of a file that Linux maps at once, where one of them is asked for and the others are in memory."""
+CODE = 2**24
+"""Bytes of torch's and the kernels' code that come into memory with a first forward, about."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,15 @@ class WeightBytes:
         own: of the process: restored, converted, put in another order than the file's, or drawn.
         kept: in the pages of their file and computed with there. The system may drop those pages and read them again.
         passed: pages that are read once, as what they hold is restored, and may be dropped for good.
+        picked: of `kept`, an embedding that is not the head as well: of it a forward reads its tokens' rows alone.
+        rows: of that embedding.
     """
 
     own: int = 0
     kept: int = 0
     passed: int = 0
+    picked: int = 0
+    rows: int = 0
 
     @property
     def total(self) -> int:
@@ -43,6 +51,19 @@ class WeightBytes:
     def mapped(self) -> int:
         """Of the file's pages, what was read when the model is loaded."""
         return self.kept + self.passed
+
+    def mapped_by(self, tokens: Iterable[int], more: int) -> int:
+        """Of the file's pages, what was read once a text has been written: of `picked`, what lies around its tokens' rows.
+
+        Args:
+            tokens: ids of the prompts.
+            more: new tokens, which nobody knows before.
+        """
+        if not self.picked:
+            return self.mapped
+        row = self.picked // self.rows
+        around = {place // _AROUND for token in set(tokens) for place in (token * row, (token + 1) * row - 1)}
+        return self.mapped - self.picked + min(self.picked, _AROUND * (len(around) + more))
 
 
 def keeps(held: Held, keep_blocks: KeptBlocks) -> bool:
@@ -66,7 +87,7 @@ def weight_bytes(
         in_order: by type, bytes of memory for each number in blocks that are kept and put in another order. An embedding that
             is no head is not: its rows are restored from the file.
     """
-    own = kept = passed = 0
+    own = kept = passed = picked = rows = 0
     for name, tensor in checkpoint_tensors(config).items():
         if (of := held.get(name)) is None or (config.tied and name == HEAD):
             continue
@@ -81,10 +102,12 @@ def weight_bytes(
         # Blocks of some rows and columns are a view; a part of dense rows is copied.
         if as_it_is and of.in_place and (blocks or share == 1):
             kept += in_file
+            if name == EMBEDDING and not config.tied:
+                picked, rows = in_file, round(tensor.shape[0] * share)
         else:
             own += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.kept_as(dtype).itemsize
             passed += in_file
-    return WeightBytes(own, kept, passed)
+    return WeightBytes(own, kept, passed, picked, rows)
 
 
 def random_bytes(config: ModelConfig, dtype: torch.dtype, split: Split | None = None) -> WeightBytes:

@@ -18,7 +18,8 @@ from haarkv.tq_ops.errors import InputError
 
 _TYPES = ("Q6_K", "Q4_K", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "BF16", "F16", "F32")
 MIXES = ("q4_k_m", *map(str.lower, _TYPES))
-"""Each the type of all matrices but `q4_k_m`, which is of Q4_K and Q6_K."""
+"""Each the type of all matrices but the head, which has at least Q6_K's bits; `q4_k_m` is of Q4_K and Q6_K."""
+_FEWER_BITS = ("Q4_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 _NARROW = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """In place of blocks that do not divide a row."""
 _COSTS_MOST = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")
@@ -72,6 +73,8 @@ def type_of(place: Place, width: int, mix: str) -> str:
     wanted = mix.upper()
     if mix == "q4_k_m":
         wanted = "Q6_K" if place.has_more_bits else "Q4_K"
+    elif place.is_head and wanted in _FEWER_BITS:
+        wanted = "Q6_K"
     for name in (wanted, _NARROW.get(wanted, "F16")):
         if width % block_type_named(name).numbers == 0:
             return name

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from haarkv.models.gguf_file import GGUFTensor
 from haarkv.models.gguf_hybrid import Order
+from haarkv.models.gguf_names import rows_of
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,3 @@ class Place:
             rows = self.order.rows
         rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
         return rows + count * (self.expert or 0), columns
-
-
-def rows_of(count: int, heads: int) -> Tensor:
-    """Where llama.cpp's converter puts the rows of Q or K: coordinates that RoPE turns together lie side by side there.
-
-    Returns:
-        [count] int64, for each row of Hugging Face's order that in the file.
-    """
-    return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)

@@ -16,7 +16,7 @@ from haarkv.models.gguf_file import GGUFFile, GGUFTensor
 from haarkv.models.gguf_rope import llama3_entries, scaling_entries
 from haarkv.tq_ops.errors import InputError
 
-_MODEL_TYPES = {
+MODEL_TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
     "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
 }  # fmt: skip
@@ -63,7 +63,7 @@ class GGUFSettings:
         """The entries of a `config.json`, for the family to judge."""
         embedding = self.file.tensors.get("token_embd.weight")
         found = {name: decimal(value) for key, name in _ENTRIES.items() if (value := self.said(key)) is not None}
-        found["model_type"] = _MODEL_TYPES.get(self.architecture, self.architecture)
+        found["model_type"] = MODEL_TYPES.get(self.architecture, self.architecture)
         found["vocab_size"] = embedding.shape[0] if embedding else self.said("vocab_size")
         found["tie_word_embeddings"] = "output.weight" not in self.file.tensors
         found["attention_bias"] = found["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self.file.tensors

@@ -14,47 +14,18 @@ from torch import Tensor
 
 from haarkv.models import gguf_hybrid
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
-from haarkv.models.gguf_place import Place, rows_of
+from haarkv.models.gguf_names import EXPERTS, IN_GEMMA_LAYER, IN_LAYER, OUTER, SAMPLING, rows_of
+from haarkv.models.gguf_place import Place
 from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings, decimal
 from haarkv.models.gguf_words import words_of
 from haarkv.models.source import DRAFTING_ENTRY, Empty, Held, Words, checked_sampling
-from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
-_OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.(\w+)\.(weight|bias)")
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_IN_HYBRID_LAYER = _IN_LAYER | gguf_hybrid.IN_LAYER
-_IN_GEMMA_LAYER = _IN_LAYER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_IN_HYBRID_LAYER = IN_LAYER | gguf_hybrid.IN_LAYER
 _NOTHING: Mapping[str, str] = {}
 _ANY_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(.+)")
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Projections of all experts of a layer, one after the other in one tensor."""
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
 
 
 @lru_cache(maxsize=1)
@@ -103,18 +74,18 @@ class GGUFSource:
         gemma, llama = self._architecture == "gemma3", self._architecture == "llama"
         found: dict[str, Place] = {}
         for name, tensor in self._file.tensors.items():
-            if name in _OUTER:
-                found[_OUTER[name]] = Place(tensor, shifted=gemma and name == "output_norm.weight")
+            if name in OUTER:
+                found[OUTER[name]] = Place(tensor, shifted=gemma and name == "output_norm.weight")
             elif name != ROPE_FACTORS:
                 layer = _LAYER.fullmatch(name)
                 index, part, kind = layer.groups() if layer else ("", "", "")
-                known = _IN_GEMMA_LAYER if gemma else _IN_LAYER
+                known = IN_GEMMA_LAYER if gemma else IN_LAYER
                 if part in known:
                     count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if llama else None
                     heads = self._said.said(f"attention.{count}", self._said.said("attention.head_count")) if count else None
                     place = Place(tensor, heads=self._heads(name, tensor, heads), shifted=gemma and part.endswith("norm"))
                     found[f"model.layers.{index}.{known[part]}.{kind}"] = place
-                elif part in _EXPERTS and len(tensor.shape) == 3:
+                elif part in EXPERTS and len(tensor.shape) == 3:
                     found |= _of_experts(index, part, tensor)
                 else:
                     found[name] = Place(tensor)
@@ -123,9 +94,9 @@ class GGUFSource:
     def _found_hybrid(self) -> dict[str, Place]:
         """The same of layers that keep a state."""
         found = {
-            _OUTER[name]: Place(tensor, shifted=name == "output_norm.weight")
+            OUTER[name]: Place(tensor, shifted=name == "output_norm.weight")
             for name, tensor in self._file.tensors.items()
-            if name in _OUTER
+            if name in OUTER
         }
         return found | self._layers(range(self.settings().get("num_hidden_layers") or 0))
 
@@ -140,10 +111,10 @@ class GGUFSource:
         for name, tensor in self._file.tensors.items():
             layer = _ANY_LAYER.fullmatch(name)
             index, rest = layer.groups() if layer else (-1, "")
-            if name in _OUTER or (layer and int(index) not in which):
+            if name in OUTER or (layer and int(index) not in which):
                 continue
             number, part = int(index) - which.start, rest.removesuffix(".weight")
-            if part in _EXPERTS and len(tensor.shape) == 3:
+            if part in EXPERTS and len(tensor.shape) == 3:
                 found |= _of_experts(number, part, tensor)
                 continue
             known = f"{_IN_HYBRID_LAYER[part]}.weight" if part in _IN_HYBRID_LAYER else gguf_hybrid.other_name(rest)
@@ -247,9 +218,9 @@ class GGUFSource:
         return ()
 
     def sampling(self) -> dict[str, float]:
-        said = {name: self._entries.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+        said = {name: self._entries.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
         return checked_sampling(
-            {name: decimal(value) for name, value in said.items() if value is not None}, self.path, tuple(_SAMPLING.values())
+            {name: decimal(value) for name, value in said.items() if value is not None}, self.path, tuple(SAMPLING.values())
         )
 
 
@@ -275,6 +246,6 @@ class _Drafting(GGUFSource):
 def _of_experts(layer: object, part: str, tensor: GGUFTensor) -> dict[str, Place]:
     """The projections of a layer's experts, each by Hugging Face's name."""
     return {
-        f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.weight": Place(tensor, expert)
+        f"model.layers.{layer}.mlp.experts.{expert}.{EXPERTS[part]}.weight": Place(tensor, expert)
         for expert in range(tensor.shape[0])
     }

@@ -1,21 +1,24 @@
-"""A GGUF file whose matrices are quantised anew, from another: all it says of itself, its names and its order of rows stay.
+"""A GGUF file whose matrices are quantised, from another or from a folder in Hugging Face's format.
+
+Of another file, all that it says of itself, its names and its order of rows stay; of a folder, `gguf_folder` gives them.
 
 gguf writes the file; tensors go to it one after the other, so that one of them is in memory at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
-from haarkv.models.gguf_file import GGUFTensor, block_type, block_type_named
+from haarkv.models.gguf_file import block_type, block_type_named
 from haarkv.models.gguf_mix import place_called, stays_plain, type_of
 from haarkv.models.gguf_quantize import quantize
 from haarkv.models.gguf_source import GGUFSource
@@ -48,24 +51,112 @@ class Written:
     weighted: int
 
 
+class Origin(Protocol):
+    """What a file is written from, under a file's names and in its order of rows.
+
+    Attributes:
+        path: names it in messages.
+        architecture: what general.architecture is to be.
+    """
+
+    path: Path
+    architecture: str
+
+    def entries(self) -> Mapping[str, Any]:
+        """What the file is to say of itself, by key; what this module writes of itself may be among it."""
+
+    def kind_of(self, key: str) -> tuple[int, int | None] | None:
+        """gguf's numbers of an entry's kind, and of a list that of its values; None: as its value has it."""
+
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """The shape of each, rows first, and gguf's name of the type that it has.
+
+        Raises:
+            InputError: one cannot be restored.
+        """
+
+    def stored(self, name: str) -> Tensor:
+        """Bytes of a whole tensor in that type."""
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows of a tensor, of one matrix where there are several: [end - begin, n] fp32."""
+
+    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `GGUFSource.by_stored_name`."""
+
+    def check(self, written: Path) -> None:
+        """Compare what was written with what is here.
+
+        Raises:
+            InputError: a file cannot say all of it.
+        """
+
+
+class FileOrigin:
+    """Another GGUF file; attributes and methods as of `Origin`."""
+
+    def __init__(self, source: GGUFSource) -> None:
+        self.path, self._source, self._file = source.path, source, source.file
+        self.architecture = str(self._file.entries.get("general.architecture"))
+
+    def entries(self) -> Mapping[str, Any]:
+        for key, (_, inner) in self._file.kinds.items():
+            if inner == gguf.GGUFValueType.ARRAY:
+                raise InputError(f"{self.path}: {key} is a list of lists, which is not written")
+        return self._file.entries
+
+    def kind_of(self, key: str) -> tuple[int, int | None]:
+        return self._file.kinds[key]
+
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        for name, tensor in self._file.tensors.items():
+            if tensor.fault is not None:
+                raise InputError(f"{self.path}: {name} {tensor.fault}")
+        return {name: (of.shape, block_type(of.kind).name) for name, of in self._file.tensors.items()}
+
+    def stored(self, name: str) -> Tensor:
+        return self._file.stored_rows(self._file.tensors[name])
+
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        tensor = self._file.tensors[name]
+        restore = block_type(tensor.kind).restore
+        return restore(self._file.stored_rows(tensor)[begin:end]).view(-1, tensor.shape[-1])
+
+    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._source.by_stored_name(of_columns)
+
+    def check(self, written: Path) -> None:
+        """Names, order and entries are the file's own."""
+
+
 @dataclass(frozen=True)
 class _Planned:
     name: str
-    tensor: GGUFTensor
+    shape: tuple[int, ...]
+    before: str
     type: str
+
+    @property
+    def count(self) -> int:
+        """Rows of all its matrices."""
+        return math.prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:
         kind = block_type_named(self.type)
-        return self.tensor.shape[-1] // kind.numbers * kind.nbytes
+        return self.shape[-1] // kind.numbers * kind.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.row_bytes
 
     @property
     def stays(self) -> bool:
-        return block_type(self.tensor.kind).name == self.type
+        return self.before == self.type
 
 
 def write_quantized(
-    source: GGUFSource,
+    source: Origin,
     path: Path,
     mix: str,
     importance: Mapping[str, Tensor] | None = None,
@@ -74,12 +165,12 @@ def write_quantized(
     """Write a model's file with its matrices in the types of a mix.
 
     Args:
-        source: a GGUF file. Matrices that are quantised already are restored first, unless they have the type that is wanted.
+        source: matrices that are quantised already are restored first, unless they have the type that is wanted.
         path: a file that may be overwritten.
         importance: by Hugging Face's names, [in] fp32 each: mean squares of what a matrix's columns are multiplied with.
         on_tensor: called with (tensors written, tensors in all).
     Raises:
-        InputError: a tensor cannot be restored or quantised, by name; no such mix.
+        InputError: a tensor cannot be restored or quantised, by name; no such mix; or a file cannot say what the model is.
         OSError: the file cannot be written.
     """
     weights = source.by_stored_name(importance or {})
@@ -89,57 +180,59 @@ def write_quantized(
     try:
         for done, of in enumerate(planned):
             on_tensor(done, len(planned))
-            # Of experts, each its own; a row of each matrix then has the importance of its expert.
             of_columns = weights.get(of.name)
             weighted += of_columns is not None and not of.stays
             writer.write_tensor_data(_stored(source, of, of_columns).numpy())
         on_tensor(len(planned), len(planned))
     finally:
         writer.close()
+    source.check(path)
     types = [of.type for of in planned]
     return Written(
         {name: types.count(name) for name in dict.fromkeys(types)},
-        sum(of.row_bytes * (of.tensor.nbytes // of.tensor.row_bytes) for of in planned),
+        sum(of.nbytes for of in planned),
         sum(of.stays for of in planned), weighted,
     )  # fmt: skip
 
 
-def _plan(source: GGUFSource, mix: str) -> list[_Planned]:
-    file = source.file
-    planned, tied = list[_Planned](), "output.weight" not in file.tensors
-    said = file.entries.get(f"{file.entries.get('general.architecture')}.block_count")
+def _plan(source: Origin, mix: str) -> list[_Planned]:
+    tensors = source.tensors()
+    tied, said = "output.weight" not in tensors, source.entries().get(f"{source.architecture}.block_count")
     layers = said if isinstance(said, int) else 0
-    for name, tensor in file.tensors.items():
-        if tensor.fault is not None:
-            raise InputError(f"{source.path}: {name} {tensor.fault}")
-        plain = stays_plain(name, tensor.shape)
-        stored = block_type(tensor.kind).name
-        wanted = stored if plain else type_of(place_called(name, layers, tied=tied), tensor.shape[-1], mix)
-        planned.append(_Planned(name, tensor, wanted))
+    planned = []
+    for name, (shape, stored) in tensors.items():
+        place = place_called(name, layers, tied=tied)
+        planned.append(_Planned(name, shape, stored, stored if stays_plain(name, shape) else type_of(place, shape[-1], mix)))
     return planned
 
 
-def _begun(source: GGUFSource, path: Path, planned: list[_Planned], mix: str) -> gguf.GGUFWriter:
+def _begun(source: Origin, path: Path, planned: list[_Planned], mix: str) -> gguf.GGUFWriter:
     """A writer that has written all but the tensors."""
-    file = source.file
-    writer = gguf.GGUFWriter(path, str(file.entries.get("general.architecture")))
-    for key, value in file.entries.items():
-        kind, inner = file.kinds[key]
-        if key in _REPLACED or value == []:
-            continue
-        if inner == gguf.GGUFValueType.ARRAY:
-            raise InputError(f"{source.path}: {key} is a list of lists, which is not written")
-        sub_type = None if inner is None else gguf.GGUFValueType(inner)
-        writer.add_key_value(key, _exact(value, kind), gguf.GGUFValueType(kind), sub_type)
+    writer = gguf.GGUFWriter(path, source.architecture)
+    for key, value in source.entries().items():
+        if key not in _REPLACED and value != []:
+            kind, inner = source.kind_of(key) or _own_kind(value)
+            sub_type = None if inner is None else gguf.GGUFValueType(inner)
+            writer.add_key_value(key, _exact(value, kind), gguf.GGUFValueType(kind), sub_type)
     writer.add_file_type(_FILE_TYPES[mix.upper()])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for of in planned:
-        shape, nbytes = (*of.tensor.shape[:-1], of.row_bytes), of.row_bytes * (of.tensor.nbytes // of.tensor.row_bytes)
-        writer.add_tensor_info(of.name, shape, np.dtype(np.uint8), nbytes, gguf.GGMLQuantizationType[of.type])
+        shape = (*of.shape[:-1], of.row_bytes)
+        writer.add_tensor_info(of.name, shape, np.dtype(np.uint8), of.nbytes, gguf.GGMLQuantizationType[of.type])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     return writer
+
+
+def _own_kind(value: Any) -> tuple[int, int | None]:
+    """gguf's numbers of the kind that llama.cpp's converter gives such a value, and of a list that of its values."""
+    kinds = gguf.GGUFValueType
+    if isinstance(value, list):
+        inner = _own_kind(value[0])[0]
+        return kinds.ARRAY, kinds.INT32 if inner == kinds.UINT32 else inner
+    known = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    return known[type(value)], None
 
 
 def _exact(value: Any, kind: int) -> Any:
@@ -147,18 +240,17 @@ def _exact(value: Any, kind: int) -> Any:
     return bool(value) if kind == gguf.GGUFValueType.BOOL else value
 
 
-def _stored(source: GGUFSource, of: _Planned, importance: Tensor | None) -> Tensor:
+def _stored(source: Origin, of: _Planned, importance: Tensor | None) -> Tensor:
     """Bytes of a tensor in its new type: [rows, bytes of a row] uint8."""
-    stored = source.file.stored_rows(of.tensor)
     if of.stays:
-        return stored
-    width, restore = of.tensor.shape[-1], block_type(of.tensor.kind).restore
-    each = len(stored) // len(importance) if importance is not None and importance.ndim == 2 else len(stored)
+        return source.stored(of.name)
+    # Each matrix for itself: of experts, each has its own importance.
+    width, each = of.shape[-1], of.shape[-2] if len(of.shape) > 1 else of.count
     step, parts = max(1, _AT_ONCE // width), list[Tensor]()
-    for first in range(0, len(stored), each):
+    for first in range(0, of.count, each):
         counts = importance if importance is None or importance.ndim == 1 else importance[first // each]
         for begin in range(first, first + each, step):
-            rows = restore(stored[begin : min(begin + step, first + each)]).view(-1, width)
+            rows = source.rows(of.name, begin, min(begin + step, first + each))
             try:
                 parts.append(quantize(rows, of.type, counts))
             except InputError as error:

@@ -76,7 +76,7 @@ class SourceTokenizer:
 
     def __init__(self, source: Source, config: ModelConfig) -> None:
         words = source.words()
-        self._tokenizer, self._words, self._patterns = words.tokenizer, words, _patterns(words.tokenizer)
+        self._tokenizer, self._words, self._patterns = words.tokenizer, words, has_patterns(words.tokenizer)
         if _has_pattern(self._tokenizer.decoder):
             raise InputError(f"{words.path}: its decoder has a regular expression, which might run for ever; none is built")
         # What training may have left switched on would shorten prompts in silence, or lengthen them.
@@ -135,7 +135,7 @@ class SourceTokenizer:
         return _HFStream(self._tokenizer)
 
 
-def _patterns(tokenizer: FastTokenizer) -> bool:
+def has_patterns(tokenizer: FastTokenizer) -> bool:
     """Whether a tokenizer cuts or changes text by a regular expression that is none of `LINEAR`."""
     return any(map(_has_pattern, (tokenizer.normalizer, tokenizer.pre_tokenizer)))
 

@@ -287,16 +287,20 @@ def long_context(**given: Any) -> None:
 @options.model_option()
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
 @options.count("--tokens", "The first N tokens of it.", 1024)
+@click.option("--beside", multiple=True, metavar="FILE", help="Measure another file of this model instead, by this one.")
 @options.count("--threads", "CPU threads, of each side.", 2)
 @options.together(_no_peers, _save, options.json_option)
-def weights(model: str, text_file: str, tokens: int, no_peers: bool, **given: Any) -> None:
+def weights(model: str, text_file: str, tokens: int, no_peers: bool, beside: tuple[str, ...], **given: Any) -> None:
     """Measure what multiplying with a GGUF file's blocks changes: KL from the same weights restored, ours and llama.cpp's."""
-    from haarkv.benchmarks.weights import measure, report
+    from haarkv.benchmarks.weights import measure, measure_beside, report
 
     text = read_text(text_file, "--text")
     with _turning(given) as on_turn, loading(model) as progress:
-        rows = measure(model, text, tokens, not no_peers, given["threads"], progress, on_turn)
-    _finish(report(Path(model).name, Path(text_file).name, tokens, rows), given)
+        if beside:
+            rows = measure_beside(model, beside, text, tokens, progress, on_turn)
+        else:
+            rows = measure(model, text, tokens, not no_peers, given["threads"], progress, on_turn)
+    _finish(report(Path(model).name, Path(text_file).name, tokens, rows, beside=bool(beside)), given)
 
 
 @command.command("serve")

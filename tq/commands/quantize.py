@@ -39,15 +39,21 @@ _OWN = "own"
 def command(
     model: str, out: Path, mix: str, imatrix: str | None, imatrix_tokens: int, threads: int | None, as_json: bool
 ) -> None:  # fmt: skip
-    """Write MODEL, a .gguf file, with fewer bits a weight. The file is written whole or not at all.
+    """Write MODEL as a .gguf file with fewer bits a weight. The file is written whole or not at all.
 
-    Everything that the model's file says of itself stays: names, tokenizer, chat template. What has the type that it is to
+    Everything that a .gguf file says of itself stays: names, tokenizer, chat template. What has the type that it is to
     have is copied as it is. Rows that blocks of 256 do not divide get Q5_0 in place of Q4_K, and Q8_0 in place of Q6_K.
+    With fewer bits than that the head has Q6_K, as llama.cpp gives it.
+
+    Folders in Hugging Face format are written of llama, mistral, qwen2, qwen3, qwen3_moe and gemma3_text models whose
+    tokenizer llama.cpp has.
     """
     from haarkv.models.catalog import read_config, source_of
     from haarkv.models.checkpoint import held_for
+    from haarkv.models.gguf_folder import FolderOrigin
     from haarkv.models.gguf_source import GGUFSource
-    from haarkv.models.gguf_writer import write_quantized
+    from haarkv.models.gguf_writer import FileOrigin, write_quantized
+    from haarkv.models.hf_folder import HFFolder
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
@@ -55,16 +61,18 @@ def command(
     check_writable(out)
     mix = mix.lower()
     source = source_of(model)
-    if not isinstance(source, GGUFSource):
-        raise InputError(f"{model} is no .gguf file; convert it with llama.cpp's convert_hf_to_gguf.py first")
+    if source is None:
+        raise InputError(f"{model} has random weights, which nobody needs in a file; name a folder or a .gguf file")
     if out.resolve() == source.path.resolve():
         raise click.UsageError("--out is the model itself; name another file")
-    held = held_for(source, read_config(model))
+    config = read_config(model)
+    held = held_for(source, config)
+    origin = FileOrigin(source) if isinstance(source, GGUFSource) else FolderOrigin(HFFolder(source.path), config, held)
     if again := sorted({of.blocks for of in held.values() if of.blocks} - {mix.upper()}):
         warn(f"{source.path} is quantized already ({', '.join(again)}): what that has lost stays lost")
     found = None if imatrix is None else _importance(model, imatrix, imatrix_tokens)
     with loading(f"{out}") as progress, whole_file(out) as half:
-        done = write_quantized(source, half, mix, found, progress)
+        done = write_quantized(origin, half, mix, found, progress)
     size = out.stat().st_size
     if as_json:
         said = {"model": model, "out": str(out), "type": mix, "bytes": size, "tensors": dict(done.types)}

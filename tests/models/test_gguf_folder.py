@@ -1,0 +1,171 @@
+"""Folders in Hugging Face's format as GGUF files: beside files that another converter wrote, and read again by ourselves."""
+
+import json
+from functools import cache
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import byte_tokenizer, write_checkpoint
+from gguf_files import convert
+from refusals import assert_refused
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers_judge import saved_random
+
+from haarkv.engine.loading import load
+from haarkv.models.catalog import load_model, read_config, source_of
+from haarkv.models.gguf_vocabulary import PROBE, entries_of
+from haarkv.models.gguf_words import words_of
+from haarkv.models.source import Words
+from haarkv.tq_ops.errors import InputError
+from tq.cli import main
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}
+MODELS = {
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
+    "mistral": ("Mistral", {"sliding_window": None, "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
+    "qwen2": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"rope_parameters": YARN}),
+    "qwen3_moe": ("Qwen3Moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}),
+    "gemma3": ("Gemma3Text", {"num_hidden_layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 64}),
+}  # fmt: skip
+
+
+def merging(merges=(("a", "b"),), **model):
+    state = json.loads(byte_tokenizer().to_str())
+    state["model"] |= {"merges": list(merges), **model}
+    state["model"]["vocab"] |= {"<|endoftext|>": 256} | {"".join(merge): 257 + at for at, merge in enumerate(merges)}
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def words_in(folder):
+    """A byte-level BPE that cuts text as GPT-2 does, and has one merge."""
+    merging().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": "{{ 1 }}"}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 256, "bos_token_id": 256}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return cache(lambda name: words_in(saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1])))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_and_settings_are_those_of_another_converter(saved, tmp_path, name):
+    out = tmp_path / "m.gguf"
+    assert main(["quantize", str(saved(name)), "--out", str(out), "--type", "f32"]) == 0
+    ours, theirs = gguf.GGUFReader(out), gguf.GGUFReader(convert(saved(name), tmp_path / "theirs.gguf"))
+    found, right = ({of.name: of for of in reader.tensors} for reader in (ours, theirs))
+    assert set(found) == set(right)
+    for of in right:
+        assert tuple(found[of].shape) == tuple(right[of].shape), of
+        np.testing.assert_allclose(found[of].data, right[of].data, rtol=1e-5 if "rope" in of else 0, err_msg=of)
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF."):
+            assert ours.fields[key].contents() == field.contents(), key
+    # And read again by ourselves, it is the folder.
+    again, folder = load_model(out), load_model(saved(name))
+    for (of, one), (_, other) in zip(again.weights.named(), folder.weights.named(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-7, msg=of)
+
+
+def test_the_shipped_model_writes_the_same_text(tmp_path):
+    out = tmp_path / "tiny.gguf"
+    assert main(["quantize", "tiny", "--out", str(out), "--type", "bf16"]) == 0
+    texts = []
+    for name in ("tiny", str(out)):
+        session = load(name, kv="tq4", executor="cpu")
+        texts.append(session.generate("import os\n", max_new_tokens=16).completions[0].token_ids)
+    assert texts[0] == texts[1]
+    config = read_config(out)
+    assert (config.layers, config.eos_token_ids) == (read_config("tiny").layers, (0,))
+    for text in (PROBE, "def main(argc):\n    return 2026"):
+        assert source_of(out).words().tokenizer.encode(text).ids == source_of("tiny").words().tokenizer.encode(text).ids
+
+
+def test_a_mix_and_importance_are_as_of_a_file(saved, tmp_path, capsys):
+    out, text = tmp_path / "m.gguf", tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 12)
+    assert main(["quantize", str(saved("qwen3_moe")), "--out", str(out), "--type", "q4_0", "--imatrix", str(text),
+                 "--imatrix-tokens", "512", "--json"]) == 0  # fmt: skip
+    said = json.loads(capsys.readouterr().out)
+    # Q, K, V, O and three kinds of experts of each layer, and the head; routers are no blocks.
+    assert said["by_importance"] == 2 * 7 + 1
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+    assert (types["blk.0.ffn_up_exps.weight"], types["blk.0.ffn_gate_inp.weight"]) == ("Q4_0", "F32")
+    session = load(str(out), kv="bf16", executor="cpu")
+    assert len(session.generate("a", max_new_tokens=2).completions[0].token_ids) == 2
+
+
+# -- Tokenizers -----------------------------------------------------------------------------------------------------------
+
+
+def sentence_pieces(prefix):
+    """As transformers converts SentencePiece's: merges by rank, bytes as tokens, `▁` for a space."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
+    merges = [("a", "b"), ("▁", "a"), ("c", "a"), ("b", "c"), ("bc", "a"), ("b", "ca")]
+    vocabulary = {piece: id for id, piece in enumerate(dict.fromkeys([*pieces, *map("".join, merges)]))}
+    tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ("<unk>", "<s>", "</s>")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentence_piece_is_told_by_scores(tmp_path, prefix):
+    words = Words(sentence_pieces(prefix), tmp_path)
+    entries = entries_of(words, 300, {"bos": 1, "eos": 2})
+    assert entries["tokenizer.ggml.model"] == "llama"
+    assert entries["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
+    again = words_of(tmp_path, entries, 300).tokenizer
+    for text in ("abca bca  cab\n", "ab", " a bc é"):
+        assert again.encode(text).ids == words.tokenizer.encode(text).ids
+        theirs = words.tokenizer.decode(words.tokenizer.encode(text).ids)
+        assert again.decode(again.encode(text).ids) == (theirs[1:] if prefix else theirs)
+
+
+def test_a_tokenizer_that_llama_cpp_has_not_is_refused(tmp_path):
+    def refused(tokenizer, pre=None):
+        tokenizer.pre_tokenizer = pre or tokenizer.pre_tokenizer
+        with pytest.raises(InputError, match=r"llama\.cpp has"):
+            entries_of(Words(tokenizer, tmp_path), 300, {})
+
+    assert entries_of(Words(merging(), tmp_path), 300, {})["tokenizer.ggml.pre"] == "gpt-2"
+    refused(
+        merging(), pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("(a+)+b"), "isolated"), pre_tokenizers.ByteLevel()])
+    )
+    refused(merging(), pre_tokenizers.ByteLevel(add_prefix_space=True))
+    refused(merging(), pre_tokenizers.Whitespace())
+    refused(merging(()))
+    refused(merging(ignore_merges=True))  # whole words are no part of GPT-2's way
+
+
+def test_what_is_not_written_is_one_line(tmp_path, capsys):
+    out = tmp_path / "out" / "m.gguf"
+    out.parent.mkdir()
+    folder = write_checkpoint(tmp_path / "m")
+    of_bytes = ["llama.cpp has no name for how it cuts text", "convert_hf_to_gguf.py"]
+    other = words_in(write_checkpoint(tmp_path / "n", config={"attention_bias": True, "vocab_size": 300}))
+    saved_random(tmp_path / "g", "Gemma3Text", SHAPE | MODELS["gemma3"][1] | {"query_pre_attn_scalar": 32})
+    of_gemma = words_in(tmp_path / "g"), ["cannot say all"]  # llama.cpp scales by the size of a head
+    for name, words in (of_gemma, (folder, of_bytes), ("random:0.6b", ["random weights"]), (other, ["attention biases"])):
+        assert_refused((main(["quantize", str(name), "--out", str(out)]), *capsys.readouterr()), *words)
+    assert not list(out.parent.iterdir())
