@@ -158,11 +158,10 @@ class Broken:
 
 @dataclass(frozen=True)
 class LookUp:
-    """Codes [rows, width / 2] INT8 to centroids [rows, width] FP16, without attention around it; `tile` rows at a time."""
+    """Codes [rows, width / 2] INT8 to centroids [rows, width] FP16, all blocks at once, without attention around it."""
 
     rows: int
     width: int = 128
-    tile: int = 128
     name: str = "look_up"
     arguments: tuple = (Argument("codes"), Argument("out", output=True))
 
