@@ -1,29 +1,11 @@
-"""What restores centroids, and what chooses levels, alone: as PyPTO programs."""
+"""What restores centroids of learned keys, and what chooses levels, alone: as PyPTO programs."""
 
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.learned import restored
-from haarkv.tq_ops.npu.kernels.tq4 import book, levels_of, restore
+from haarkv.tq_ops.npu.kernels.tq4 import book, levels_of
 from haarkv.tq_ops.npu.reads import HEAD_DIM
-
-
-def build(program, options):
-    rows, width = program.rows, program.width
-
-    @pypto.frontend.jit(**options)
-    def look_up(codes: pypto.Tensor([rows, width // 2], pypto.DT_INT8), out: pypto.Tensor([rows, width], pypto.DT_FP16)):
-        for _ in pypto.loop(1, name="LOOK_UP", idx_name="i"):
-            _look_up(codes, out, rows, width)
-
-    return look_up
-
-
-def _look_up(codes, out, rows, width):
-    pypto.set_pass_options(sg_set_scope=1)
-    blocks = [pypto.view(codes, [BLOCK, width // 2], [row, 0]) for row in range(0, rows, BLOCK)]
-    restore(blocks, lambda values, column: pypto.assemble(values, [0, column], out))
-    pypto.set_pass_options(sg_set_scope=-1)
 
 
 def build_levels(program, options):

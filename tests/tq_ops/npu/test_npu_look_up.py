@@ -4,12 +4,13 @@ import re
 
 import pytest
 import torch
-from npu_programs import Levels, LookUp, Restored, needs_pypto
+from npu_programs import Levels, Restored, needs_pypto
 
 from haarkv.codebooks import cubic
 from haarkv.tq_ops.formats.columns import unpack_columns
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.npu.emitted.text import parse
+from haarkv.tq_ops.npu.first_programs import LookUpProgram
 from haarkv.tq_ops.npu.learned import Layout, cubic_of
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.sim.simulator import Mode
@@ -28,7 +29,7 @@ def test_every_byte_gives_the_fp16_of_its_two_centroids(head_dim, blocks, simula
     book = torch.tensor(READS.built_in(HEAD_DIM).centroids)
     expected = book[torch.cat([codes & 15, codes >> 4], 1).long()].half()
     out = torch.full((rows, head_dim), 7.0).half()
-    simulator.run(LookUp(rows, head_dim), [codes.view(torch.int8), out], Mode.NUMBERS)
+    simulator.run(LookUpProgram(rows, head_dim), [codes.view(torch.int8), out], Mode.NUMBERS)
     assert len(codes.unique()) == 256
     assert torch.equal(out, expected)
 
@@ -50,7 +51,9 @@ def test_numbers_beside_a_boundary_are_on_their_side_of_it(simulator):
 def test_nothing_goes_row_by_row(blocks, simulator):
     """A select or a comparison of tiles is a dozen instructions a row in the device's headers; arithmetic is one a tile."""
     rows = 128 * blocks
-    run = simulator.run(LookUp(rows), [torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(rows, 128).half()], Mode.COMPILE)
+    run = simulator.run(
+        LookUpProgram(rows), [torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(rows, 128).half()], Mode.COMPILE
+    )
     text = "".join(run.sources.values())
     assert "TMul<" in text
     # A load a block, a store for each half, and each operation once for the whole tile; between them nothing is copied.

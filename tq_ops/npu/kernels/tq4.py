@@ -153,12 +153,12 @@ def blocks_at_once(head_dim):
 def restore(blocks, put):
     """Codes of some blocks, each [128, D/2] INT8, -> centroids [128 n, D] FP16, rotated and without their scale.
 
-    They come in halves, [128 n, D/2]: `put` takes one and its first column. Arithmetic alone, because a select costs the device
-    a dozen instructions a row; and on whole lines of its vector core: rows of several vectors lie beside one another.
+    They come in halves, [128 n, D/2]: `put` takes one and its first column. Arithmetic alone, because a select costs the
+    device a dozen instructions a row; and on whole lines of the vector core, for halves of two vectors lie beside one another.
 
     A byte read as signed is 16 h + l, where h is the upper level, less 16 if it is 8 or more. Adding 24,576, where FP16 counts
-    in sixteens, rounds byte - 7.5 to 16 h (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both levels
-    end as a distance from 7.5.
+    in sixteens, rounds byte - 7.5 to 16 h (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both end
+    as a distance from 7.5.
     """
     tokens, half = blocks[0].shape
     lines = tokens * half // LINE
