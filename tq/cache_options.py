@@ -88,7 +88,7 @@ def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
 
     if given.get("calibration") is not None and "model" in given:
         return default_spec(learned=True, context=read_config(given["model"], given.get("layers")).max_position_embeddings)
-    return default_cache(given["model"], given.get("layers")) if "model" in given else KVSpec()
+    return default_cache(given["model"], given.get("layers"), given.get("executor")) if "model" in given else KVSpec()
 
 
 def _chosen(given: Mapping[str, Any]) -> KVSpec:
@@ -103,17 +103,17 @@ def _chosen(given: Mapping[str, Any]) -> KVSpec:
     from haarkv.validation.planning.remembered import cache_for, chosen_before, file_for
 
     set_threads(given.get("threads"))
-    layers = given.get("layers")
+    layers, executor = given.get("layers"), given.get("executor")
     loss = LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"])
-    if (known := chosen_before(file_for(given["model"], loss, layers))) is not None:
+    if (known := chosen_before(file_for(given["model"], loss, layers, executor))) is not None:
         return known
     say("choosing a KV cache for this model, once: it is remembered; --kv tq4 takes one that needs no choice")
     # What another executor runs is chosen here on what can show its keys and queries.
     said = list[str]()
     with scoring(steps(given["model"], layers)) as on_step:
         spec = cache_for(
-            given["model"], loss=loss, layers=layers, dtype=given.get("dtype"), device="cpu", on_step=on_step,
-            on_choice=said.append,
+            given["model"], loss=loss, layers=layers, executor=executor, dtype=given.get("dtype"), device="cpu",
+            on_step=on_step, on_choice=said.append,
         )  # fmt: skip
     for line in said:
         say(line)

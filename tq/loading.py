@@ -66,7 +66,7 @@ def load(
     beside: dict[str, Any] = {"tail": tail, "sink": sink, "skip_layers": skip_layers}
     beside = {name: value for name, value in beside.items() if value or value == 0}  # 0 is asked for as well
     given = next(iter([*beside, *["calibration"] * bool(calibration)]), None)
-    default = default_cache(str(model), layers) if kv is None and plan is None and not calibration else KVSpec()
+    default = default_cache(str(model), layers, executor) if kv is None and plan is None and not calibration else KVSpec()
     auto = kv == AUTO_KV or default is None
     if kv_loss is not None and not auto:
         raise InputError("kv_loss says what kv='auto' may lose; give kv='auto' as well")
@@ -81,7 +81,9 @@ def load(
         spec = (
             kv
             if isinstance(kv, KVSpec)
-            else cache_for(str(model), loss=loss, layers=layers, dtype=dtype, device="cpu", on_choice=on_choice)
+            else cache_for(
+                str(model), loss=loss, layers=layers, executor=executor, dtype=dtype, device="cpu", on_choice=on_choice
+            )
         )
     else:
         if isinstance(calibration, Path | str):

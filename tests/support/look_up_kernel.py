@@ -1,22 +1,11 @@
-"""What restores centroids, and what chooses levels, alone: as PyPTO programs."""
+"""What restores centroids of learned keys, and what chooses levels, alone: as PyPTO programs."""
 
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.learned import restored
-from haarkv.tq_ops.npu.kernels.tq4 import book, centroids, levels_of
+from haarkv.tq_ops.npu.kernels.tq4 import book, levels_of
 from haarkv.tq_ops.npu.reads import HEAD_DIM
-
-
-def build(program, options):
-    rows, width, tile = program.rows, program.width, program.tile
-
-    @pypto.frontend.jit(**options)
-    def look_up(codes: pypto.Tensor([rows, width // 2], pypto.DT_INT8), out: pypto.Tensor([rows, width], pypto.DT_FP16)):
-        for _ in pypto.loop(1, name="LOOK_UP", idx_name="i"):
-            out[:] = centroids(codes, tile, width)
-
-    return look_up
 
 
 def build_levels(program, options):

@@ -157,22 +157,6 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class LookUp:
-    """Codes [rows, width / 2] INT8 to centroids [rows, width] FP16, without attention around it; `tile` rows at a time."""
-
-    rows: int
-    width: int = 128
-    tile: int = 128
-    name: str = "look_up"
-    arguments: tuple = (Argument("codes"), Argument("out", output=True))
-
-    def build(self, **options):
-        import look_up_kernel
-
-        return look_up_kernel.build(self, options)
-
-
-@dataclass(frozen=True)
 class Restored:
     """Codes [128, bytes] INT8 of learned keys to centroids by coordinate, [width, 128] FP16."""
 

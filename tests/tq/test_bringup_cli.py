@@ -22,11 +22,14 @@ from haarkv.tq_ops.npu import versions
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bringup import environment
 from haarkv.validation.bringup.result import RUNGS
+from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.layers.faults import table_with
 from haarkv.validation.layers.self_test import WholeLayers
 from tq.cli import main
 
 NAMES = list(RUNGS)
+OF_PROGRAMS = "look-up"
+"""The rung that `cpu`, whose kernels are no programs, does not have."""
 QUICK = ("--kv", "tq4", "--prompt", "def main(argv):", "--max-new-tokens", "8", "--contexts", "20,60")
 """The text is validated up to 21 tokens, 22 in a verify, and continued up to 23."""
 SHORT = ("--max-new-tokens", "2", "--contexts", "20")
@@ -78,7 +81,7 @@ def failed_at(bringup, rung, *words):
         assert word in out, out
     below, above = NAMES[: NAMES.index(rung)], NAMES[NAMES.index(rung) + 1 :]
     assert [line.split()[0] for line in lines[:-2]] == [*below, rung]
-    assert all(kept(bringup.folder, name)["verdict"] == "passed" for name in below)
+    assert all(kept(bringup.folder, name)["verdict"] == "passed" for name in below if name != OF_PROGRAMS)
     assert kept(bringup.folder, rung)["verdict"] == "failed"
     assert not any((bringup.folder / f"{name}.json").exists() for name in above)
     page = html.unescape((bringup.folder / "index.html").read_text(encoding="utf-8"))
@@ -98,8 +101,8 @@ def failed_at(bringup, rung, *words):
 def test_every_rung_passes_and_says_what_it_compared(bringup):
     code, out, err = bringup()
     assert (code, err) == (0, "")
-    assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
-    results = [kept(bringup.folder, name) for name in NAMES]
+    assert out.splitlines()[-2] == f"passed: 9 of 10 rungs, not on this executor: {OF_PROGRAMS}"
+    results = [kept(bringup.folder, name) for name in NAMES if name != OF_PROGRAMS]
     assert all(result["verdict"] == "passed" and result["found"]["compared"] > 0 for result in results)
     assert sorted(path.name for path in bringup.folder.iterdir()) == sorted(
         [*(f"{name}.json" for name in NAMES), "index.html", "report.json"]
@@ -310,7 +313,7 @@ def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, tri
     assert (code, err) == (130, "tq: interrupted\n")
     assert list(verdicts(out)) == ["environment"]
     assert sorted(path.name for path in bringup.folder.iterdir()) == ["environment.json", "index.html", "report.json"]
-    assert json.loads((bringup.folder / "report.json").read_text())["bringup"] == "unfinished: 1 of 9 rungs passed"
+    assert json.loads((bringup.folder / "report.json").read_text())["bringup"] == "unfinished: 1 of 10 rungs passed"
     trial(lambda model: entry.open(model, None))
     assert bringup(*SHORT, "--resume")[0] == 0
 
@@ -354,7 +357,7 @@ def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
     trial(lambda model: WholeLayers(ReferenceExecutor(model)))
     code, out, _ = bringup(*SHORT)
     assert code == 0
-    assert out.splitlines()[-2] == "passed: 7 of 9 rungs, not on this executor: add, store"
+    assert out.splitlines()[-2] == "passed: 7 of 10 rungs, not on this executor: add, look-up, store"
 
 
 # -- The rehearsal -----------------------------------------------------------------------------------------------------------
@@ -363,7 +366,11 @@ def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
 @with_pypto
 @pytest.mark.parametrize(
     ("program", "argument", "rung", "word"),
-    [("add", 2, "add", "x + y is wrong in 1 of"), ("store_kv", "k_codes", "store", "unexplained levels of K")],
+    [
+        ("add", 2, "add", "x + y is wrong in 1 of"),
+        ("look_up", 1, "look-up", "byte 0x0e became"),
+        ("store_kv", "k_codes", "store", "unexplained levels of K"),
+    ],
 )
 def test_a_wrong_number_of_a_program_fails_its_rung(bringup, monkeypatch, program, argument, rung, word):
     call = SimRunner.call
@@ -393,12 +400,12 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     code = main(["dev", "bringup", "--device", "sim", "--model", str(model), "--out", str(tmp_path / "out"), *args])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
+    assert out.splitlines()[-2] == "passed: 10 of 10 rungs"
     last = kept(tmp_path / "out", "latency")["found"]
     assert "times mean nothing and none is given" in last["said"]
     assert all(row[3:] == ["–"] * 4 for row in last["tables"][0]["rows"])
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert page.count(">passed<") == 10
+    assert page.count(">passed<") == 11
 
 
 # -- Learned formats and plans ------------------------------------------------------------------------------------------------
@@ -412,6 +419,19 @@ def test_a_calibration_is_for_learned_formats_of_these_weights(bringup, tmp_path
         code, _, err = bringup(*given, "--resume")
         assert (code, err.count("\n")) == (2, 1)
         assert said in err
+
+
+def test_a_card_runs_the_first_layer_again_and_again(bringup, trial, monkeypatch):
+    """A difference that lies within rounding is found by running the layer again, and only so."""
+    runs = []
+
+    def now_and_then(*given):
+        runs.append(None)
+        return reference.silu_mul(*given) * (1 + 2.0**-20 * (len(runs) % 3 == 0))
+
+    trial(altered(silu_mul=now_and_then))
+    monkeypatch.setattr(Workbench, "repeats", 4)
+    failed_at(bringup, "layer", "differs from itself")
 
 
 def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, checkpoint):
@@ -434,4 +454,4 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, ch
 @pytest.mark.npu_long
 def test_the_rehearsal_on_tiny(tmp_path, capsys):
     assert main(["dev", "bringup", "--device", "sim", "--threads", "1", "--out", str(tmp_path / "out")]) == 0
-    assert "passed: 9 of 9 rungs" in capsys.readouterr().out
+    assert "passed: 10 of 10 rungs" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import torch
 
 import tq
 from haarkv.engine.plans import plan_for
+from haarkv.executors.npu import NpuExecutor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity.evaluation import Setup, make_workload
@@ -84,6 +85,24 @@ def test_other_formats_cost_by_what_their_levels_leave(chosen):
         assert losses[-1] == 0
         # A bit more leaves about a quarter.
         assert all(2 < a / b < 5.5 for a, b in itertools.pairwise(losses[:-1]))
+
+
+@pytest.mark.parametrize("share", [0.3, 1, 4])
+def test_what_is_chosen_for_npu_is_what_its_programs_read(chosen, share):
+    """Whether the bound takes the best formats that it reads, the smallest, or no packed ones at all."""
+    names, config = auto.names_for("npu"), chosen.config
+    costs = {place: {name: by_name[name] for name in names[place[1]]} for place, by_name in chosen.costs.items()}
+    allowed = share * sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in costs.items())
+    plan = auto.smallest(costs, config, allowed, chosen.file.calibration)
+    assert plan.keeps_tokens == (share >= 1)
+    assert NpuExecutor.supports(config, plan) is None
+    assert NpuExecutor.supports(config, plan_for(chosen.spec, config))
+
+
+def test_a_choice_for_npu_is_remembered_apart(at_home):
+    files = [remembered.file_for("tiny", LOSS, executor=name) for name in (None, "auto", "cpu", "npu")]
+    assert len(set(files[:3])) == 1
+    assert files[3] not in files[:3]
 
 
 def test_no_plan_of_fewer_bytes_would_do(chosen):

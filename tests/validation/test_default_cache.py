@@ -52,6 +52,7 @@ def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
         config = read_config(other)
         monkeypatch.setattr(remembered, "read_config", lambda *_, config=config: config)
         assert remembered.default_cache(str(folder)) == KVSpec("k=tq6,v=tq4", TAIL, SINKS)
+        assert remembered.default_cache(str(folder), executor="npu") == KVSpec("tq4", TAIL, SINKS)
     monkeypatch.setattr(remembered, "chosen_before", lambda _: KVSpec("tq5"))
     assert remembered.default_cache(str(folder)) is None
 

@@ -54,7 +54,7 @@ def validated(
         from haarkv.validation.layers.runner import count_rows, validate
 
         config = read_config(model, layers)
-        chosen_for = {"model": model, "layers": layers, "dtype": dtype}
+        chosen_for = {"model": model, "layers": layers, "dtype": dtype, "executor": executor}
         spec, split = options.kv_spec(chosen_for | others), Split(config, ranks.rank, ranks.size)
         part, plan, plan_here = split.part, plan_for(spec, config), plan_for(spec, config, split)
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first

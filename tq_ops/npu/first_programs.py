@@ -1,4 +1,5 @@
-"""The first programs to run on a new card: a sum, and storing K and V as an op that can be held against the reference."""
+"""The first programs to run on a new card: a sum, the look-up of every byte, and storing K and V as an op that can be held
+against the reference."""
 
 from __future__ import annotations
 
@@ -52,6 +53,41 @@ def add(runner: Runner, x: Tensor, y: Tensor) -> Tensor:
     out = torch.full_like(x, torch.nan).to(device)
     runner.call(program, ordered(program, {"x": x.to(device), "y": y.to(device), "out": out}))
     return out.cpu()
+
+
+@dataclass(frozen=True)
+class LookUpProgram:
+    """Codes of `tq4`, [rows, width / 2] INT8, to the centroids they stand for, [rows, width] FP16.
+
+    Attributes:
+        rows: of one or two blocks of 128 tokens, as attention restores them together.
+        width: head_dim.
+    """
+
+    rows: int = 256
+    width: int = HEAD_DIM
+    name: str = "look_up"
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        return Argument("codes"), Argument("out", output=True)
+
+    def build(self, **options: dict[str, Any]) -> Kernel:
+        from haarkv.tq_ops.npu.kernels import look_up_kernel
+
+        kernel: Kernel = look_up_kernel.build(self, options)
+        return kernel
+
+
+def look_up(runner: Runner) -> tuple[Tensor, Tensor, Tensor]:
+    """Every byte in every column by a program: the bytes [256, 64] uint8, what became of them [256, 128] FP16, on the host,
+    and what should have."""
+    program, device = LookUpProgram(), runner.device
+    codes = torch.arange(program.rows).view(-1, 1).add(torch.arange(program.width // 2)).remainder(256).to(torch.uint8)
+    out = torch.full((program.rows, program.width), torch.nan, dtype=torch.float16, device=device)
+    runner.call(program, ordered(program, {"codes": codes.view(torch.int8).to(device), "out": out}))
+    book = torch.tensor(READS.built_in(program.width).centroids)
+    return codes, out.cpu(), book[torch.cat([codes & 15, codes >> 4], 1).long()].half()
 
 
 class StoreByProgram:

@@ -46,6 +46,11 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def blocks(self) -> int:
+        """Of a step."""
+        return self.step_tokens // _BLOCK
+
+    @property
     def queries(self) -> int:
         """Query rows that share the loads of a step's keys."""
         return self.unit_tokens * self.group

@@ -128,6 +128,7 @@ def ladder(
     workbench = bench()
     below = workbench.below_a_model(*_OPS)
     yield Rung("add", lambda: rungs.smallest_kernel(workbench), below)
+    yield Rung("look-up", lambda: rungs.every_byte(workbench), below)
     yield Rung("store", lambda: rungs.store(workbench), {**below, "formats": workbench.described})
     whole = workbench.of_the_model(*_MODEL, prompts=workbench.prompts_digest)
     yield Rung("layer", lambda: rungs.held(workbench, workbench.first_layer, "teacher-forced"), whole)

@@ -15,6 +15,7 @@ Verdict = Literal["passed", "failed", "not on this executor"]
 RUNGS = {
     "environment": "versions that are published to work together",
     "add": "the smallest kernel",
+    "look-up": "every byte restored to its centroids",
     "store": "K and V stored as the host stores them",
     "layer": "one decoder layer",
     "head": "final norm and LM head",

@@ -33,6 +33,7 @@ _REPEATED = 8
 _CONTEXTS, _SIMULATED_CONTEXTS = (512, 4096), (40,)
 _NEW_TOKENS, _SIMULATED_NEW_TOKENS = 32, 3
 _STEPS, _SIMULATED_STEPS = 4, 1
+_REPEATS = 100
 # Room for the calls of a measurement behind the longest context.
 _ROOM = 32
 
@@ -139,6 +140,11 @@ class Workbench:
     def steps(self) -> int:
         """Decode steps of a validation."""
         return _SIMULATED_STEPS if self.simulated else _STEPS
+
+    @property
+    def repeats(self) -> int:
+        """Runs of the first layer beside the first, whose bits must be the same; a simulator has one order alone."""
+        return 0 if self.programs is None or self.simulated else _REPEATS
 
     @property
     def new_tokens(self) -> int:

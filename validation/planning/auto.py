@@ -42,6 +42,8 @@ from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, bits_of
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.kv.reads import misfit
+from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
 from haarkv.validation.planning.calibrate import Subject, load_subject
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
@@ -55,6 +57,8 @@ PROBES: Mapping[Side, str] = {"k": "lr3", "v": "tq3"}
 FORMATS: Mapping[Side, tuple[str, ...]] = {
     "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
 }  # fmt: skip
+Names = Mapping[Side, tuple[str, ...]]
+"""Names of formats that may be chosen, for K and for V."""
 TAILS = (TAIL, 92, 60)
 """Tails that are tried where layers have a sliding window."""
 LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 1024, 4096
@@ -105,12 +109,26 @@ class Chosen:
         )
 
 
-def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None) -> Chosen:
+def names_for(executor: str | None) -> Names:
+    """Those of `FORMATS` that an executor reads, None for any.
+
+    The programs of `npu` read few, and beside a tail both sides are packed, or neither is.
+    """
+    if executor != "npu":
+        return FORMATS
+    return {
+        "k": tuple(name for name in FORMATS["k"] if bits_of(name)),
+        "v": tuple(name for name in FORMATS["v"] if name != "bf16" and misfit(READS, formats.get(name), HEAD_DIM) is None),
+    }
+
+
+def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> Chosen:
     """Choose a cache for a model.
 
     Args:
         subject: the model.
         loss: mean KL in nats a token that it may lose.
+        names: of the formats that may be chosen.
         on_step: told what has been done, and how many tokens it took.
     Raises:
         InputError: a bound that is none.
@@ -124,7 +142,7 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     times.append(time.monotonic())
     rest = ids[LEARNED_FROM:][: context + 1]
     base = subject.session(KVSpec("bf16", min(TAIL, context), SINKS))
-    costs = costs_of(_probed(subject, base, rest[:-1], file.calibration, on_step), file.calibration)
+    costs = costs_of(_probed(subject, base, rest[:-1], file.calibration, on_step), file.calibration, names)
     times.append(time.monotonic())
     rows = list(_judged(subject, base, costs, file.calibration, rest, loss, on_step))
     times.append(time.monotonic())
@@ -180,12 +198,12 @@ def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Ca
     return {place: found[place] for place in sorted(found)}
 
 
-def costs_of(probed: Costs, calibration: Calibration) -> Costs:
-    """What each of `FORMATS` is taken to cost at each place, by what its probe cost there."""
+def costs_of(probed: Costs, calibration: Calibration, names: Names = FORMATS) -> Costs:
+    """What each format is taken to cost at each place, by what its probe cost there."""
     return {
         place: {
             name: by_name[PROBES[place[1]]] * _left(name, place, calibration) / _left(PROBES[place[1]], place, calibration)
-            for name in FORMATS[place[1]]
+            for name in names[place[1]]
         }
         for place, by_name in probed.items()
     }
@@ -289,11 +307,18 @@ def steps(model: str, layers: int | None = None) -> int:
     )
 
 
-def choose_for(model: str, *, loss: float = LOSS, on_step: Callable[[str, int], None] = lambda *_: None, **how: Any) -> Chosen:
+def choose_for(
+    model: str,
+    *,
+    loss: float = LOSS,
+    on_step: Callable[[str, int], None] = lambda *_: None,
+    names: Names = FORMATS,
+    **how: Any,
+) -> Chosen:
     """Load a model and choose its cache.
 
     Args:
         model, how: as `calibrate.load_subject` takes them.
-        loss, on_step: as in `choose`.
+        loss, on_step, names: as in `choose`.
     """
-    return choose(load_subject(model, **how), loss, on_step)
+    return choose(load_subject(model, **how), loss, on_step, names)

@@ -30,6 +30,7 @@ from haarkv.validation.planning.auto import (
     TAILS,
     Chosen,
     choose_for,
+    names_for,
 )
 from haarkv.validation.planning.calibrate import unlearnable
 
@@ -40,22 +41,25 @@ TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
 """Weights of the smallest and of the largest model whose cache is chosen unasked."""
 
 
-def default_cache(model: str, layers: int | None = None) -> KVSpec | None:
+def default_cache(model: str, layers: int | None = None, executor: str | None = None) -> KVSpec | None:
     """The cache of a model where none is named; None where one is chosen for it, as `--kv auto` does, or was before.
 
     Models that are there to try the product, random ones and those of fewer than `TOY` weights, take `tq4`: nothing that they
     say depends on it. For models of more than `CHOSEN_UP_TO` nobody waits unasked: a choice takes the forwards of
     some 30,000 tokens.
 
+    Args:
+        executor: that will run it, if it was named.
     Raises:
         InputError: no such model.
     """
     config = read_config(model, layers)
     if path_of(model) is None or num_parameters(config) < TOY:
         return KVSpec()
-    chosen = chosen_before(file_for(model, LOSS, layers)) is not None
+    chosen = chosen_before(file_for(model, LOSS, layers, executor)) is not None
     if not chosen and (unlearnable(config) or num_parameters(config) > CHOSEN_UP_TO):
-        return default_spec(learned=False, context=config.max_position_embeddings)
+        spec = default_spec(learned=False, context=config.max_position_embeddings)
+        return spec if names_for(executor) == FORMATS else replace(spec, kv="tq4")
     return None
 
 
@@ -64,9 +68,11 @@ def home() -> Path:
     return Path.home() / ".cache" / "haarkv" / "kv-auto"
 
 
-def file_for(model: str, loss: float, layers: int | None = None) -> Path:
+def file_for(model: str, loss: float, layers: int | None = None, executor: str | None = None) -> Path:
     """Where the choice for a model is kept, whether there is one or not.
 
+    Args:
+        executor: it is chosen for; one that reads few formats has a choice of its own.
     Raises:
         InputError: no such model.
     """
@@ -79,7 +85,7 @@ def file_for(model: str, loss: float, layers: int | None = None) -> Path:
         layers,
         seen,
         loss,
-        FORMATS,
+        names_for(executor),
         TAILS,
         SINKS,
         LEARNED_FROM,
@@ -117,6 +123,7 @@ def cache_for(
     *,
     loss: float = LOSS,
     layers: int | None = None,
+    executor: str | None = None,
     on_choice: Callable[[str], object] = lambda _: None,
     on_step: Callable[[str, int], None] = lambda *_: None,
     **how: Any,
@@ -126,16 +133,17 @@ def cache_for(
     Args:
         model, layers, how: as `calibrate.load_subject` takes them.
         loss: mean KL in nats a token that it may lose.
+        executor: that will run it, if it was named: only what it reads is chosen.
         on_choice: told in one line what was chosen now, and why.
         on_step: as in `auto.choose`.
     Raises:
         InputError: no such model, or one that nothing can be learned of.
     """
     read_config(model, layers)
-    file = file_for(model, loss, layers)
+    file = file_for(model, loss, layers, executor)
     if (known := chosen_before(file)) is not None:
         return known
-    chosen = choose_for(model, loss=loss, layers=layers, on_step=on_step, **how)
+    chosen = choose_for(model, loss=loss, layers=layers, on_step=on_step, names=names_for(executor), **how)
     remember(file, chosen)
     on_choice(str(chosen))
     return chosen.spec

@@ -4,12 +4,13 @@ import re
 
 import pytest
 import torch
-from npu_programs import Levels, LookUp, Restored, needs_pypto
+from npu_programs import Levels, Restored, needs_pypto
 
 from haarkv.codebooks import cubic
 from haarkv.tq_ops.formats.columns import unpack_columns
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.npu.emitted.text import parse
+from haarkv.tq_ops.npu.first_programs import LookUpProgram
 from haarkv.tq_ops.npu.learned import Layout, cubic_of
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.tq_ops.npu.sim.simulator import Mode
@@ -17,14 +18,20 @@ from haarkv.tq_ops.npu.sim.simulator import Mode
 pytestmark = needs_pypto
 
 
-def test_every_byte_gives_the_fp16_of_its_two_centroids(simulator):
-    codes = torch.arange(256).view(-1, 1).add(torch.arange(64)).remainder(256).to(torch.uint8)
+OTHERS = [pytest.param(*case, marks=pytest.mark.npu_long) for case in ((64, 4), (256, 1), (HEAD_DIM, 1))]
+
+
+@pytest.mark.parametrize(("head_dim", "blocks"), [(HEAD_DIM, 2), *OTHERS])
+def test_every_byte_gives_the_fp16_of_its_two_centroids(head_dim, blocks, simulator):
+    """At any head_dim those of 128: they differ by a factor, which is in the scale."""
+    rows = blocks * 128
+    codes = torch.arange(rows).view(-1, 1).mul(3).add(torch.arange(head_dim // 2)).remainder(256).to(torch.uint8)
     book = torch.tensor(READS.built_in(HEAD_DIM).centroids)
     expected = book[torch.cat([codes & 15, codes >> 4], 1).long()].half()
-    out = torch.full((256, HEAD_DIM), 7.0).half()
-    simulator.run(LookUp(256), [codes.view(torch.int8), out], Mode.NUMBERS)
+    out = torch.full((rows, head_dim), 7.0).half()
+    simulator.run(LookUpProgram(rows, head_dim), [codes.view(torch.int8), out], Mode.NUMBERS)
+    assert len(codes.unique()) == 256
     assert torch.equal(out, expected)
-    assert len(out.unique()) == 16
 
 
 def test_numbers_beside_a_boundary_are_on_their_side_of_it(simulator):
@@ -40,20 +47,38 @@ def test_numbers_beside_a_boundary_are_on_their_side_of_it(simulator):
     assert len(out.unique()) == 16
 
 
-def test_nothing_goes_row_by_row(simulator):
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_nothing_goes_row_by_row(blocks, simulator):
     """A select or a comparison of tiles is a dozen instructions a row in the device's headers; arithmetic is one a tile."""
-    run = simulator.run(LookUp(128), [torch.zeros(128, 64, dtype=torch.int8), torch.zeros(128, 128).half()], Mode.COMPILE)
+    rows = 128 * blocks
+    run = simulator.run(
+        LookUpProgram(rows), [torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(rows, 128).half()], Mode.COMPILE
+    )
     text = "".join(run.sources.values())
     assert "TMul<" in text
-    # A cast and 19 operations of arithmetic, a load and a store, each once for the whole tile.
+    # A load a block, a store for each half, and each operation once for the whole tile; between them nothing is copied.
     calls = re.findall(r"^(T[A-Z]\w*).*\);$", text, re.MULTILINE)
-    assert len(calls) == 22, calls
+    assert (calls.count("TLoad"), calls.count("TStore")) == (blocks, 2)
     assert not [name for name in ("TWhere", "TCompare", "TGather") if name in text]
+    # Casts of a block, and 29 operations of arithmetic, of half a line a vector.
+    assert counted(run) == (29 + blocks, 64 * (29 * blocks + blocks))
 
 
 # -- Learned keys ------------------------------------------------------------------------------------------------------------
 COUNTED = {2: (55, 1280), 3: (49, 1280), 4: (54, 1920), 5: (53, 2272)}
-"""Operations of a block of 128 tokens, and their rows of 256 bytes. With `tq4` it is 20 and 2,560: its rows are tokens."""
+"""Operations of a block of 128 tokens, and their rows of 256 bytes. With `tq4` it is 15.5 and 1,920, of two blocks at once."""
+
+
+def counted(run):
+    """Operations of the vector core, but for loads and stores, and the rows of 256 bytes that their results take."""
+    work = [
+        operation.operands
+        for path, text in run.sources.items() if "aiv" in path
+        for operation in parse(path, text).operations if operation.name not in ("TLoad", "TStore")
+    ]  # fmt: skip
+    # A cast has the rows of its source; the results are all by coordinate.
+    rows = [operands[1 if operands[1] and operands[1].dtype == "int8_t" else 0] for operands in work]
+    return len(work), sum(min(tile.rows or tile.layout[0], tile.layout[0]) for tile in rows)
 
 
 # The rest runs with `make test-npu`.
@@ -89,11 +114,4 @@ def test_learned_keys_are_restored_by_one_task_without_copies(simulator, bits):
         {"TAdd"} if layout.lower_pieces else set()
     )
     assert (calls.count("TLoad"), calls.count("TStore")) == (1, len(layout.parts(HEAD_DIM)))
-    work = [
-        operation.operands
-        for path, text in run.sources.items() if "aiv" in path
-        for operation in parse(path, text).operations if operation.name not in ("TLoad", "TStore")
-    ]  # fmt: skip
-    # A cast has the rows of its source; the results are all by coordinate.
-    rows = [operands[1 if operands[1] and operands[1].dtype == "int8_t" else 0] for operands in work]
-    assert (len(work), sum(min(tile.rows or 128, tile.layout[0]) for tile in rows)) == COUNTED[bits]
+    assert counted(run) == COUNTED[bits]

@@ -91,8 +91,9 @@ def attend_step(softmax, queries, keys, values, place, masks, shape, *, first):
         first: whether this is the unit's first step.
     Rounding points: probability times scale to FP16.
     """
-    key_tiles, key_scales = keys.tiles(place, shape), keys.scales(place, shape)
-    value_tiles, value_scales = values.tiles(place, shape), values.scales(place, shape)
+    key_tiles, key_scales = keys.tiles(place, shape, 1), keys.scales(place, shape)
+    value_tiles = values.tiles(place, shape, 1 + shape.heads_at_once * shape.blocks)
+    value_scales = values.scales(place, shape)
     for head in range(shape.heads_at_once):
         score = keys.scores(queries[head], key_tiles[head], key_scales, place, head, shape)
         for mask in masks:

@@ -28,10 +28,10 @@ class Published(Packed):
         super().__init__(TQ4, codes, scale, None)
         self.rotation = rotation
 
-    def tiles(self, place, shape):
+    def tiles(self, place, shape, scope):
         """[step, 128] FP16 of each head, in the model's own domain and without their scale."""
         out = []
-        for tile in super().tiles(place, shape):
+        for tile in super().tiles(place, shape, scope):
             pypto.set_cube_tile_shapes(*_UNROTATE_CUBE)
             out.append(pypto.matmul(tile, self.rotation, pypto.DT_FP16, b_trans=True))
         return out

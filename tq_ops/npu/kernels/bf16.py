@@ -13,5 +13,5 @@ class Plain(CacheSide):
         pypto.set_vec_tile_shapes(min(count, 32), self.head_dim)
         return [pypto.cast(x, pypto.DT_BF16)]
 
-    def tiles(self, place, shape):
+    def tiles(self, place, shape, scope):
         return [self.gather(place, head, shape, "tile") for head in range(shape.heads_at_once)]

@@ -112,18 +112,18 @@ class LearnedKeys(ScaledSide):
         return pypto.cast(pypto.cast(signed, pypto.DT_FP16), pypto.DT_INT8)
 
     # -- Reading -------------------------------------------------------------------------------------------------------
-    def tiles(self, place, shape):
+    def tiles(self, place, shape, scope):
         """Centroids by coordinate, [width, step] FP16 of each head of the iteration, without scale and factors."""
-        return [self._tile(place, head, shape) for head in range(shape.heads_at_once)]
+        return [self._tile(place, head, shape, scope + head * shape.blocks) for head in range(shape.heads_at_once)]
 
-    def _tile(self, place, head, shape):
-        nbytes, blocks = self.side.vectors.width, shape.step_tokens // BLOCK
+    def _tile(self, place, head, shape, scope):
+        nbytes = self.side.vectors.width
         out = pypto.tensor([self.side.width, shape.step_tokens], pypto.DT_FP16, f"keys{head}")
-        for index in range(blocks):
+        for index in range(shape.blocks):
             row = (place.tile(index, shape) + head) * BLOCK
             codes = pypto.view(self.stored_vectors, [BLOCK, nbytes], [row, 0])
             # One task a block: cut where tiles change their shape, each eighth would go through memory.
-            pypto.set_pass_options(sg_set_scope=head * blocks + index + 1)
+            pypto.set_pass_options(sg_set_scope=scope + index)
 
             def put(values, row, at=index):
                 pypto.assemble(values, [row, at * BLOCK], out)

@@ -140,8 +140,12 @@ class CacheSide:
             pypto.assemble(pypto.view(stored, [BLOCK, field.width], [row, 0]), [index * BLOCK, 0], rows)
         return rows
 
-    def tiles(self, place, shape):
-        """[step, D] of each head of the iteration, as the cube takes them; see `by_token`."""
+    def tiles(self, place, shape, scope):
+        """[step, D] of each head of the iteration, as the cube takes them; see `by_token`.
+
+        Args:
+            scope: the first of `shape.blocks` numbers a head, for tasks that must not be cut: other tiles have others.
+        """
         raise NotImplementedError
 
     def scales(self, place, shape):

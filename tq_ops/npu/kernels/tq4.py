@@ -19,6 +19,7 @@ from haarkv.tq_ops.npu.scopes import square_tile
 LEAST_NORM = 1e-30
 LARGEST_FP16 = 65504.0
 STEEP = 2.0**100
+LINE = 128  # FP16 numbers that the vector core takes at once
 # Beyond 16,384 FP16 counts in sixteens.
 _SIXTEENS = 24576.0
 # With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
@@ -62,10 +63,24 @@ class Packed(RotatedSide, ScaledSide):
     def quantize(self, x, count):
         return quantize(x, self.domain.rotation, count, self.head_dim)
 
-    def tiles(self, place, shape):
+    def tiles(self, place, shape, scope):
         """Centroids [step, D] FP16 of each head of the iteration, rotated, without their scale and the book's unit."""
-        heads, rows = range(shape.heads_at_once), min(BLOCK, BLOCK * 128 // self.head_dim)
-        return [centroids(self.gather(place, head, shape, "packed"), rows, self.head_dim) for head in heads]
+        return [self._tile(place, head, shape, scope + head * shape.blocks) for head in range(shape.heads_at_once)]
+
+    def _tile(self, place, head, shape, scope):
+        half, at_once = self.side.vectors.width, min(blocks_at_once(self.head_dim), shape.blocks)
+        out = pypto.tensor([shape.step_tokens, self.head_dim], pypto.DT_FP16, f"centroids{scope}")
+        for first in range(0, shape.blocks, at_once):
+            rows = [(place.tile(first + index, shape) + head) * BLOCK for index in range(at_once)]
+            # One task: cut where tiles are joined, they would go through memory.
+            pypto.set_pass_options(sg_set_scope=scope + first)
+
+            def put(values, column, at=first):
+                pypto.assemble(values, [at * BLOCK, column], out)
+
+            restore([pypto.view(self.stored_vectors, [BLOCK, half], [row, 0]) for row in rows], put)
+            pypto.set_pass_options(sg_set_scope=-1)
+        return out
 
     def scale_row(self, scales, place, head, shape, factor):
         return super().scale_row(scales, place, head, shape, factor * book(self.head_dim).unit)
@@ -130,20 +145,45 @@ def _squared_centroid(level, centroids):
     return value
 
 
-def centroids(codes, rows, width):
-    """Codes [n, width / 2] INT8 -> centroids [n, width] FP16, rotated and without their scale; `rows` to a vector tile.
+def blocks_at_once(head_dim):
+    """How many blocks' codes are restored together: in FP16, one half of their levels fills a tile of 128 x 128."""
+    return max(1, 2 * LINE // head_dim)
 
-    Arithmetic alone, because a select costs the device a dozen instructions a row. A byte read as signed is 16 h + l, where h
-    is the upper level, less 16 if it is 8 or more. Adding 24,576, where FP16 counts in sixteens, rounds byte - 7.5 to 16 h
-    (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both levels end as a distance from 7.5.
+
+def restore(blocks, put):
+    """Codes of some blocks, each [128, D/2] INT8, -> centroids [128 n, D] FP16, rotated and without their scale.
+
+    They come in halves, [128 n, D/2]: `put` takes one and its first column. Arithmetic alone, because a select costs the
+    device a dozen instructions a row; and on whole lines of the vector core, for halves of two vectors lie beside one another.
+
+    A byte read as signed is 16 h + l, where h is the upper level, less 16 if it is 8 or more. Adding 24,576, where FP16 counts
+    in sixteens, rounds byte - 7.5 to 16 h (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both end
+    as a distance from 7.5.
     """
-    pypto.set_vec_tile_shapes(rows, width // 2)
-    byte = pypto.cast(codes, pypto.DT_FP16) - 7.5
+    tokens, half = blocks[0].shape
+    lines = tokens * half // LINE
+    values = []
+    for codes in blocks:
+        pypto.set_vec_tile_shapes(tokens, half)
+        packed = codes if half == LINE else pypto.reshape(codes, [lines, LINE])
+        pypto.set_vec_tile_shapes(lines, LINE)
+        values.append(pypto.cast(packed, pypto.DT_FP16))
+    count = len(blocks)
+    pypto.set_vec_tile_shapes(count * lines, LINE)
+    byte = (pypto.concat(values, 0) if count > 1 else values[0]) - 7.5
     upper = (byte + _SIXTEENS) - _SIXTEENS
     shifted = upper + 8.0
     side = pypto.clip(shifted, -8.0, 8.0)
-    distance = pypto.concat([byte - upper, shifted * 0.0625 - side], 1)
-    pypto.set_vec_tile_shapes(rows, width)
+    for column, distance in ((0, byte - upper), (half, shifted * 0.0625 - side)):
+        pypto.set_vec_tile_shapes(count * lines, LINE)
+        centroid = _centroid(distance)
+        whole = centroid if half == LINE else pypto.reshape(centroid, [count * tokens, half])
+        pypto.set_vec_tile_shapes(count * tokens, half)
+        put(whole, column)
+
+
+def _centroid(distance):
+    """The FP16 of the centroid of a level so far from 7.5."""
     x = distance * _STEP
     square = x * x
     value = square + _POLYNOMIAL[0]

@@ -33,7 +33,7 @@ class SeedBytes(RotatedSide):
         level = rotated_levels(x / norm, self.domain.rotation, count, self.head_dim)
         return [pypto.cast(pypto.cast(level, pypto.DT_FP16), pypto.DT_INT8), pypto.clone(norm)]
 
-    def tiles(self, place, shape):
+    def tiles(self, place, shape, scope):
         """[step, D] FP16 of each head: `bf16(c[level] * rsqrt(sum(c[level]**2) + 1e-6) * norm)`, rotated."""
         out = []
         for head in range(shape.heads_at_once):
