@@ -13,44 +13,33 @@ from haarkv.tq_ops.cuda.layout import STATE
 # What a sequence reads in place of a version: zeros before its first token; nothing, as it pads a batch; nothing, as no version
 # has seen the tokens before.
 ZEROS, DEAD, UNSEEN = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
-_NO_HEAD, _LAST, _NAN = tl.constexpr(STATE), tl.constexpr(2**63 - 1), tl.constexpr(float("nan"))
-
-
-@triton.jit
-def version_read(had, version, known, slot):
-    """The version that has seen `known` tokens, or what is read in its place.
-
-    Args:
-        had, version: [SIZE] int64 and int32, what each version has seen; -1 where there is none.
-        slot: of the sequence's first new token.
-    """
-    match = tl.min(tl.where(had == known, version, 2147483647), 0)
-    found = tl.where(match == 2147483647, UNSEEN, match)
-    return tl.where(slot < 0, DEAD, tl.where(known == 0, ZEROS, found))
+_NO_HEAD, _LAST = tl.constexpr(STATE), tl.constexpr(2**63 - 1)
 
 
 # Masks are made of numbers: where a block's truths meet a single one, the interpreter gives them another type.
 @triton.jit
-def discarded_from(known):
-    """What a version has seen at least to be of another continuation or, before a sequence's first token, of another sequence."""
-    return tl.where(known == 0, 0, known + 1)
+def turn_of(had, version, known, slot, number, VERSIONS: tl.constexpr):
+    """The version that a sequence reads, or what it reads in its place, and the one that goes to its last token but `number`.
 
-
-@triton.jit
-def version_written(had, version, known, before, number, VERSIONS: tl.constexpr):
-    """The version that goes to a sequence's last token but `number`: the oldest first, and never the one that is read.
+    Written are the oldest first. What has seen more tokens than there are is of another continuation, or of another sequence,
+    and goes before all. The version that is read has seen most of those left, so that it would be the last of all.
 
     Args:
-        had, version, known: as of `version_read`.
-        before: the version that is read.
+        had, version: [SIZE] int64 and int32, what each version has seen; -1 where there is none.
+        known, slot: tokens before the sequence's first new one, and that one's slot.
+    Returns:
+        `before`, whether the token's state is kept, and `target`, which means something only then.
     """
-    age = tl.where(had >= discarded_from(known), -1, had)
-    age = tl.where((version < VERSIONS) & (version != before), age, _LAST)
-    target = 0
-    for _ in range(number + 1):
+    match = tl.min(tl.where(had == known, version, 2147483647), 0)
+    found = tl.where(match == 2147483647, UNSEEN, match)
+    before = tl.where(slot < 0, DEAD, tl.where(known == 0, ZEROS, found))
+    kept = (number < VERSIONS - 1) & (before >= ZEROS)
+    age = tl.where(had >= tl.where(known == 0, 0, known + 1), -1, had)
+    age, target = tl.where(version < VERSIONS, age, _LAST), 0
+    for _ in range(tl.where(kept, number + 1, 0)):
         target = tl.min(tl.where(age == tl.min(age, 0), version, 2147483647), 0)
         age = tl.where(version == target, _LAST, age)
-    return target
+    return before, kept, target
 
 
 @triton.jit
@@ -120,10 +109,8 @@ def delta_inputs_kernel(
     row, known, slot = tl.load(rows + sequence), tl.load(positions + begin), tl.load(slots + begin)
     version = tl.arange(0, VERSIONS_SIZE)
     had = tl.load(seen + row * VERSIONS + version, version < tl.where(slot < 0, 0, VERSIONS), -1)
-    before = version_read(had, version, known, slot)
     number = end - 1 - token
-    kept = (number < VERSIONS - 1) & (before >= ZEROS)
-    target = version_written(had, version, known, before, tl.where(kept, number, -1), VERSIONS)
+    before, kept, target = turn_of(had, version, known, slot, number, VERSIONS)
     if unit == 0:
         tl.store(turns + sequence * VERSIONS + number, target, kept)
         tl.store(turns + sequence * VERSIONS + VERSIONS - 1, before, number == 0)
@@ -141,8 +128,8 @@ def delta_inputs_kernel(
         value = value / (1.0 + tl.exp(-value))
         length = tl.rsqrt(tl.sum(value * value, 0) + 1e-6) * tl.where(unit < KEY_HEADS, KEY_DIM**-0.5, 1.0)
         column = tl.arange(0, SIZE)
-        at = mixed + token.to(tl.int64) * CHANNELS + first + column
-        tl.store(at, value * tl.where(of_key, length, 1.0), column < dim)
+        to = mixed + token.to(tl.int64) * CHANNELS + first + column
+        tl.store(to, value * tl.where(of_key, length, 1.0), column < dim)
         if of_key == 0:
             at = token * VALUE_HEADS + head
             forgotten = tl.exp(tl.load(a_log + head)) * softplus(tl.load(a + at) + tl.load(dt_bias + head))
@@ -166,7 +153,7 @@ def note_seen(seen, turns, positions, begin, end, VERSIONS: tl.constexpr, VERSIO
     version = tl.arange(0, VERSIONS_SIZE)
     inside, known = version < VERSIONS, tl.load(positions + begin)
     had = tl.load(seen + version, inside, -1)
-    had = tl.where(had >= discarded_from(known), -1, had)
+    had = tl.where(had >= tl.where(known == 0, 0, known + 1), -1, had)
     for number in range(tl.minimum(end - begin, VERSIONS - 1)):
         token = end - 1 - number
         had = tl.where(version == tl.load(turns + number), tl.load(positions + token) + 1, had)
@@ -228,7 +215,7 @@ def delta_rule_kernel(
         if (head == 0) & (tl.program_id(1) == 0):
             note_seen(seen + row * VERSIONS, turns, positions, begin, end, VERSIONS, VERSIONS_SIZE)
     else:
-        nothing = tl.where(before == UNSEEN, _NAN, 0.0) + tl.zeros((COLUMNS,), tl.float32)
+        nothing = tl.where(before == UNSEEN, float("nan"), 0.0) + tl.zeros((COLUMNS,), tl.float32)
         for _ in range(begin, end):
             tl.store(out, nothing, values)
             out += VALUE_HEADS * VALUE_DIM
