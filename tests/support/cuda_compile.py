@@ -21,7 +21,19 @@ import machine_code
 import torch
 import triton
 from cuda_launches import (
-    LEARNED, SHAPES, STATES, TAIL, TQ4, Asked, because, deltas, everything, learned, recorded, serve, shaped_model,
+    LEARNED,
+    SHAPES,
+    STATES,
+    TAIL,
+    TQ4,
+    Asked,
+    because,
+    deltas,
+    everything,
+    learned,
+    recorded,
+    serve,
+    shaped_model,
 )  # fmt: skip
 from triton.backends import nvidia
 

@@ -11,15 +11,15 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import cuda_delta_faults
 import numpy as np
 import torch
 import triton
-import cuda_delta_faults
 from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
 from cuda_executed import executed
@@ -45,9 +45,9 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.weight import Blocks, numbers_of
 from haarkv.validation import bounds
+from haarkv.validation.layers.delta_faults import small_hybrid
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.blocks import Product
-from haarkv.validation.layers.delta_faults import small_hybrid
 from haarkv.validation.ops.cases import Attention, Plain, Store
 from haarkv.validation.ops.delta import Delta
 from haarkv.validation.ops.suite import OpCase

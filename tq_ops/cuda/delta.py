@@ -29,8 +29,8 @@ def advance(
 ) -> Tensor:
     """`gated_delta` in two launches, without waiting for the device.
 
-    A sequence that pads the batch reads and keeps nothing; its numbers are 0. One whose state no version has seen keeps nothing
-    either; its numbers are NaN, and it is noted.
+    A sequence that pads the batch reads and keeps nothing; its numbers are 0. One whose state no version has seen keeps
+    nothing either; its numbers are NaN, and it is noted.
 
     Args:
         x, a, b, conv, a_log, dt_bias, cache, layer, batch: as of `tq_ops.reference.gated_delta`.

@@ -1,7 +1,8 @@
-"""The gated delta rule: which versions of a state are read and written, what a token reads, and a head's memory token by token.
+"""The gated delta rule: which versions of a state are read and written, what a token reads, a head's memory token by token.
 
-Two launches. The programs of the first choose versions from `seen`, which none of them changes; they tell the second, in `turns`,
-which changes `seen` and reads it in no other program. So a device chooses alone, and nothing depends on the order of programs.
+Two launches. The programs of the first choose versions from `seen`, which none of them changes. They tell the second, in
+`turns`, which changes `seen` and reads it in no other program. So a device chooses alone, and nothing depends on the order
+of programs.
 """
 
 import triton
@@ -10,8 +11,8 @@ import triton.language as tl
 from haarkv.tq_ops.cuda.in_bf16 import sequence_of
 from haarkv.tq_ops.cuda.layout import STATE
 
-# What a sequence reads in place of a version: zeros before its first token; nothing, as it pads a batch; nothing, as no version
-# has seen the tokens before.
+# What a sequence reads in place of a version: zeros before its first token; nothing, as it pads a batch; nothing, as no
+# version has seen the tokens before.
 ZEROS, DEAD, UNSEEN = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
 _NO_HEAD, _LAST = tl.constexpr(STATE), tl.constexpr(2**63 - 1)
 
@@ -59,8 +60,7 @@ def convolved(
     x, conv, token, begin, first, dim, before_at, kept_at, has_before, kept, SIZE: tl.constexpr,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of a token's `dim` channels from `first` on, [SIZE]; where the token's state is kept, its last inputs go to
-    `kept_at`.
+    """The convolution of a token's `dim` channels from `first` on, [SIZE]; where its state is kept, so are its inputs.
 
     Args:
         x: [T, CHANNELS]; `begin` is the sequence's first row.
@@ -90,7 +90,7 @@ def delta_inputs_kernel(
 ):  # fmt: skip
     """What tokens read and write of their memories, and the states of the convolution. Grid: [T, 2 * KEY_HEADS + VALUE_HEADS].
 
-    The first token of a sequence whose state no version has seen is left in `fault` [1] int64, as `layout.fault_place` reads it.
+    The first token of a sequence whose state no version has seen is left in `fault` [1] int64, as for `layout.fault_place`.
 
     Args:
         x, a, b, conv, a_log, dt_bias: as of `gated_delta`, fp32.
@@ -98,8 +98,8 @@ def delta_inputs_kernel(
         positions, slots, rows, query_start_loc: of the batch, of `sequences` sequences.
         mixed: [T, channels] fp32, q over its length and the root of KEY_DIM, k over its length, and v.
         gates: [T, VALUE_HEADS, 2] fp32, what is kept of the memory, and how much is written.
-        turns: [sequences, VERSIONS] int32, the versions that go to the last tokens, the very last first; at the end the one that
-            is read, or `ZEROS`, `DEAD` or `UNSEEN`.
+        turns: [sequences, VERSIONS] int32, the versions that go to the last tokens, the very last first; at the end the one
+            that is read, or `ZEROS`, `DEAD` or `UNSEEN`.
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     token, unit, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(0)

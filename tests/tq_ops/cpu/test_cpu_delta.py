@@ -14,6 +14,8 @@ from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.validation.ops.delta import Delta
 
 SHAPES = [Delta(2, 4, 128, 128, (0,), (1,)), Delta(1, 3, 48, 80, (0,), (1,), taps=3), Delta(1, 1, 7, 21, (0,), (1,))]
+
+
 @every_table
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64])

@@ -1,5 +1,5 @@
-"""Gated DeltaNet on a GPU, or in Triton's interpreter: the same bits however a prompt is cut and whoever is in the batch, versions
-of a state chosen on the device, and faults that its kernels could have."""
+"""Gated DeltaNet on a GPU, or in Triton's interpreter: the same bits however a prompt is cut and whoever is in the batch,
+versions of a state chosen on the device, and faults that its kernels could have."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
 
 
 def test_small_rates_of_forgetting_are_exact():
-    """log(1 + exp(z)) where it is nearly nothing: decays that differ from 1 by a few places of FP32 add up over a long text."""
+    """log(1 + exp(z)) where it is nearly nothing: decays that differ from 1 by a few places of FP32 add up over a text."""
     run = a_run(length=2)
     x, _, b = run.told[0]
     for z in (-14.0, -9.0, -0.5, 3.0, 30.0):
