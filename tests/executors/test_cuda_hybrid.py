@@ -91,7 +91,9 @@ def executor(model):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "spec"), [(None, TQ4), *(pytest.param(dtype, TAIL, marks=MORE_CUDA) for dtype in DTYPES)], ids=str
+    ("dtype", "spec"),
+    [(None, TQ4), *(pytest.param(dtype, TAIL, marks=MORE_CUDA) for dtype in DTYPES)],
+    ids=["tiny", *map(str, DTYPES)],
 )
 def test_a_hybrid_runs_as_the_reference_does(tmp_path, dtype, spec):
     model, dtype = model_of(dtype) if dtype else tiny_model(), dtype or torch.float32
