@@ -91,7 +91,7 @@ class CudaExecutor:
         self.simulated = interpreted
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
-        waitless = {"store_kv": ops.append, "gated_delta": delta.advance}
+        waitless: dict[str, Callable[..., Any]] = {"store_kv": ops.append, "gated_delta": delta.advance}
         self.step_ops: OpTable = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
             whole = fused.fuse(model, self.device, placed)
