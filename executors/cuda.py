@@ -17,7 +17,8 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models import fused
 from haarkv.models.base import DecoderModel, tables_of
-from haarkv.models.config import Experts, ModelConfig
+from haarkv.models.config import Attention, Experts, ModelConfig
+from haarkv.models.delta_net import DeltaNet
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed
@@ -27,6 +28,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.table import OpTable, with_ops
 
 
@@ -53,7 +55,8 @@ class CudaExecutor:
     `step_ops`, with the same rounding points.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
-    for when the step is over; the forward is then run again, op by op, and the error names the weight.
+    for when the step is over; the forward is then run again, op by op, and the error names the weight. A recurrent state that
+    is not there is noted as well: nothing is read in its place, and what would have come of it is NaN.
 
     Args:
         model: weights and shapes.
@@ -61,7 +64,8 @@ class CudaExecutor:
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
     Attributes:
         ops: the table for single ops, which the validator replays; what a fused layer makes is judged as a whole.
-        step_ops: its table as a step runs it: `store_kv` does not wait to look for faults, so that a graph can hold it.
+        step_ops: its table as a step runs it: `store_kv` and `gated_delta` do not wait to look for faults, so that a graph can
+            hold them.
     Raises:
         InputError: no GPU, no such GPU, or no Triton.
     """
@@ -76,7 +80,7 @@ class CudaExecutor:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
-        from haarkv.tq_ops.cuda import nvrtc, ops
+        from haarkv.tq_ops.cuda import delta, nvrtc, ops
         from haarkv.tq_ops.cuda.fused import CudaFused
 
         self.config = model.config
@@ -87,7 +91,8 @@ class CudaExecutor:
         self.simulated = interpreted
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
-        self.step_ops: OpTable = with_ops(self.ops, {"store_kv": partial(ops.append, fault=self._fault)})
+        waitless: dict[str, Callable[..., Any]] = {"store_kv": ops.append, "gated_delta": delta.advance}
+        self.step_ops: OpTable = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
             whole = fused.fuse(model, self.device, placed)
             self._model = whole.model
@@ -112,8 +117,9 @@ class CudaExecutor:
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         if any(isinstance(layer.mlp, Experts) for layer in config.layers):
             return "its decode steps are graphs, which cannot choose experts as they run"
-        if len(config.attentions) < config.num_layers:
-            return "its decode steps are graphs, which were tried with no other layers than attention"
+        others = {type(layer.mixer) for layer in config.layers} - {Attention, DeltaNet}
+        if others:
+            return f"it has no kernels for a layer that mixes tokens by {min(kind.__name__ for kind in others)}"
         return unsupported(READS, plan, config.kv_shapes)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
@@ -154,8 +160,10 @@ class CudaExecutor:
         weakly = ref(cache)  # or a step without a graph would keep its cache alive, which keeps the step
         return lambda token_ids, batch: self._run.forward(token_ids, batch, cast(PagedKVCache, weakly()))
 
-    def _blame(self, key: int) -> NonFiniteError:
-        """Which weight it was: the last forward and its head again, op by op."""
+    def _blame(self, key: int) -> Exception:
+        """Which weight it was: the last forward and its head again, op by op. Of a state that was not there, that it was."""
+        if key != NO_FAULT and fault_place(key)[1] == "state":
+            return ValueError(UNSEEN)
         last = self._last
         cache = last.cache() if last else None
         if last is None or cache is None:

@@ -95,7 +95,7 @@ def weight_bytes(
         blocks = keeps(of, keep_blocks)
         as_it_is = blocks or (of.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
         in_file = round(of.nbytes * share)
-        if blocks and of.blocks in in_order and (name != EMBEDDING or config.tied):
+        if blocks and of.blocks is not None and of.blocks in in_order and (name != EMBEDDING or config.tied):
             own += round(math.prod(tensor.shape) * share * in_order[of.blocks])
             passed += in_file
             continue

@@ -176,11 +176,12 @@ def test_executors_of_dense_layers_refuse_by_name(executor):
         catalog.check(executor, config, KVSpec("tq4").plan(24))
 
 
-def test_the_gpu_refuses_by_name():
+def test_the_gpu_takes_dense_hybrids_and_refuses_experts_by_name():
     from haarkv.executors.cuda import CudaExecutor
 
-    config = read_config("random:qwen3.5-0.8b")
-    assert "no other layers than attention" in CudaExecutor.supports(config, KVSpec("tq4").plan(24))
+    assert CudaExecutor.supports(read_config("random:qwen3.5-0.8b"), KVSpec("tq4").plan(24)) is None
+    experts = read_config("random:qwen3.5-35b-a3b")
+    assert "cannot choose experts" in CudaExecutor.supports(experts, KVSpec("tq4").plan(experts.num_layers))
 
 
 @pytest.mark.parametrize(

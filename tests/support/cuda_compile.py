@@ -20,7 +20,21 @@ from pathlib import Path
 import machine_code
 import torch
 import triton
-from cuda_launches import LEARNED, SHAPES, TAIL, TQ4, Asked, because, everything, learned, recorded, serve, shaped_model
+from cuda_launches import (
+    LEARNED,
+    SHAPES,
+    STATES,
+    TAIL,
+    TQ4,
+    Asked,
+    because,
+    deltas,
+    everything,
+    learned,
+    recorded,
+    serve,
+    shaped_model,
+)  # fmt: skip
 from triton.backends import nvidia
 
 _BIN = Path(nvidia.__file__).parent / "bin"
@@ -94,6 +108,8 @@ def named(capability: int, head_dim: int | str) -> dict[str, Asked]:
         of_head_dim = partial(learned, LEARNED[head_dim], head_dim, 2)
         for spec in (TQ4, TAIL, of_head_dim(), of_head_dim(tail=128, sink=4)):
             serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 128, [130], 1)
+        if head_dim == 128:
+            deltas(STATES[:1])
     found = {}
     for one in asked.values():
         kernel, constants = one.source.fn.__name__, one.named_constants()

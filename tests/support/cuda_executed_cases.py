@@ -11,10 +11,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import cuda_delta_faults
 import numpy as np
 import torch
 import triton
@@ -22,12 +24,15 @@ from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
 from cuda_executed import executed
 from cuda_faults import FAULTS
+from delta_runs import Run
+from delta_runs import same as same_state
 from op_tables import LAYER, Case, cache_tensors, filled, relative
 from ptx import far
 from small_models import decode, gemma_config, new_cache, new_paging, prefill, small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import block_products, ops
@@ -40,9 +45,11 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.weight import Blocks, numbers_of
 from haarkv.validation import bounds
+from haarkv.validation.layers.delta_faults import small_hybrid
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.blocks import Product
 from haarkv.validation.ops.cases import Attention, Plain, Store
+from haarkv.validation.ops.delta import Delta
 from haarkv.validation.ops.suite import OpCase
 from haarkv.validation.ops.tables import CUDA
 
@@ -155,9 +162,11 @@ def in_any_order(case: OpCase) -> Check:
     return f"{case} in any order of programs", check
 
 
-def executor(dtype: torch.dtype, layers: int, spec: KVSpec, config: ModelConfig | None = None) -> Check:
+def executor(
+    dtype: torch.dtype, layers: int, spec: KVSpec, config: ModelConfig | None = None, model: DecoderModel | None = None
+) -> Check:
     """Logits of a ragged prefill and two decode steps that are padded."""
-    config = config or small_config(hidden_size=64, num_layers=layers)
+    config = model.config if model else config or small_config(hidden_size=64, num_layers=layers)
 
     def run(one: object) -> torch.Tensor:
         cache = new_cache(config, spec, num_blocks=6)
@@ -167,10 +176,10 @@ def executor(dtype: torch.dtype, layers: int, spec: KVSpec, config: ModelConfig 
         return torch.cat([*found, decode(one, cache, paging, ids[::2], [3, 1])])
 
     def check(capability: int) -> str | None:
-        model = small_model(config, dtype=dtype)
-        theirs = run(ReferenceExecutor(model))
+        made = model or small_model(config, dtype=dtype)
+        theirs = run(ReferenceExecutor(made))
         with executed(capability):
-            ours = run(CudaExecutor(model, interpreted=True))
+            ours = run(CudaExecutor(made, interpreted=True))
         error = float(((ours - theirs).abs().amax(-1) / theirs.std(dim=-1)).max())
         bound = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
         return None if error <= bound else f"error {error}, bound {bound}"
@@ -234,7 +243,44 @@ def wrong_product(fault: str, capability: int) -> str | None:
     return None if error > 1e-4 else f"not seen: error {error}"
 
 
+# -- Gated DeltaNet --------------------------------------------------------------------------------------------------------
+
+
+def delta_text(capability: int, *, fault: str | None = None) -> str | None:
+    """A text with drafts that are taken back, a chunk that is run again and a row that begins anew; with a fault, if named."""
+    with executed(capability), cuda_delta_faults.planted(fault) if fault else nullcontext():
+        error = cuda_delta_faults.off_by(ops)
+    if fault:
+        return None if not error <= bounds.LAYER_FP32.op else f"not found: {fault}"
+    return None if error <= bounds.LAYER_FP32.op else f"error {error}"
+
+
+def delta_pieces(capability: int) -> str | None:
+    """A prompt in pieces, alone and beside another sequence, in any order of programs: the bits of the whole prompt."""
+    case, found = Delta(1, 2, 16, 20, (0,), (1,)), []
+    for counts, order, together in (((7,), "ascending", None), ((3, 1, 3), "descending", 1), ((1, 5, 1), "random", 3)):
+        run, out = Run(ops, case, sequences=2, length=7), []
+        for count in counts:
+            rows = [1, 0] if together else [0]
+            with executed(capability, order=order, together=together):
+                out.append(run.run(rows, [count for _ in rows])[-1])
+        found.append((torch.cat(out), run.state()))
+    (whole, state), *others = found
+    alike = [torch.equal(out, whole) and same_state(of, state) for out, of in others]
+    return None if all(alike) else f"the same bits: {alike}"
+
+
+DELTAS = [
+    contract(Delta(1, 3, 24, 40, (0, 5, 1), (6, 2, 1))),
+    contract(Delta(2, 4, 128, 128, (0, 9), (1, 1))),
+    ("a text of a hybrid's layer", delta_text),
+    ("a prompt in pieces", delta_pieces),
+    *((f"planted: {fault}", partial(delta_text, fault=fault)) for fault in cuda_delta_faults.FAULTS),
+]
+
 GROUPS: dict[str, list[Check]] = {
+    "short delta": [contract(Delta(1, 2, 16, 20, (5, 0), (1, 3)))],
+    "delta": [*DELTAS, executor(FP32, 3, TQ4, model=small_hybrid(FP32, 61))],
     "decode": [
         contract(Attention(RAGGED, BF16)),
         contract(Attention(Case("tq4", 64, 8, 1, 16, (0, 15, 16, 140), (1,) * 4, pages=True), BF16)),

@@ -27,7 +27,7 @@ from triton.runtime.driver import driver
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import block_products, choices, nvrtc, ops
+from haarkv.tq_ops.cuda import block_products, choices, delta, nvrtc, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes
 from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.formats import made_up
@@ -35,6 +35,7 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.weight import Blocks
 
@@ -198,6 +199,29 @@ def learned(kv: str, shape: int | str, layers: int, **kept: int) -> KVSpec:
     return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[shape][1], head_dim), **kept)
 
 
+STATES = ((16, 16, 128), (16, 48, 128), (2, 4, 16))
+"""Heads of keys and of values of a layer of Gated DeltaNet, and their size: Qwen3.5-0.8B, 27B, and a small one."""
+
+
+def deltas(states: Collection[tuple[int, int, int]] = STATES) -> None:
+    """Steps of one and of some sequences, prompts, states with and without room for drafts; a gated product."""
+    for key_heads, value_heads, size in states:
+        channels = (2 * key_heads + value_heads) * size
+        shapes = (("conv", (3, channels)), ("delta", (value_heads, size, size)))
+        for versions, batches in ((2, ([1], [1] * 3, [5, 16, 130])), (6, ([1], [4, 1, 16]))):
+            state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), versions)
+            for new in batches:
+                cache = PagedKVCache(
+                    TQ4.plan(1), (None,), num_blocks=24, num_rows=3, block_size=16, states={0: state}
+                )  # fmt: skip
+                paging = PagedSequences(24, 16, num_rows=3)
+                batch = paging.batch([paging.add() for _ in new], new)
+                x, a, b = (torch.zeros(sum(new), width) for width in (channels, value_heads, value_heads))
+                weights = torch.zeros(channels, 1, 4), *torch.zeros(2, value_heads)
+                delta.advance(x, a, b, *weights, cache, 0, batch, ops.new_fault(x.device))
+    ops.sigmoid_mul(*torch.zeros(2, 3, 64), torch.bfloat16)
+
+
 def products() -> None:
     """Weights in blocks of every type by one token, some and many, of both dtypes; with scales of rows and columns; rows."""
     for kind, planes in PLANES.items():
@@ -228,6 +252,7 @@ def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)
             readable = [KVSpec(kv) for kv in FORMATS if unsupported(READS, KVSpec(kv).plan(2), KVShape(1, width)) is None]
             learns = [learned(LEARNED[head_dim], head_dim, 2), learned(LEARNED[head_dim], head_dim, 2, tail=32, sink=4)]
             serve(shaped_model(head_dim, torch.float32, 2), learns[1], 128, PROMPTS[0], 1)
+            deltas(STATES if widest else STATES[-1:])
             if widest:
                 products()
                 for spec in (TQ4, KVSpec("tq3"), learns[1]):  # prompts too short for 64 columns, in pages

@@ -178,6 +178,7 @@ def new_cache(config: ModelConfig, kv: str | KVSpec = "tq4", num_blocks: int = 1
         config.kv_shapes,
         num_blocks=num_blocks,
         block_size=block_size,
+        states=config.state_shapes,
     )
 
 

@@ -92,8 +92,9 @@ def launches(
     """
     config, blocks = executor.config, sum(n // 16 + 1 for n in prompts)
     cache = PagedKVCache(
-        spec.plan(config.num_layers), config.kv_shapes, num_blocks=blocks, num_rows=len(prompts), block_size=16, device=META
-    )
+        spec.plan(config.num_layers), config.kv_shapes, num_blocks=blocks, num_rows=len(prompts), block_size=16, device=META,
+        states=config.state_shapes,
+    )  # fmt: skip
     paging = PagedSequences(blocks, 16)
     ids = [paging.add() for _ in prompts]
     batch = paging.batch(ids, prompts).to(META)

@@ -197,10 +197,14 @@ def keeping(kept: Kept | None, batch: Batch) -> Keeping:
     """Where a batch's tokens stay in BF16."""
     if kept is None:
         return Keeping(None, None, None, *map(constant, (0, 0, 0)))
-    sequences = batch.seq_lens.shape[0]
-    bits = 0 if len(batch.positions) == sequences else max(1, (sequences - 1).bit_length())
     of_batch = batch.rows, batch.positions, batch.query_start_loc
-    return Keeping(*of_batch, *map(constant, (kept.sink, kept.ring, bits)))
+    return Keeping(*of_batch, *map(constant, (kept.sink, kept.ring, sequence_bits(batch))))
+
+
+def sequence_bits(batch: Batch) -> int:
+    """As `in_bf16.sequence_of` takes it; 0 where every sequence has one new token."""
+    sequences = batch.seq_lens.shape[0]
+    return 0 if len(batch.positions) == sequences else max(1, (sequences - 1).bit_length())
 
 
 def tokens_of(batch: Batch, kept: Kept | None, window: int | None, size: int) -> Tokens:

@@ -238,6 +238,14 @@ def store_warps(width: int, operands: Collection[tl.dtype], bits: int, learned: 
     return 8 if width > 128 or bits > _NARROW or tl.float32 in operands or learned else 4
 
 
+def delta_columns(key_size: int) -> int:
+    """Columns of a head's memory that one warp holds in registers: 64 numbers a lane, and with them all of a step.
+
+    A row of them is 64 bytes. Qwen3.5-0.8B has 128 such programs a sequence, so that few sequences keep a GPU busy.
+    """
+    return max(4, min(16, 2048 // key_size))
+
+
 def row_warps(size: int) -> int:
     """Warps of a program that works on a whole row of `size` numbers, a power of two: 16 numbers a thread, if it can be."""
     return max(1, min(16, size // 512))

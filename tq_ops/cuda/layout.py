@@ -68,9 +68,14 @@ NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
 
 
+STATE = 0xFFFF
+"""What stands where the KV head would, if no version of a recurrent state has seen the tokens before."""
+
+
 def fault_place(key: int) -> tuple[int, str, int, int]:
-    """Layer, side ("K" or "V"), token of the batch and KV head of a fault that `append` noted."""
-    return key >> 49, "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, key & 0xFFFF
+    """Layer, side ("K", "V" or "state"), token of the batch and KV head of a fault that `append` or `delta.advance` noted."""
+    head = key & 0xFFFF
+    return key >> 49, "state" if head == STATE else "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, head
 
 
 @dataclass(frozen=True)

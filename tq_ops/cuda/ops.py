@@ -8,13 +8,14 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, decode, elementwise, merge, prologue, quantize
+from haarkv.tq_ops.cuda import attention, choices, decode, delta, elementwise, merge, prologue, quantize
 from haarkv.tq_ops.cuda.arguments import ROWS, both_written, keeping, read, tiles_of, tokens_of, turning
 from haarkv.tq_ops.cuda.available import capability
 from haarkv.tq_ops.cuda.block_planes import placed
@@ -27,6 +28,7 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.recurrent import UNSEEN, Recurrent
 from haarkv.tq_ops.weight import Blocks, Weight
 
 LOG2_E = 1.4426950408889634
@@ -69,30 +71,40 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     """As `tq_ops.reference.silu_mul`, one launch; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, gelu=False)
+    return _gated_mul(gate, up, dtype, "silu")
 
 
 def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     """As `tq_ops.reference.gelu_mul`, one launch; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, gelu=True)
+    return _gated_mul(gate, up, dtype, "gelu")
 
 
-# No layer of this executor asks for these.
-sigmoid_mul, gated_delta = reference.sigmoid_mul, reference.gated_delta
+def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `tq_ops.reference.sigmoid_mul`, one launch; both may be views of one wider tensor."""
+    return _gated_mul(gate, up, dtype, "sigmoid")
 
 
-def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, *, gelu: bool) -> Tensor:
+def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, act: str) -> Tensor:
     if gate.stride(-1) != 1 or gate.stride() != up.stride():
         gate, up = gate.contiguous(), up.contiguous()
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    elementwise.gated_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024, GELU=gelu, **choices.COMPILED)
+    elementwise.gated_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.COMPILED)
     return out
 
 
+def gated_delta(
+    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
+    batch: Batch,
+) -> Tensor:  # fmt: skip
+    """As `tq_ops.reference.gated_delta`: it waits to know that every state is there, then two launches."""
+    cast(Recurrent, cache.states[layer]).require(batch)
+    return delta.advance(x, a, b, conv, a_log, dt_bias, cache, layer, batch, new_fault(x.device))
+
+
 def new_fault(device: torch.device) -> Tensor:
-    """[1] int64 in which `append` leaves where the first vector that it refuses is."""
+    """[1] int64 in which `append` leaves where the first vector that it refuses is, and `delta.advance` a state not there."""
     return torch.full((1,), NO_FAULT, dtype=torch.int64, device=device)
 
 
@@ -100,12 +112,14 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
     """Wait for the device, and clear the fault.
 
     Raises:
-        NonFiniteError: there is one; in the reference's words.
+        NonFiniteError, ValueError: there is one, of K and V or of a state; in the reference's words.
     """
     if (key := int(fault)) == NO_FAULT:
         return
     fault.fill_(NO_FAULT)
     layer, side, token, head = fault_place(key)
+    if side == "state":
+        raise ValueError(UNSEEN)
     batch = cache.placed(layer, batch)
     kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
     where = f"layer {layer}: {side} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"

@@ -20,6 +20,8 @@ from haarkv.tq_ops.kv.shapes import Place
 VERSIONS = 2
 """Of a state, at least: one to go on from, and one to write. Each token that may be taken back takes one more."""
 MOST_VERSIONS = 2**16
+UNSEEN = "no version of a recurrent state has seen the tokens before this batch: too many were taken back"
+"""What is said of a state that is not there."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +101,27 @@ class Recurrent:
         first = batch.query_start_loc[:-1].long()
         return torch.where(batch.slot_mapping[first] < 0, self._nobody, batch.rows), batch.positions[first]
 
+    def require(self, batch: Batch) -> None:
+        """Wait for the device, to know whether a version has seen the tokens before each sequence's first new one.
+
+        Raises:
+            ValueError: none has.
+        """
+        rows, begin = self._rows(batch)
+        if not bool(((self.seen[rows] == begin.unsqueeze(1)).any(1) | (begin == 0) | (rows == self._nobody)).all()):
+            raise ValueError(UNSEEN)
+
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """The state before each sequence's first new token, [B, *shape] by name: zeros before the first token of all.
 
         Raises:
-            ValueError: no version has seen the tokens before.
+            ValueError: as `require`; a GPU is not waited for.
         """
         rows, begin = self._rows(batch)
         matches = self.seen[rows] == begin.unsqueeze(1)
         fresh = begin == 0
-        if self.seen.device.type == "cpu" and not bool((matches.any(1) | fresh | (rows == self._nobody)).all()):
-            raise ValueError("no version of a recurrent state has seen the tokens before this batch: too many were taken back")
+        if self.seen.device.type == "cpu":
+            self.require(batch)
         version = matches.int().argmax(1)
         return {
             name: tensor[rows, version].masked_fill(fresh.view(-1, *[1] * (tensor.ndim - 2)), 0)

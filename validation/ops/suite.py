@@ -34,9 +34,11 @@ _PLAIN = {
 }
 # One token of each sequence and chunks, heads that share keys, columns that fill no register, a state's first tokens.
 DELTAS = (
-    Delta(2, 4, 128, 128, (0, 70, 3), (1, 1, 1)),
-    Delta(2, 4, 128, 128, (40, 0), (70, 9)),
-    Delta(1, 3, 48, 80, (0, 5, 1), (20, 2, 1)),
+    Delta(2, 4, 128, 128, (0, 70, 3), (1, 1, 1), small=False),
+    Delta(2, 4, 128, 128, (40, 0), (70, 9), small=False),
+    Delta(1, 3, 48, 80, (0, 5, 1), (20, 2, 1), small=False),
+    Delta(1, 3, 24, 40, (0, 5), (3, 1)),
+    Delta(1, 2, 128, 24, (0, 9), (1, 1)),
     Delta(2, 2, 7, 21, (6, 0, 2), (1, 5, 3), taps=3),
     Delta(1, 1, 64, 32, (9,), (1,), taps=2),
 )

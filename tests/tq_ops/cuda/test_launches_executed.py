@@ -33,8 +33,8 @@ def test_batches_on_ampere(groups):
 
 
 def test_attention_on_hopper():
-    """Products of warp groups, whose operands lie in swizzled shared memory."""
-    check(90, "hopper", "short blocks")
+    """Products of warp groups, whose operands lie in swizzled shared memory; blocks of a GGUF file; Gated DeltaNet."""
+    check(90, "hopper", "short blocks", "short delta")
 
 
 @pytest.mark.ptx_long
@@ -54,6 +54,7 @@ def test_attention_on_hopper():
         "executor",
         "contract",
         "blocks",
+        "delta",
     ],
 )
 def test_at_length(capability, group):

@@ -1,0 +1,133 @@
+"""Gated DeltaNet on a GPU, or in Triton's interpreter: the same bits however a prompt is cut and whoever is in the batch,
+versions of a state chosen on the device, and faults that its kernels could have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from cuda_caches import DEVICE
+from delta_runs import VERSIONS, Run, same, whole
+from op_tables import LAYER
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.validation import bounds
+
+pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+from cuda_delta_faults import CASE, FAULTS, off_by, planted
+
+from haarkv.tq_ops.cuda import delta, ops
+from haarkv.tq_ops.cuda.layout import fault_place
+
+LENGTH = 6
+
+
+def a_run(sequences=1, length=LENGTH):
+    return Run(ops, CASE, sequences, length, DEVICE)
+
+
+@cache
+def all_at_once(seed=0, length=LENGTH, told=LENGTH):
+    return whole(ops, CASE, seed, length, told, DEVICE)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_prompt_in_pieces_is_the_whole_prompt_to_the_bit(chunk):
+    run, out = a_run(), []
+    for begin in range(0, LENGTH, chunk):
+        out += run.run([0], [min(chunk, LENGTH - begin)])
+    expected, state = all_at_once()
+    assert torch.equal(torch.cat(out), expected)
+    assert same(run.state(), state)
+
+
+def test_a_sequence_among_others_of_other_lengths_is_itself_to_the_bit():
+    run, out = a_run(3), [[], [], []]
+    for rows, counts in (([2, 0], [1, 2]), ([1], [1]), ([0, 1, 2], [1, 1, 1]), ([1, 2], [3, 4])):
+        for row, told in zip(rows, run.run(rows, counts), strict=True):
+            out[row].append(told)
+    for row in range(3):
+        expected, state = all_at_once(row)
+        told = torch.cat(out[row])
+        assert torch.equal(told, expected[: len(told)])
+        if len(told) == LENGTH:
+            assert same(run.state(row), state)
+
+
+def test_tokens_that_are_taken_back_were_never_there():
+    run, out = a_run(), []
+    out += run.run([0], [1])
+    for kept in (1, 0, 1):
+        right, begin = run.told[0], run.paging.length(run.ids[0])
+        advance = Advance(run.cache, run.paging, [run.ids[0]], [2])
+        run.told[0] = tuple(torch.cat([x[: begin + kept], -x[begin + kept :]]) for x in right)
+        out.append(run.run([0], [2], advance.batch)[0][:kept])
+        run.told[0] = right
+        advance.keep([kept])
+    expected, state = all_at_once(length=3)
+    assert torch.equal(torch.cat(out), expected)
+    assert same(run.state(), state)
+
+
+def test_padding_reads_and_keeps_nothing():
+    """Two sequences of which one is not there, whose row is that of the other."""
+    run = a_run(2)
+    run.run([0, 1], [1, 2])
+    before = {name: tensor[1].clone() for name, tensor in run.cache.states[LAYER].tensors.items()}
+    batch = run.batch([0, 1], [1, 1])
+    padded = replace(batch, slot_mapping=torch.tensor([batch.slot_mapping[0], -1]), rows=torch.tensor([batch.rows[0]] * 2))
+    mine, nothing = run.run([0, 1], [1, 1], padded)
+    expected, state = all_at_once(length=2)
+    assert torch.equal(mine, expected[1:])
+    assert not nothing.any()
+    assert same(run.state(), state)
+    assert all(torch.equal(run.cache.states[LAYER].tensors[name][1], tensor) for name, tensor in before.items())
+
+
+def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
+    """Beside a sequence whose state is there."""
+    run = a_run(2)
+    run.run([0, 1], [5, 1])
+    run.paging.take_back([run.ids[0]], [VERSIONS - 1])
+    state = run.cache.states[LAYER]
+    held = [tensor[0].clone() for tensor in (state.seen, *state.tensors.values())]
+    batch, begins = run.batch([1, 0], [1, 2]).to(DEVICE), (1, 1)
+    parts = [[x[begin : begin + n] for x in run.told[row]] for row, begin, n in zip((1, 0), begins, (1, 2), strict=True)]
+    x, a, b = map(torch.cat, zip(*parts, strict=True))
+    with pytest.raises(ValueError, match="too many were taken back"):
+        ops.gated_delta(x, a, b, *run.weights, run.cache, LAYER, batch)
+    fault = ops.new_fault(DEVICE)
+    out = delta.advance(x, a, b, *run.weights, run.cache, LAYER, batch, fault)
+    assert fault_place(int(fault))[:3] == (LAYER, "state", 1)
+    assert out[1:].isnan().all()
+    assert torch.equal(out[:1], all_at_once(1, length=2)[0][1:])
+    assert all(map(torch.equal, held, (tensor[0] for tensor in (state.seen, *state.tensors.values()))))
+    with pytest.raises(ValueError, match="too many were taken back"):
+        ops.raise_fault(fault, run.cache, batch)
+    ops.raise_fault(fault, run.cache, batch)  # said once
+
+
+def test_small_rates_of_forgetting_are_exact():
+    """log(1 + exp(z)) where it is nearly nothing: decays that differ from 1 by a few places of FP32 add up over a text."""
+    run = a_run(length=2)
+    x, _, b = run.told[0]
+    for z in (-14.0, -9.0, -0.5, 3.0, 30.0):
+        run.told[0] = x, torch.full((2, CASE.value_heads), z, device=x.device) - run.weights[2], b
+        theirs = Run(reference, CASE, length=2)
+        theirs.told[0] = tuple(tensor.cpu() for tensor in run.told[0])
+        ours, expected = run.run([0], [2])[0].cpu(), theirs.run([0], [2])[0]
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        run.paging.take_back([run.ids[0]], [2])
+
+
+def test_a_text_is_the_references():
+    assert off_by(ops, DEVICE) <= bounds.LAYER_FP32.op
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_kernels_is_seen(fault):
+    with planted(fault):
+        assert not off_by(ops, DEVICE) <= bounds.LAYER_FP32.op
