@@ -36,7 +36,7 @@ from haarkv.tq_ops.onnx.graph import StoredWeights
 from haarkv.tq_ops.onnx.reads import READS
 from haarkv.tq_ops.reference import pad_queries
 from haarkv.tq_ops.table import OpTable
-from haarkv.tq_ops.weight import dense, rows_of
+from haarkv.tq_ops.weight import Blocks, dense, rows_of
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
 _ELEMENTS = {
@@ -119,7 +119,8 @@ class OnnxExecutor:
         # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
         self._coded = {
             part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-            for name, weight in there.weights.named() if name in coded and (name != EMBEDDING or model.config.tied)
+            for name, weight in there.weights.named()
+            if isinstance(weight, Blocks) and name in coded and (name != EMBEDDING or model.config.tied)
             for part, tensor in coded_values(name, weight)
         }  # fmt: skip
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."), blocks=coded)

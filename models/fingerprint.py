@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from haarkv.tq_ops.weight import Blocks, Weight, memory_of
 
@@ -34,7 +33,7 @@ def fingerprint(named: Iterable[tuple[str, Weight]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def streamed_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def streamed_fingerprint(tensors: Iterable[tuple[str, Weight]]) -> str:
     """The same of tensors that come one by one, none under two names; none is kept.
 
     Args:
