@@ -95,8 +95,9 @@ def weight_bytes(
         blocks = keeps(of, keep_blocks)
         as_it_is = blocks or (of.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
         in_file = round(of.nbytes * share)
-        if blocks and of.blocks is not None and of.blocks in in_order and (name != EMBEDDING or config.tied):
-            own += round(math.prod(tensor.shape) * share * in_order[of.blocks])
+        of_number = in_order.get(of.blocks or "") if blocks else None
+        if of_number is not None and (name != EMBEDDING or config.tied):
+            own += round(math.prod(tensor.shape) * share * of_number)
             passed += in_file
             continue
         # Blocks of some rows and columns are a view; a part of dense rows is copied.

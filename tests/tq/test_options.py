@@ -191,7 +191,7 @@ def test_auto_is_the_default_wherever_there_is_an_executor():
     assert defaults.pop("dev bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
     assert defaults.keys() == {
         "generate", "chat", "cache save", "validate", "dev replay", "eval", "calibrate", "plan", "bench decode",
-        "bench prefill", "bench drafts", "bench long-context",
+        "bench prefill", "bench drafts", "bench long-context", "info",
     }  # fmt: skip
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
