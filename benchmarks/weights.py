@@ -6,7 +6,7 @@ activations where it multiplies with blocks, and K and V where it stores them. S
 weights are also measured with K and V in BF16, and the blocks with K and V in FP32. llama.cpp is fed token by token, as it
 decodes.
 
-With `--beside` it is told what quantising costs: other files of the same model are measured by this one, restored.
+With `--other` it is told what quantising costs: other files of the same model are measured by this one, restored.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def measure_beside(
     """
     files = [gguf_file.source_file(other) for other in others]
     if missing := next((other for other, file in zip(others, files, strict=True) if file is None), None):
-        raise InputError(f"{missing} is no GGUF file, and --beside takes these")
+        raise InputError(f"{missing} is no GGUF file, and --other takes these")
     restored = load_model(model, "float32", progress=progress)
     ids = _tokens(model, restored.config, text, tokens)
     plan = KVSpec("fp32").plan(restored.config.num_layers)

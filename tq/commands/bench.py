@@ -287,7 +287,9 @@ def long_context(**given: Any) -> None:
 @options.model_option()
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
 @options.count("--tokens", "The first N tokens of it.", 1024)
-@click.option("--beside", multiple=True, metavar="FILE", help="Measure another file of this model instead, by this one.")
+@click.option(
+    "--other", "beside", multiple=True, metavar="FILE", help="Measure another file of this model instead, by this one."
+)
 @options.count("--threads", "CPU threads, of each side.", 2)
 @options.together(_no_peers, _save, options.json_option)
 def weights(model: str, text_file: str, tokens: int, no_peers: bool, beside: tuple[str, ...], **given: Any) -> None:
