@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from at_length import MORE_CUDA, rest
 from cuda_caches import DEVICE
 from delta_runs import VERSIONS, Run, same, whole
 from op_tables import LAYER
@@ -46,15 +47,14 @@ def test_a_prompt_in_pieces_is_the_whole_prompt_to_the_bit(chunk):
 
 def test_a_sequence_among_others_of_other_lengths_is_itself_to_the_bit():
     run, out = a_run(3), [[], [], []]
-    for rows, counts in (([2, 0], [1, 2]), ([1], [1]), ([0, 1, 2], [1, 1, 1]), ([1, 2], [3, 4])):
+    for rows, counts in (([2, 0], [1, 2]), ([1], [1]), ([0, 1, 2], [1, 1, 1]), ([1, 2], [1, 2])):
         for row, told in zip(rows, run.run(rows, counts), strict=True):
             out[row].append(told)
     for row in range(3):
-        expected, state = all_at_once(row)
         told = torch.cat(out[row])
-        assert torch.equal(told, expected[: len(told)])
-        if len(told) == LENGTH:
-            assert same(run.state(row), state)
+        expected, state = all_at_once(row, len(told))
+        assert torch.equal(told, expected)
+        assert same(run.state(row), state)
 
 
 def test_tokens_that_are_taken_back_were_never_there():
@@ -111,15 +111,17 @@ def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
 
 
 def test_small_rates_of_forgetting_are_exact():
-    """log(1 + exp(z)) where it is nearly nothing: decays that differ from 1 by a few places of FP32 add up over a text."""
+    """log(1 + exp(z)) where it is nearly nothing, times exp(9), which shows its last places."""
     run = a_run(length=2)
+    run.weights[1].fill_(9.0)
     x, _, b = run.told[0]
-    for z in (-14.0, -9.0, -0.5, 3.0, 30.0):
+    for z in (-15.5, -0.5, 30.0):
         run.told[0] = x, torch.full((2, CASE.value_heads), z, device=x.device) - run.weights[2], b
         theirs = Run(reference, CASE, length=2)
+        theirs.weights[1].fill_(9.0)
         theirs.told[0] = tuple(tensor.cpu() for tensor in run.told[0])
         ours, expected = run.run([0], [2])[0].cpu(), theirs.run([0], [2])[0]
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
         run.paging.take_back([run.ids[0]], [2])
 
 
@@ -127,7 +129,7 @@ def test_a_text_is_the_references():
     assert off_by(ops, DEVICE) <= bounds.LAYER_FP32.op
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", rest(MORE_CUDA, FAULTS, lambda _, name: name != "written in full"))
 def test_a_fault_of_the_kernels_is_seen(fault):
     with planted(fault):
         assert not off_by(ops, DEVICE) <= bounds.LAYER_FP32.op
