@@ -64,7 +64,7 @@ TAILS = (TAIL, 92, 60)
 LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 1024, 4096
 """Tokens; sizes are those of a sequence of `CONTEXT` tokens."""
 WINDOW = 1024
-_EVERY = 4
+_EVERY = 2
 """One position of so many is looked at where a loss is estimated."""
 _TRIED_AT_MOST = 6
 _NEAR = 0.8
