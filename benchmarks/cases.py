@@ -139,7 +139,8 @@ def filled(
             batch = paging.batch([sequence], [end - begin]).to(k.device)
             new_k, new_v = (x[sequence, :, begin:end].transpose(0, 1) for x in (k, v))
             for layer in set(source) - config.state_shapes.keys():
-                cache.write(layer, new_k, new_v, batch)
+                with cache.with_room(layer, batch):
+                    cache.write(layer, new_k, new_v, batch)
     for layer in config.state_shapes:
         cast(Recurrent, cache.states[layer]).seen[: case.batch, 0] = case.context - 1
     for layer, first in enumerate(source):

@@ -180,7 +180,7 @@ def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | N
     def load(executor: Executor) -> DraftSource:
         lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
         kept = catalog.block_types(target.executor)
-        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent, kept)
+        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent, kept).on(executor.device)
         running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
         if running.ops is None or executor.ops is None:
             raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")

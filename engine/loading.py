@@ -83,9 +83,9 @@ def load(
         draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
             `DraftSpec` for how many and in which cache. Text is distributed as without.
         keep_blocks: keep the quantised weights of a GGUF file in memory as the file has them. Unless given, those are kept
-            that the executor multiplies with: on `cpu` and `cuda` nearly all, which is fastest. True keeps all: whoever
-            cannot multiply with them restores them at each product, slowly, or (cuda, npu and onnx) as they load. False
-            restores all as they load.
+            that the executor multiplies with: on `cpu`, `cuda` and `onnx` nearly all, which is fastest. True keeps all:
+            whoever cannot multiply with them restores them at each product, slowly, or (cuda, npu and onnx) as they load.
+            False restores all as they load.
         room: of the tokenizer and the shapes, how many sequences of how many tokens the cache will be asked for. Their bytes
             count as well when a model is refused that has no room here. Unless given, one sequence of one block.
     Raises:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.catalog import source_of
 from haarkv.models.checkpoint import load_weights
 from haarkv.models.config import Attention, ModelConfig
@@ -56,6 +56,13 @@ class MTP:
         embedded = ops.rms_norm(self.model.embed(token_ids), self.embedding_norm, eps)
         both = torch.cat([embedded, ops.rms_norm(hidden, self.hidden_norm, eps)], dim=-1)
         return ops.linear(both, self.fc).to(self.model.dtype)
+
+    def on(self, device: torch.device) -> MTP:
+        """The same with what enters the layer, and RoPE's tables, on a device; the layer's own weights its executor places."""
+        if self.fc.device == device:
+            return self
+        model = replace(self.model, ropes=tables_of(self.model.config, device))
+        return MTP(model, dense(self.fc).to(device), self.embedding_norm.to(device), self.hidden_norm.to(device))
 
 
 def config_of_mtp(config: ModelConfig) -> ModelConfig:

@@ -256,6 +256,16 @@ def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, monkeypatch)
     assert again.drafting.proposed > 0
 
 
+def test_what_enters_the_layer_goes_where_the_executor_is(saved):
+    """A GPU's tensors meet no tensor of the host; `meta` stands for one here, and has no numbers."""
+    folder = saved("qwen3_5")[1]
+    model = load_model(folder)
+    lent = {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head}
+    there = load_mtp(folder, model.config, torch.float32, lent).on(torch.device("meta"))
+    assert {one.device.type for one in (there.fc, there.embedding_norm, there.hidden_norm)} == {"meta"}
+    assert {rope.device.type for rope in there.model.ropes.values()} == {"meta"}
+
+
 def test_a_model_without_the_layer_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"has no layer that predicts several tokens \(MTP\)"):
         load("tiny", draft="mtp")

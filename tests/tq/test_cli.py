@@ -541,9 +541,9 @@ def test_info_tiny_counts_every_kv_byte(tq):
     for row in info["kv"]:
         assert row["ratio"] == sizes["bf16"] / row["bytes_per_token"]
         assert row["max_tokens"] % 128 == 0
-        # Tokens in groups wait in BF16: all but one and a chunk of 64, of each side that has groups.
+        # Tokens in groups wait in BF16: all but one and room for 16 new ones, of each side that has groups.
         groups = [kv_format.group_tokens for kv_format in formats.parse(row["format"], formats.unlearned([(2, 128)] * 6))]
-        waiting = sum(6 * 2 * (group - 1 + 64) * 256 for group in groups if group > 1)
+        waiting = sum(6 * 2 * (group - 1 + 16) * 256 for group in groups if group > 1)
         fits = (info["memory"] - info["weight_bytes"] - info["work_bytes"] - waiting) / row["bytes_per_token"]
         assert fits - 128 < row["max_tokens"] <= fits
 

@@ -14,7 +14,7 @@ from small_models import CONFIGS, SMALL
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import blocks_for
+from haarkv.tq_ops.kv.shapes import KEPT_ROOM, blocks_for
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial
 from haarkv.validation.fidelity.setup import load_setup
@@ -83,7 +83,7 @@ def test_the_choice_is_the_best_of_all(items, budget):
 def test_bits_are_those_of_the_allocated_cache(config, tail):
     config, context = CONFIGS[config], 300
     plan = KVSpec("k=tq5,v=tq2", tail=tail, layers={0: "k=bf16,v=tq3"}).plan(config.num_layers)
-    cache = new_cache(plan, config, blocks_for(context), num_rows=1)
+    cache = new_cache(plan, config, blocks_for(context), num_rows=1, room=KEPT_ROOM)
     values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * cache.num_slots
     assert bits_per_value(plan, config, context) == 8 * cache.nbytes / values
 
