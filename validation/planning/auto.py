@@ -231,7 +231,7 @@ def _judged(
         if plan in seen:
             break
         seen.append(plan)
-        found = whole.kl(plan) * trust
+        found, predicted = whole.kl(plan) * trust, _predicted(costs, plan) * tails.get(plan.recent or 0, 1.0)
         on_step("auto", JUDGED_BY)
         if found <= loss or len(seen) == _TRIED_AT_MOST:
             row = whole.row("auto", plan, text)
@@ -246,10 +246,15 @@ def _judged(
             on_step("shorter tails", (len(TAILS) - 1) * JUDGED_BY)
         elif _NEAR * loss <= found <= loss:
             return
-        allowed *= 0.95 * loss / found
+        allowed = 0.95 * loss / found * predicted
     if not held:  # a cache that loses nothing
         plan = replace(plan_for(KVSpec("bf16"), subject.config), recent=base.plan.recent, sink=SINKS)
         yield KVSpec("bf16"), whole.row("auto", plan, text)
+
+
+def _predicted(costs: Costs, plan: KVPlan) -> float:
+    """What a plan's formats are taken to cost together beside the usual tail."""
+    return math.fsum(by_name[plan.layers[layer][side == "v"].name] for (layer, side), by_name in costs.items())
 
 
 def smallest(
