@@ -225,7 +225,7 @@ def _judged(
     whole = Whole(subject.model, base, text[:-1], TAIL + SINKS, _EVERY)
     on_step("bf16", JUDGED_BY)
     tails = {base.plan.recent or 0: 1.0}
-    allowed, trust, held, seen = loss, 1.0, False, list[KVPlan]()
+    allowed, trust, held, near, seen = loss, 1.0, False, False, list[KVPlan]()
     for _ in range(_TRIED_AT_MOST):
         plan = smallest(costs, subject.config, allowed, calibration, tails)
         if plan in seen:
@@ -244,9 +244,12 @@ def _judged(
                 tail: whole.kl(replace(plan, recent=tail)) * trust / found for tail in TAILS if tail < (plan.recent or 0)
             }
             on_step("shorter tails", (len(TAILS) - 1) * JUDGED_BY)
-        elif _NEAR * loss <= found <= loss:
+        elif near:
             return
-        allowed = 0.95 * loss / found * predicted
+        else:
+            near = _NEAR * loss <= found <= loss
+        # Costs add up to more or less than is found. Once a cache is near the bound, one is tried that uses it to the end.
+        allowed = (1.0 if near else 0.95) * loss / found * predicted
     if not held:  # a cache that loses nothing
         plan = replace(plan_for(KVSpec("bf16"), subject.config), recent=base.plan.recent, sink=SINKS)
         yield KVSpec("bf16"), whole.row("auto", plan, text)
