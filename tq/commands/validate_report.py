@@ -89,13 +89,13 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
 
 
 def unexercised(report: Report, chosen: bool) -> tuple[str, str]:
-    """What the prompts did not reach, as a row.
+    """What the prompts did not reach, longer contexts always among it, as a row.
 
     Args:
         chosen: the prompts were not the user's own, so that no others would exercise more.
     """
     hint = " (leave out --prompt to exercise more)" if report.not_exercised and not chosen else ""
-    return "not exercised", f"{'; '.join(report.not_exercised) or 'nothing'}{hint}"
+    return "not exercised", f"{'; '.join(report.beyond)}{hint}"
 
 
 _MOST_OUTSIDE = 4
