@@ -11,7 +11,7 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.plans import balanced_for, needed, plan_for
+from haarkv.engine.plans import balanced_for, needed, plan_for, worth_saying
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Loaded, Session
 from haarkv.executors.catalog import (
@@ -134,7 +134,7 @@ def load(
     if balanced.uneven:
         # K and V are those of other channels then.
         weights += "-" + hashlib.sha256(repr(balanced.uneven).encode()).hexdigest()[:8]
-        if ranks.rank == 0:
+        if ranks.rank == 0 and worth_saying(balanced.uneven):
             on_warning(f"{balancing.describe(balanced.uneven)}; --balance off leaves them as they are")
     guard = None
     if spec.calibration is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from haarkv.engine.generation import PREFILL_CHUNK
@@ -17,6 +18,8 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.memory import require_memory
 
+WORTH_SAYING = 2.0
+"""Balance is told of where it makes so many times less error, somewhere; a smaller gain changes nothing that anybody sees."""
 TAIL, SINKS = 124, 4
 """Newest and first tokens that a cache keeps in BF16 where nobody says otherwise."""
 
@@ -61,6 +64,11 @@ def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool 
         balance: False balances nothing.
     """
     return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
+
+
+def worth_saying(uneven: Sequence[balancing.Uneven]) -> bool:
+    """Whether balance gained enough to be told of."""
+    return any(side.ratio >= WORTH_SAYING for side in uneven)
 
 
 # -- What it takes -----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ def encode(
     return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
 
+_FEWER = "lower --max-new-tokens"
+
+
 def context_for(
     ids: Sequence[Sequence[int]], limit: int, max_new_tokens: int, wanted: int | None = None,
     on_warning: Callable[[str], object] | None = None,
@@ -64,7 +67,7 @@ def context_for(
         tokens = f"{context - longest + 1} of {counted(max_new_tokens, 'new token')}"
         on_warning(
             f"the context ends after {tokens}: the prompt has {counted(longest, 'token')}, the context {context}; "
-            + ("shorten the prompt" if context == limit else "raise --max-context")
+            + ("raise --max-context" if context < limit else "shorten the prompt" if 2 * longest > limit else _FEWER)
         )
     return context
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.option_kinds import Decorator, Numbers, set_threads, together, written
+from tq.option_kinds import Decorator, IntRange, Numbers, set_threads, together, written
 from tq.output import say, scoring
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.kv.plan import KVSpec
 
 kv_option = click.option(
-    "--kv", show_default="auto; of toys and random models tq4",
+    "--kv", show_default="auto; above a billion weights k=tq6,v=tq4 with a tail; of toys and random models tq4",
     help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
 )  # fmt: skip
 loss_option = click.option(
@@ -29,8 +29,8 @@ calibration_option = click.option(
 skip_layers_option = click.option(
     "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
 )
-tail_option = click.option("--kv-tail", type=click.IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
-sink_option = click.option("--kv-sink", type=click.IntRange(min=0), metavar="S", help="Keep the first S tokens in BF16.")
+tail_option = click.option("--kv-tail", type=IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
+sink_option = click.option("--kv-sink", type=IntRange(min=0), metavar="S", help="Keep the first S tokens in BF16.")
 _BESIDE = (tail_option, sink_option, skip_layers_option)
 
 
@@ -99,15 +99,20 @@ def _chosen(given: Mapping[str, Any]) -> KVSpec:
             raise click.UsageError(f"{auto} sets the whole cache; leave out {option}{other}")
     if "model" not in given:
         raise click.UsageError("--kv auto is for commands that run one model; name a format")
+    from haarkv.models.catalog import read_config
     from haarkv.validation.planning.auto import LOSS, require_loss, steps
-    from haarkv.validation.planning.remembered import cache_for, chosen_before, file_for
+    from haarkv.validation.planning.remembered import cache_for, chosen_before, file_for, fixed_cache
 
     set_threads(given.get("threads"))
     layers, executor = given.get("layers"), given.get("executor")
     loss = LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"])
     if (known := chosen_before(file_for(given["model"], loss, layers, executor))) is not None:
         return known
-    say("choosing a KV cache for this model, once: it is remembered; --kv tq4 takes one that needs no choice")
+    fixed = fixed_cache(read_config(given["model"], layers), executor)
+    say(
+        "choosing a KV cache for this model: it takes minutes, longer for larger models, and is done once; to start at once, "
+        f"give --kv {fixed.kv} --kv-tail {fixed.tail} --kv-sink {fixed.sink}"
+    )
     # What another executor runs is chosen here on what can show its keys and queries.
     said = list[str]()
     with scoring(steps(given["model"], layers)) as on_step:

@@ -45,6 +45,12 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+class IntRange(click.IntRange):
+    """click's, which would say of `abc` that it is no valid "integer range"."""
+
+    name = "integer"
+
+
 _LAYERS = "layers; write numbers with commas between, such as 0,1,-1"
 
 
@@ -81,7 +87,7 @@ def count(
     name: str, about: str | None = None, default: int | None = None, *, least: int = 1, metavar: str | None = None
 ) -> Decorator:
     """An option that takes an integer from `least` up; with a default, which `--help` then shows."""
-    kind, shows = click.IntRange(min=least), default is not None
+    kind, shows = IntRange(min=least), default is not None
     return click.option(name, type=kind, default=default, show_default=shows, metavar=metavar, help=about)
 
 

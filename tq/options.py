@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from tq.cache_options import (
     skip_layers_option,
     tail_option,
 )
-from tq.option_kinds import Decorator, count, file, new_tokens, numbers, set_threads, together, written
+from tq.option_kinds import Decorator, IntRange, count, file, new_tokens, numbers, set_threads, together, written
 from tq.output import compiling, loading, warn
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def say_if_interpreted(*executors: str, device: str | None) -> None:
 
 layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
 device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.")
-threads_option = click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
+threads_option = click.option("--threads", type=IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
 
 
 def dtype_option(dtype: str | None = None) -> Decorator:
@@ -91,6 +92,7 @@ def run_options(dtype: str | None = None) -> Decorator:
     return together(device_option, dtype_option(dtype), layers_option, threads_option)
 
 
+max_context_option = count("--max-context", "Tokens the cache holds for each prompt.", metavar="N")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 
 resume_option = file("--resume", "Save progress here; resume from it if it exists.", "resume_file")
@@ -101,7 +103,7 @@ resume_option = file("--resume", "Save progress here; resume from it if it exist
 session_options = together(kv_options(), balance_option, collapse_option, executor_option(), run_options())
 """What `open_session` takes, but for `--model`."""
 
-seed_option = click.option("--seed", type=click.IntRange(0, 2**62), default=0, show_default=True)
+seed_option = click.option("--seed", type=IntRange(0, 2**62), default=0, show_default=True)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Options of `sampling_options` that the model's generation_config.json may set as well."""
 sampling_options = together(
@@ -119,7 +121,7 @@ draft_options = together(
         "of the same tokenizer.",
     ),
     click.option(
-        "--draft-tokens", type=click.IntRange(1, 32), metavar="K", help="Guess at most K tokens a step [default: 4]."
+        "--draft-tokens", type=IntRange(1, 32), metavar="K", help="Guess at most K tokens a step [default: 4]."
     ),
     click.option("--draft-kv", metavar="FORMAT", help="Cache of the draft [default: of self the coarsest, else tq4]."),
 )  # fmt: skip
@@ -134,10 +136,14 @@ def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
         click.UsageError: another of the options without it.
         InputError: values that do not fit together.
     """
-    from haarkv.engine.draft_choice import DraftSpec
+    from haarkv.engine.draft_choice import MTP_LAYER, NGRAM, SELF, DraftSpec
 
     others = {name: given[f"draft_{name}"] for name in ("tokens", "kv") if given[f"draft_{name}"] is not None}
     if given["draft"] is not None:
+        known = (NGRAM, SELF, MTP_LAYER)
+        close = get_close_matches(given["draft"], known, n=1, cutoff=0.7)
+        if close and given["draft"] not in known and not Path(given["draft"]).exists():
+            raise click.UsageError(f"there is no draft {given['draft']!r}; did you mean {close[0]}?")
         return DraftSpec(given["draft"], **others)
     if others:
         raise click.UsageError(f"--draft-{next(iter(others))} says how to draft; give --draft as well")

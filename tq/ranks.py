@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.temporary import TemporaryFolder
+from tq.option_kinds import IntRange
 
 if TYPE_CHECKING:
     from haarkv.engine.ranks import Place
@@ -53,7 +54,7 @@ def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--tensor-parallel",
         "size",
-        type=click.IntRange(min=1),
+        type=IntRange(min=1),
         metavar="N",
         default=1,
         show_default=True,

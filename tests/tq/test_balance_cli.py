@@ -73,6 +73,20 @@ def test_a_file_is_saved_with_the_balance_that_it_is_loaded_with(run, folder, tm
         assert words in err.splitlines()[-1]
 
 
+def test_the_format_of_a_file_is_judged_before_its_balance(run, folder, tmp_path):
+    prompt, file = GENERATE[1], tmp_path / "exact"
+    assert run("cache", "save", "--model", folder, "--prompt", prompt, "--kv", "bf16", "--out", file).code == 0
+    refused = run("generate", "--model", folder, "--prompt", prompt, "--kv", "tq4", "--load-cache", file)
+    assert refused.code == 2
+    assert "stores layer 0 in bf16, and this run in tq4" in refused.err.splitlines()[-1]
+
+
+def test_a_small_gain_of_balance_is_not_worth_a_warning(run, folder, monkeypatch):
+    for least, said in ((1e9, False), (2.0, True)):
+        monkeypatch.setattr("haarkv.engine.plans.WORTH_SAYING", least)
+        assert ("balanced" in run("generate", "--model", folder, *GENERATE).err) == said
+
+
 def test_diff_compares_what_generate_would_use(run, folder):
     def disagreement(*options):
         sides = ("--a", "reference:bf16", "--b", "reference:tq4", "--max-new-tokens", 6, "--threads", 1, "--json")

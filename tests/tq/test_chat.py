@@ -150,6 +150,20 @@ def test_lines_of_a_pipe_are_messages_whatever_they_say(run, alphabet, monkeypat
     assert (code, out, err) == (0, "abc\nabc\n", "")
 
 
+def test_an_answer_that_was_cut_says_so(run, endless, monkeypatch):
+    for given, words in (
+        (("--max-new-tokens", 5), "the answer was cut after 5 tokens; --max-new-tokens allows more"),
+        ((), "the answer was cut after 512 tokens"),
+        (("--max-context", 9), "the answer was cut where the context ends"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        code, _, err = run("chat", "--model", endless, *given)
+        assert code == 0
+        assert words in err.splitlines()[-1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert_refused(run("chat", "--model", endless, "--max-context", 30_001), "--max-context must lie in 1 … 30000")
+
+
 def test_a_pipe_that_is_no_utf8_is_one_line(run, alphabet, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert_refused(run("chat", "--model", alphabet), "stdin", "UTF-8")

@@ -569,7 +569,8 @@ def test_info_tells_several_memories_and_a_context(tq):
 
 
 @pytest.mark.parametrize(
-    ("memory", "size"), [("1000", 1000), ("2k", 2048), ("1.5 GiB", 3 * 2**29), ("24GB", 24 * 2**30), ("1T", 2**40)]
+    ("memory", "size"),
+    [("1000000", 10**6), ("80B", 80), ("2k", 2048), ("1.5 GiB", 3 * 2**29), ("24GB", 24 * 10**9), ("1T", 2**40)],
 )
 def test_info_reads_amounts_of_memory(tq, memory, size):
     info = tq("info", "random:14b", "--json", "--memory", memory).json
@@ -597,6 +598,27 @@ def test_info_tells_what_learned_keys_take(tq):
     assert rows["k=lr2,v=tq2"] == 6 * 2 * (34 + 34)
     assert "`tq calibrate`" in tq("info", "tiny").out
     assert not any("lr" in row["format"] for row in tq("info", "random:qwen3.5-0.8b", "--json").json["kv"])
+
+
+def test_info_says_which_cache_one_gets_and_how_long_a_sequence_may_be(tq, checkpoint, monkeypatch):
+    said = tq("info", checkpoint).out
+    assert "a sequence holds at most 1,024 tokens, the model's positions" in said
+    assert "without --kv a run takes tq4: 4.50 bits a value at 1,024 tokens\n" in said
+    monkeypatch.setattr("haarkv.validation.planning.remembered.TOY", 1)
+    monkeypatch.setattr("haarkv.validation.planning.remembered.CHOSEN_UP_TO", 1)
+    ran = tq("info", checkpoint)
+    assert "without --kv a run takes k=tq6,v=tq4; tail 124; sink 4: " in ran.out
+    assert "bits a value at 1,024 tokens, those in BF16 included" in ran.out
+    assert tq("info", checkpoint, "--json").json["default"] == "k=tq6,v=tq4; tail 124; sink 4"
+    assert "at most" not in tq("info", checkpoint, "--memory", "2KB").out
+
+
+def test_info_says_that_the_first_run_chooses(tq, tmp_path, monkeypatch):
+    monkeypatch.setattr("haarkv.validation.planning.remembered.TOY", 1)
+    monkeypatch.setattr("haarkv.validation.planning.remembered.home", lambda: tmp_path / "choices")
+    folder = write_checkpoint(tmp_path / "wide", config={"head_dim": 64})
+    assert "without --kv the first run takes minutes to choose a cache" in tq("info", folder).out
+    assert tq("info", folder, "--json").json["default"] is None
 
 
 def test_info_shortens_a_random_model(tq):

@@ -193,6 +193,7 @@ def test_a_text_that_the_context_will_cut_is_announced(run, found, alphabet):
     assert code == 0
     assert "after 5 of 12 new tokens" in err
     assert "shorten the prompt" in err
+    assert "lower --max-new-tokens" in run(alphabet, "--max-new-tokens", 3000)[2]
 
 
 def test_the_cost_names_the_executor_and_tokens_a_second(run, alphabet):

@@ -88,6 +88,7 @@ OWN = {
     ("dev bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
     ("dev bringup", "--contexts"): "another default",
     ("dev bringup", "--max-new-tokens"): "another default",
+    ("chat", "--max-new-tokens"): "an answer, which is longer",
     ("dev bringup", "--out"): "a folder of results",
     ("dev bringup", "--resume"): "goes on in that folder",
     ("dev self-test", "--model"): "a file whose blocks are tried beside the model that ships",

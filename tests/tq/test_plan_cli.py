@@ -36,7 +36,9 @@ def plan(tq, *args):
 def test_a_plan_is_written_and_every_command_takes_it(tq, tmp_path, checkpoint):
     code, out, err = plan(tq)
     assert (code, err) == (0, "")
-    assert "unseen tokens in 1 windows of 60" in out
+    assert "60 unseen tokens in 1 window of 60" in out
+    assert "so few tokens show large differences only" in out
+    assert "nearer in 1 of 1 window\n" in out
     assert "the plan beats tq2 by" in out
     assert "tq4" in out
     assert "written to new.json" in out
@@ -80,7 +82,8 @@ def test_without_another_text_the_second_half_judges(tq, tmp_path):
 
 def test_the_tail_is_the_one_whose_plan_is_nearest_as_a_whole(tq, tmp_path):
     (tmp_path / "long.txt").write_text(TEXT * 9, encoding="utf-8")
-    files = ("--text", "long.txt", "--verify", "long.txt", "--context", len(TEXT) * 9 - 1)
+    (tmp_path / "other.txt").write_text(UNSEEN * 9, encoding="utf-8")
+    files = ("--text", "long.txt", "--verify", "other.txt", "--context", len(TEXT) * 9 - 1)
     for tails in ("0,8", "8,0"):
         code, out, _ = plan(tq, *files, "--budget", 4.2, "--tails", tails, "--json")
         assert code == 0

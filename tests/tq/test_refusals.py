@@ -64,6 +64,7 @@ REFUSED = {
         ("--prompt-file latin1", "latin1", "UTF-8", "byte 3"),
         ("--prompt-file -", "--prompt-file -", "UTF-8"),
         ("--temperature -1", "temperature", "-1"),
+        ("--seed abc", "'--seed': 'abc' is not a valid integer."),
         ("--stop a --stop ''", "--stop", "empty"),
         ("--system 'Be brief.'", "chat template", "--system"),
         ("--executor cpu --device cuda:0", "cpu", "cuda:0"),
@@ -93,6 +94,7 @@ REFUSED = {
     DRAFT: [
         ("--draft random:0.6b", "has another tokenizer"),
         ("--draft nowhere", "no such model: nowhere"),
+        ("--draft ngrm", "there is no draft 'ngrm'; did you mean ngram?"),
         ("--draft-tokens 3", "give --draft as well"),
         ("--draft-kv tq2", "give --draft as well"),
         ("--draft ngram --draft-kv tq2", "ngram has no cache; leave out --draft-kv"),
@@ -110,6 +112,7 @@ REFUSED = {
         ("random:14b --layers 0", "--layers", "40"),
         ("--layers 1", "--layers"),
         ("--memory lots", "lots", "24GiB"),
+        ("--memory 24GiB,80", "80 has no unit; write 80GiB"),
         ("--memory -3G", "-3G"),
         ("--memory '24 quarts'", "24 quarts"),
         (f"--memory {'9' * 400}", "memory"),
@@ -149,6 +152,11 @@ REFUSED = {
         ("--context 100", "too short", "101"),
         ("--resume new.json", "same file"),
         ("--resume text.txt", "no partial result"),
+        ("--verify text.txt", "--text and --verify are the same text"),
+    ],
+    "plan --model m --text text.txt --budget 3.5 --out new.json": [
+        ("--verify short", "too short", "each needs 33 at least"),
+        ("--verify short --context 1", "each needs 33 at least"),
     ],
     CALIBRATE: [
         ("--resume new.safetensors", "same file"),

@@ -51,6 +51,13 @@ def test_without_vllm_that_is_said_before_anything_else(monkeypatch, tmp_path, c
     assert "python -m haarkv.serving.vllm_plugin.install" in line
 
 
+def test_a_gguf_file_is_refused_for_what_it_is(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(serving, "find_spec", lambda _: None)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert main(["serve", str(tmp_path / "m.gguf")]) == 2
+    assert "tq serve reads no GGUF file; give a folder in Hugging Face format" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["gpt2", "org/name", "org/name/q4.gguf", "s3://bucket/of/mine", "models/of/mine"])
 def test_a_name_that_vllm_may_load_is_left_to_it(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)

@@ -439,3 +439,18 @@ def test_the_self_test_plants_faults_in_a_files_blocks(run, gguf_file, checkpoin
     assert "Q8_0, a scale is the neighbour's" in out
     assert "none (control, blocks)" in out
     assert_refused(run("dev", "self-test", "--model", checkpoint), "--model", ".gguf")
+
+
+def test_the_verdict_says_that_no_card_ran(run, monkeypatch, checkpoint):
+    asked = ("validate", "--model", checkpoint, "--prompt", "ab", "--steps", 0, *ITSELF)
+    assert run(*asked, "--json").json["simulated"] is False
+    assert "interpreter" not in run(*asked).out
+    monkeypatch.setattr(catalog, "interpreted", lambda *_: "in an interpreter")
+    assert "passed: no fault, in PyPTO's interpreter, on no card" in run(*asked).out
+    assert run(*asked, "--json").json["simulated"] is True
+
+
+def test_a_replay_of_nothing_says_so(run, checkpoint, tmp_path):
+    ran = run("validate", "--model", checkpoint, "--prompt", "ab", "--steps", 0, *ITSELF, "--replay", "it")
+    assert "nothing failed, so no file is written" in ran.out
+    assert not (tmp_path / "it").exists()

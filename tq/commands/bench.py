@@ -14,6 +14,7 @@ import click
 from tq import options
 from tq.commands.eval import read_text
 from tq.groups import Group
+from tq.option_kinds import IntRange
 from tq.output import loading, print_table, telling
 from tq.ranks import tensor_parallel
 
@@ -199,7 +200,7 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], no_peers: bool, peer_
 
 @command.command("prefill")
 @_of_a_layer
-@click.option("--stored", type=click.IntRange(min=0), default=0, metavar="N", help="Tokens before the prompt.")
+@click.option("--stored", type=IntRange(min=0), default=0, metavar="N", help="Tokens before the prompt.")
 @_no_peers
 def prefill(no_peers: bool, stored: int, **given: Any) -> None:
     """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.

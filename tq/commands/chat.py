@@ -38,12 +38,15 @@ up, down   earlier lines"""
 @click.command("chat", cls=Command)
 @options.model_option()
 @options.session_options
-@options.new_tokens()
+@options.new_tokens(512)
+@options.max_context_option
 @options.sampling_options
 @options.draft_options
 @options.system_option
 @options.file("--session", "Keep the conversation in this file after each answer, and go on with it if it exists.", "file")
-def command(max_new_tokens: int, seed: int, system: str | None, file: Path | None, **given: Any) -> None:
+def command(
+    max_new_tokens: int, max_context: int | None, seed: int, system: str | None, file: Path | None, **given: Any
+) -> None:  # fmt: skip
     """Talk with a model. Each line of stdin is a message; the end of the input ends the conversation.
 
     A model without a chat template goes on with the text as it is. Only what is new is computed at each turn. In a terminal,
@@ -53,11 +56,13 @@ def command(max_new_tokens: int, seed: int, system: str | None, file: Path | Non
 
     if file is not None:
         check_writable(file)
-    session = options.open_session(given, room=lambda *_: (1, max_new_tokens))
+    session = options.open_session(given, room=lambda *_: (1, max_context or max_new_tokens))
+    if max_context is not None and max_context > (limit := session.config.max_position_embeddings):
+        raise click.UsageError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
     if system is not None and not session.tokenizer.has_chat_template:
         raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
     sampling = session.sampling_with(seed=seed, **options.sampling_of(given))
-    talk = _Talk(session, sampling, max_new_tokens, file, *_begun(session, file, system))
+    talk = _Talk(session, sampling, max_new_tokens, max_context, file, *_begun(session, file, system))
     if talk.messages and file is not None:
         earlier = counted(len(talk.asked), "earlier message")
         print(f"{file}: {earlier}", file=err().file)
@@ -77,6 +82,7 @@ class _Talk:
     session: Session
     sampling: Sampling
     max_new_tokens: int
+    max_context: int | None
     file: Path | None
     messages: list[dict[str, str]] = field(default_factory=list)
     stored: StoredSequence | None = None
@@ -99,7 +105,7 @@ class _Talk:
         try:
             result = self.session.generate(
                 [_ids(self.session, self.messages)], stored=self.stored, keep=True, max_new_tokens=self.max_new_tokens,
-                sampling=self.sampling, on_text=show, on_warning=warn,
+                max_context=self.max_context, sampling=self.sampling, on_text=show, on_warning=warn,
             )  # fmt: skip
         except KeyboardInterrupt:
             if not _in_terminal():
@@ -117,9 +123,18 @@ class _Talk:
         self.messages.append({"role": "assistant", "content": result.texts[0] if result else "".join(shown)})
         if result is not None:
             self.stored = result.stored[0]
+            _say_if_cut(result)
             _print_cost(result)
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
+
+
+def _say_if_cut(result: Result) -> None:
+    done = result.completions[0]
+    if done.finish == "length":
+        say(f"the answer was cut after {counted(len(done.token_ids), 'token')}; --max-new-tokens allows more")
+    elif done.finish == "context":
+        say("the answer was cut where the context ends; begin a new conversation, or give a larger --max-context")
 
 
 def _print_cost(result: Result) -> None:

@@ -65,6 +65,7 @@ def command(
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
     options.say_if_interpreted(*(side.partition(":")[0] for side in (spec_a, spec_b)), device=device)
     with loading(model) as progress:
+        from haarkv.engine.plans import worth_saying
         from haarkv.models.balance import describe
         from haarkv.validation.fidelity.contenders import default_dtype, load_contenders, parse_contender, resolve_contenders
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
@@ -78,7 +79,8 @@ def command(
             model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=spec, balance=balance == "auto",
             progress=progress,
         )  # fmt: skip
-    if uneven := tuple(dict.fromkeys((*a.uneven, *b.uneven))):
+    uneven = tuple(dict.fromkeys((*a.uneven, *b.uneven)))
+    if worth_saying(uneven):
         warn(f"{describe(uneven)}; --balance off leaves them as they are")
     done = Counter[str]()
     with telling() as tell:

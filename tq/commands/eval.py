@@ -64,6 +64,7 @@ def command(
     """
     text = read_text(text_file, "--text")
     options.check_outputs(resume=resume_file, plot=plot_file)
+    from haarkv.engine.plans import worth_saying
     from haarkv.models.balance import describe
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
     from haarkv.validation.fidelity.plot import require_matplotlib, svg
@@ -81,7 +82,7 @@ def command(
             model, names, spec=spec, plans=plans, progress=progress, balance=balance == "auto", executor=executor,
             device=device, dtype=dtype, layers=layers,
         )  # fmt: skip
-    if setup.uneven:
+    if worth_saying(setup.uneven):
         warn(f"{describe(setup.uneven)}; --balance off leaves them as they are")
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
     plan = make_workload(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)

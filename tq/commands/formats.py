@@ -9,6 +9,7 @@ import click
 
 from tq import options
 from tq.groups import Command
+from tq.option_kinds import IntRange
 from tq.output import print_table
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("formats", cls=Command)
-@click.option("--head-dim", type=click.IntRange(2, 1024), default=128, show_default=True, help="Numbers in one K or V vector.")
+@click.option("--head-dim", type=IntRange(2, 1024), default=128, show_default=True, help="Numbers in one K or V vector.")
 @options.json_option
 def command(head_dim: int, as_json: bool) -> None:
     """List the KV formats: bits a value, bytes, and what each is for.
@@ -54,6 +55,7 @@ def command(head_dim: int, as_json: bool) -> None:
     ]  # fmt: skip
     print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)
     print("* to compare with: --executor reference and cpu run it, slowly; others refuse it")
+    print("without --kv: a cache chosen for the model (auto); above a billion weights k=tq6,v=tq4 with a tail; of toys tq4")
     if left_out:
         print(f"no layout for head_dim {head_dim}: {', '.join(left_out)}")
 

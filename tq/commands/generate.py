@@ -38,7 +38,7 @@ _MOST_TEXT = 2**28
 @options.prompt_options
 @options.session_options
 @options.new_tokens()
-@options.count("--max-context", "Tokens the cache holds for each prompt.", metavar="N")
+@options.max_context_option
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
 @options.sampling_options
 @options.draft_options
@@ -198,7 +198,7 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
     timing, kv, done = result.timing, result.kv, result.completions
     reused = sum(completion.reused_tokens for completion in done)
     ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
-    name = session.executor.name
+    name, packed = session.executor.name, "packed " * session.plan.keeps_tokens
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
         *([("loaded", f"in {session.loaded.seconds:.1f} s")] if session.loaded else []),
@@ -208,8 +208,8 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
                 f"({', '.join(str(c.finish) for c in done)})"),
         *([("draft", result.drafting.describe())] if result.drafting else []),
         ("sampling", _sampling(session, result, given)),
-        ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a token, {kv.bytes:,} allocated; "
-                     f"bf16 would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x){_too_short(session, kv)}"),
+        ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a {packed}token, {kv.bytes:,} allocated; bf16"
+                     f" would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x){_too_short(session, kv)}"),
     ]  # fmt: skip
     rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
     rows += [(f"rank {rank.rank}", _memory_of_rank(rank)) for rank in result.ranks if len(result.ranks) > 1]

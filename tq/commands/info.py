@@ -13,25 +13,30 @@ import click
 
 from tq import options
 from tq.groups import Command
+from tq.option_kinds import IntRange
 from tq.output import print_table
 
 if TYPE_CHECKING:
     from haarkv.models.config import Attention, ModelConfig
     from haarkv.models.footprint import WeightBytes
+    from haarkv.tq_ops.kv.plan import KVPlan
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS = {unit: power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
 def _memory(value: str) -> tuple[int, ...]:
-    """Amounts of bytes, separated by commas: each as 24GiB, 24G, 512MiB or a plain number."""
+    """Amounts of bytes, separated by commas: each as 24GiB, 24G (the same), 24GB (24e9), or a number from a million up."""
     return tuple(map(_amount, value.split(",")))
 
 
 def _amount(value: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", value.strip(), re.IGNORECASE)
     if not match:
         raise click.BadParameter(f"{value!r} is not an amount of memory; write it like 24GiB")
-    size = float(match[1]) * _UNITS[match[2].upper()]
+    base = 1000 if (match[3] or "").upper() == "B" else 1024
+    size = float(match[1]) * base ** _UNITS[match[2].upper()]
+    if not (match[2] or match[3]) and size < 1e6:
+        raise click.BadParameter(f"{value.strip()} has no unit; write {value.strip()}GiB, or {value.strip()}B for bytes")
     if size == float("inf"):
         raise click.BadParameter("that is too much memory to count")
     return int(size)
@@ -47,7 +52,7 @@ def _amount(value: str) -> int:
     "--weights", "mix", metavar="TYPE",
     help="Count weights as a GGUF file of this type, such as q4_k_m or q8_0 [default: as they are loaded here].",
 )  # fmt: skip
-@click.option("--context", type=click.IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
+@click.option("--context", type=IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
 @options.executor_option()
 @options.dtype_option()
 @options.layers_option
@@ -87,7 +92,7 @@ def command(
         weights, how = random_bytes(config, DTYPES[chosen]), f"in {chosen} on {here}"
         how += "" if dtype or chosen != "float32" else ", half with --dtype bfloat16"
     work = work_bytes(config, PREFILL_CHUNK, 1)
-    rows = _kv_rows(config, weights, memories, context)
+    rows, default = _kv_rows(config, weights, memories, context), _default(model, layers, executor, config)
     if as_json:
         shapes = {
             **asdict(config),
@@ -101,7 +106,7 @@ def command(
             "work_bytes": work,
         }
         asked = {"memory": memories[0], "memories": memories, "context": context}
-        print(json.dumps({"model": model, **shapes, **asked, "kv": rows}))
+        print(json.dumps({"model": model, **shapes, **asked, "kv": rows, "default": default and default.summary()}))
         return
     stored = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
     said = f"{num_parameters(config):,}; {weights.total / 1e9:.3f} GB {how}{stored}"
@@ -114,13 +119,38 @@ def command(
         )
         for r in rows
     ]  # fmt: skip
-    sizes = [f"{memory / 2**30:.1f} GiB" for memory in memories]
+    sizes = [f"{memory / 2**30:.1f} GiB" if memory >= 2**29 else f"{memory / 2**20:,.1f} MiB" for memory in memories]
     title = f"KV cache; tokens that fit in {', '.join(sizes)} beside the weights"
     names = ["tokens"] if len(memories) == 1 else [f"in {size}" for size in sizes]
     total = [f"GiB at {context:,} tokens"] if context else []
     print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
+    limit = config.max_position_embeddings
+    if any(n > limit for r in rows for n in r["tokens"]):
+        print(f"a sequence holds at most {limit:,} tokens, the model's positions; more room holds more sequences")
+    print(_default_line(default, config))
     if any("lr" in r["format"] for r in rows):
         print("lr2 to lr5 take what `tq calibrate` learns of the model; --kv auto learns it by itself")
+
+
+def _default(model: str, layers: int | None, executor: str, config: ModelConfig) -> KVPlan | None:
+    """The cache of a run without `--kv`; None where the first run chooses it."""
+    from haarkv.engine.plans import plan_for
+    from haarkv.validation.planning.auto import LOSS
+    from haarkv.validation.planning.remembered import chosen_before, default_cache, file_for
+
+    spec = default_cache(model, layers, executor) or chosen_before(file_for(model, LOSS, layers, executor))
+    return plan_for(spec, config) if spec else None
+
+
+def _default_line(plan: KVPlan | None, config: ModelConfig) -> str:
+    """What a run without `--kv` takes."""
+    if plan is None:
+        return "without --kv the first run takes minutes to choose a cache, layer by layer (--kv auto); later runs take it"
+    from haarkv.validation.planning.candidates import bits_per_value
+
+    context = min(4096, config.max_position_embeddings)
+    bits = f"{bits_per_value(plan, config, context):.2f} bits a value at {context:,} tokens"
+    return f"without --kv a run takes {plan.summary()}: {bits}" + ", those in BF16 included" * plan.keeps_tokens
 
 
 def _shape_rows(config: ModelConfig, parameters: str) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from haarkv.tq_ops.output_files import check_writable, write_whole
 from tq import __version__
 from tq.commands.eval import read_text
 from tq.groups import Command
-from tq.option_kinds import Numbers
+from tq.option_kinds import IntRange, Numbers
 from tq.options import set_threads, threads_option
 from tq.output import loading, print_table, scoring, warn
 
@@ -49,7 +49,7 @@ class _Besides(click.ParamType[tuple[tuple[int, int], ...]]):
     help="TAIL:SINKS, how many tokens stay in BF16, the same for all caches.",
 )  # fmt: skip
 @click.option(
-    "--tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="N", help="Score N of each text at most."
+    "--tokens", type=IntRange(min=1), default=8192, show_default=True, metavar="N", help="Score N of each text at most."
 )
 @click.option("--learn", "learn_file", metavar="FILE", help="A text for what learns: OSCAR, lr2 to lr5, layers:BITS.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)

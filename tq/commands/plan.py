@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from haarkv.validation.planning.planner import Allocation
 
 _CONTEXT = 4096
+_LEAST = 32
+"""Tokens of a text below which a mean KL is chance."""
 
 
 @click.command("plan", cls=Command)
@@ -72,6 +74,8 @@ def command(
       tq generate --kv-plan plan.json --prompt 'def main('
     """
     text, other = read_text(text_file, "--text"), None if verify_file is None else read_text(verify_file, "--verify")
+    if text == other:
+        raise click.UsageError("--text and --verify are the same text, which cannot judge what it chose; give another one")
     options.check_outputs(out=out_file, resume=resume_file)
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv import calibration_file
@@ -181,10 +185,10 @@ def _context(wanted: int | None, config: ModelConfig, texts: Sequence[list[int]]
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if wanted is not None and not 1 <= wanted <= most:
         raise click.UsageError(f"this model has a context of {most} tokens; --context must lie in 1 … {most}")
-    if shortest < (wanted or 1):
+    if shortest < (least := max(wanted or 0, _LEAST)):
         lengths = " and ".join(f"{len(ids):,}" for ids in texts)
         raise click.UsageError(
-            f"the text is too short: {lengths} tokens to choose and to judge by; each needs {(wanted or 1) + 1:,}"
+            f"the text is too short: {lengths} tokens to choose and to judge by; each needs {least + 1:,} at least"
         )
     return wanted or min(_CONTEXT, most, shortest)
 

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from haarkv.tq_ops.words import counted
 from tq.output import print_table
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow
     from haarkv.validation.planning.candidates import Costs, Verified
     from haarkv.validation.planning.planner import Allocation
+
+
+_FEW = 1024
+"""Tokens to judge by, below which small differences between caches are chance."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,13 @@ def print_plan(context: int, found: Found, verified: Verified) -> None:
     kept = [f"a tail of {plan.recent} tokens"] * bool(plan.recent) + [f"{plan.sink} sinks"] * bool(plan.sink)
     beside = f", and {' and '.join(kept)} in BF16" if kept else ""
     print_table(f"formats by layer{beside}; shares of the KL", ["layer", "K", "its share", "V", "its share"], cells)
-    where = f"{verified.tokens:,} unseen tokens in {verified.windows} windows of {context:,}"
+    where = f"{counted(verified.tokens, 'unseen token')} in {counted(verified.windows, 'window')} of {context:,}"
     columns = ["kv", "bytes/token", "bits", "KL mean", "median", "99.9 %"]
     print_table(
         f"{where}, against the model's own bf16 cache", columns, [_cells(row) for row in (verified.plan, *verified.rivals)]
     )
+    if verified.tokens < _FEW:
+        print(f"so few tokens show large differences only; judge by a longer text, of {_FEW:,} tokens or more")
     for row, nearer in zip(verified.rivals, verified.nearer, strict=True):
         print(_verdict(verified.plan, row, nearer, verified.windows))
 
@@ -92,4 +99,4 @@ def _verdict(plan: FidelityRow, rival: FidelityRow, nearer: int, windows: int) -
     else:
         change = f"loses to {rival.kv} by {plan.kl_mean / rival.kl_mean - 1:.1%} of its mean KL"
     figures = f"({plan.kl_mean:.3g} against {rival.kl_mean:.3g})"
-    return f"the plan {change} {figures} at {bytes_}, nearer in {nearer} of {windows} windows"
+    return f"the plan {change} {figures} at {bytes_}, nearer in {nearer} of {counted(windows, 'window')}"

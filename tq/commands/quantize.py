@@ -11,6 +11,7 @@ import click
 from haarkv.tq_ops.output_files import check_writable
 from tq import options
 from tq.groups import Command
+from tq.option_kinds import IntRange
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _OWN = "own"
     metavar="FILE|own",
     help="Count errors by what weights are multiplied with on this UTF-8 text, or on what the model writes itself.",
 )
-@click.option("--imatrix-tokens", type=click.IntRange(64, 2**20), default=8192, show_default=True, help="Of that text.")
+@click.option("--imatrix-tokens", type=IntRange(64, 2**20), default=8192, show_default=True, help="Of that text.")
 @options.threads_option
 @options.json_option
 def command(

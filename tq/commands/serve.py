@@ -50,6 +50,10 @@ def command(
     from haarkv.models.catalog import TINY
     from haarkv.serving.serve import Cache, require_vllm, serve
 
+    if model.endswith(".gguf") and Path(model).expanduser().is_file():
+        raise click.UsageError(
+            "tq serve reads no GGUF file; give a folder in Hugging Face format, or use tq chat and tq generate"
+        )
     require_vllm()
     if model.startswith("random:"):
         raise click.UsageError(

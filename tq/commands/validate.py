@@ -72,9 +72,13 @@ def command(context: click.Context, /, **given: Any) -> int:
         ran = validated(texts, **given)
         if ran is None:  # rank 0 has the report
             return 0
+        from haarkv.executors import catalog
+
         report, replay_note = ran.report, ""
-        if given["replay_file"] and not report.passed:
-            replay_note = write_replay(given["replay_file"], ran.runs)
+        simulated = given["device"] == "sim" or bool(catalog.interpreted(report.candidate, given["device"]))
+        if given["replay_file"]:
+            failed = not report.passed
+            replay_note = write_replay(given["replay_file"], ran.runs) if failed else "nothing failed, so no file is written"
         if given["csv_file"]:
             write_whole(given["csv_file"], as_csv(report))
         if given["html_file"]:
@@ -85,12 +89,12 @@ def command(context: click.Context, /, **given: Any) -> int:
             from haarkv.validation.layers.report import as_json
 
             extra = {"replay": replay_note} if replay_note else {}
-            print(json.dumps({"model": given["model"], **extra, **as_json(report)}))
+            print(json.dumps({"model": given["model"], "simulated": simulated, **extra, **as_json(report)}))
         else:
             more = [unexercised(report, chosen=not has_prompts)]
             more += [("executor", f"{report.candidate} ({ran.note})")] if ran.note else []
             more += [("replay", replay_note)] if replay_note else []
-            print_verdict(report, more)
+            print_verdict(report, more, "in PyPTO's interpreter, on no card" if simulated else "")
             print_rows(report, given["verbose"])
         return 0 if report.passed else 1
 

@@ -62,18 +62,19 @@ def describe(finding: Verdict) -> str:
     return f"{finding.phase} {finding.step}, {place}{finding.stage}: {reason} ({finding.detail})"
 
 
-def print_verdict(report: Report, more: Sequence[tuple[str, str]] = ()) -> None:
+def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: str = "") -> None:
     """The verdict, and what it rests on.
 
     Args:
         more: rows that stand after it.
+        where: what ends the verdict, if it was no device that ran.
     """
     same = sum(row.same_token == row.predictions for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
-    first = report.first_divergence
+    first, verdict = report.first_divergence, "passed: no fault" if report.passed else "FAILED"
     what = "first fault" if first and first.fails else "first difference"
     rows = [
-        ("verdict", "passed: no fault" if report.passed else "FAILED"),
+        ("verdict", (", " if report.passed else ": ").join(filter(None, (verdict, where)))),
         (what, describe(first) if first else "none: equal to the last bit"),
         *([("explained by", " or ".join(first.causes))] if first and first.causes else []),
         *([("may be wrong", ", ".join(first.stages))] if first and first.stages else []),

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from haarkv.engine.collapse import LEAST_TOKENS, MOST_TOKENS, Guard, Loss, channel_loss, describe
+from haarkv.engine.plans import worth_saying
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Uneven, key_moments, value_moments
 from haarkv.tq_ops.errors import NonFiniteError
@@ -114,7 +115,7 @@ def balance_of(
         InputError: text would be garbage; it names the layers, and says what to use instead.
     """
     scaling = balance.scaling_of(moments_of(model, decoder), balance.where_lossy(plan, wanted))
-    if scaling.uneven:
+    if worth_saying(scaling.uneven):
         warn(f"{balance.describe(scaling.uneven)}; balance=False leaves them as they are")
     Guard(plan, scaling.moments, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(warn)
     return scaling.scales, scaling.uneven

@@ -129,7 +129,7 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
         subject: the model.
         loss: mean KL in nats a token that it may lose.
         names: of the formats that may be chosen.
-        on_step: told what has been done, and how many tokens it took.
+        on_step: told what has been done, and how many tokens it took, counted once in each layer that they went through.
     Raises:
         InputError: a bound that is none.
     """
@@ -184,7 +184,7 @@ def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Ca
         for place in places(base.config):
             name = PROBES[place[1]]
             costs[place] = {name: probes.cost(place, name, calibration)}
-            on_step(f"{name} for {place[1].upper()} of layer {place[0]}", PROBED_BY)
+            on_step(f"{name} for {place[1].upper()} of layer {place[0]}", PROBED_BY * (base.config.num_layers - place[0]))
         return costs
     whole = Whole(subject.model, base, text[:KINDS_PROBED_BY], TAIL + SINKS, _EVERY)
     found: dict[Place, dict[str, float]] = {}
@@ -194,7 +194,7 @@ def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Ca
             plan = with_format(plan, place, name, calibration)
         cost = whole.kl(plan) / len(group)
         found |= {place: {name: cost} for place in group}
-        on_step(f"{name} for {group[0][1].upper()} of {len(group)} layers", KINDS_PROBED_BY)
+        on_step(f"{name} for {group[0][1].upper()} of {len(group)} layers", KINDS_PROBED_BY * base.config.num_layers)
     return {place: found[place] for place in sorted(found)}
 
 
@@ -223,7 +223,8 @@ def _judged(
 ) -> Iterator[tuple[KVSpec, FidelityRow]]:
     """Caches nearer and nearer to the bound, the last of them under it, each as it was measured."""
     whole = Whole(subject.model, base, text[:-1], TAIL + SINKS, _EVERY)
-    on_step("bf16", JUDGED_BY)
+    judged = JUDGED_BY * base.config.num_layers
+    on_step("bf16", judged)
     tails = {base.plan.recent or 0: 1.0}
     allowed, trust, held, near, seen = loss, 1.0, False, False, list[KVPlan]()
     for _ in range(_TRIED_AT_MOST):
@@ -232,7 +233,7 @@ def _judged(
             break
         seen.append(plan)
         found, predicted = whole.kl(plan) * trust, _predicted(costs, plan) * tails.get(plan.recent or 0, 1.0)
-        on_step("auto", JUDGED_BY)
+        on_step("auto", judged)
         if found <= loss or len(seen) == _TRIED_AT_MOST:
             row = whole.row("auto", plan, text)
             yield spec_of(plan, calibration), row
@@ -243,7 +244,7 @@ def _judged(
             tails |= {
                 tail: whole.kl(replace(plan, recent=tail)) * trust / found for tail in TAILS if tail < (plan.recent or 0)
             }
-            on_step("shorter tails", (len(TAILS) - 1) * JUDGED_BY)
+            on_step("shorter tails", (len(TAILS) - 1) * judged)
         elif near:
             return
         else:
@@ -301,18 +302,20 @@ def spec_of(plan: KVPlan, calibration: Calibration) -> KVSpec:
     return KVSpec(tail=plan.recent, sink=plan.sink, layers=named, calibration=calibration if learned else None)
 
 
-def steps(model: str, layers: int | None = None) -> int:
-    """Tokens that `on_step` is told of, at most, as a bar counts them.
+def steps(model: str, num_layers: int | None = None) -> int:
+    """What `on_step` is told of, at most: tokens, counted once in each layer that they go through, as that is what takes time.
 
     Raises:
         InputError: no such model.
     """
-    config = read_config(model, layers)
+    config = read_config(model, num_layers)
     alike = kinds(config)
-    probes = 2 * config.num_layers * PROBED_BY if alike is None else len(alike) * KINDS_PROBED_BY
-    return (
-        config.num_layers * LEARNED_FROM + probes + (1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (alike is not None)) * JUDGED_BY
-    )
+    layers = config.num_layers
+    probes = sum(PROBED_BY * (layers - layer) for layer, _ in places(config))
+    if alike is not None:
+        probes = len(alike) * KINDS_PROBED_BY * layers
+    judged = 1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (alike is not None)
+    return layers * LEARNED_FROM + probes + judged * JUDGED_BY * layers
 
 
 def choose_for(

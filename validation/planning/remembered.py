@@ -15,6 +15,7 @@ from typing import Any
 
 from haarkv.engine.plans import SINKS, default_spec, plan_for
 from haarkv.models.catalog import path_of, read_config
+from haarkv.models.config import ModelConfig
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
@@ -58,9 +59,14 @@ def default_cache(model: str, layers: int | None = None, executor: str | None = 
         return KVSpec()
     chosen = chosen_before(file_for(model, LOSS, layers, executor)) is not None
     if not chosen and (unlearnable(config) or num_parameters(config) > CHOSEN_UP_TO):
-        spec = default_spec(learned=False, context=config.max_position_embeddings)
-        return spec if names_for(executor) == FORMATS else replace(spec, kv="tq4")
+        return fixed_cache(config, executor)
     return None
+
+
+def fixed_cache(config: ModelConfig, executor: str | None = None) -> KVSpec:
+    """The cache of a real model that needs no choice: what loses little on any of them."""
+    spec = default_spec(learned=False, context=config.max_position_embeddings)
+    return spec if names_for(executor) == FORMATS else replace(spec, kv="tq4")
 
 
 def home() -> Path:
