@@ -613,6 +613,11 @@ def test_info_says_which_cache_one_gets_and_how_long_a_sequence_may_be(tq, check
     assert "at most" not in tq("info", checkpoint, "--memory", "2KB").out
 
 
+def test_info_takes_a_model_as_its_siblings_do(tq, checkpoint):
+    assert tq("info", "-m", checkpoint, "--json").json == tq("info", checkpoint, "--json").json
+    assert_refused(tq("info", checkpoint, "-m", "tiny"), "give MODEL, or --model, but not both")
+
+
 def test_info_says_that_the_first_run_chooses(tq, tmp_path, monkeypatch):
     monkeypatch.setattr("haarkv.validation.planning.remembered.TOY", 1)
     monkeypatch.setattr("haarkv.validation.planning.remembered.home", lambda: tmp_path / "choices")

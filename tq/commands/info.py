@@ -43,7 +43,8 @@ def _amount(value: str) -> int:
 
 
 @click.command("info", cls=Command)
-@click.argument("model", default="tiny")
+@click.argument("name", required=False, metavar="[MODEL]")
+@options.model_option()
 @click.option(
     "--memory", "memories", type=_memory, default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",
     help="Room for weights, KV cache and what a forward computes with; several are told side by side.",
@@ -58,8 +59,8 @@ def _amount(value: str) -> int:
 @options.layers_option
 @options.json_option
 def command(
-    model: str, memories: tuple[int, ...], mix: str | None, context: int | None, executor: str, dtype: str | None,
-    layers: int | None, as_json: bool,
+    name: str | None, model: str, memories: tuple[int, ...], mix: str | None, context: int | None, executor: str,
+    dtype: str | None, layers: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
@@ -78,6 +79,9 @@ def command(
     from haarkv.models.gguf_mix import mixed_bytes
     from haarkv.models.weights import checkpoint_shapes, num_parameters
 
+    if name is not None and "model" in options.written():
+        raise click.UsageError("give MODEL, or --model, but not both")
+    model = model if name is None else name
     config, source = read_config(model, layers), source_of(model)
     held = held_for(source, config) if source is not None and source.path.is_file() else {}
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
