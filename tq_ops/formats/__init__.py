@@ -104,7 +104,9 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
         InputError: neither form, an unknown name, or `lrB` without a calibration.
     """
     if "=" not in spec:
-        return get(spec, "k", calibration), get(spec, "v", calibration)
+        # What no value can be stored in is said first, with what to write instead.
+        v_format = get(spec, "v", calibration)
+        return get(spec, "k", calibration), v_format
     sides = dict(part.strip().split("=", 1) for part in spec.split(",") if "=" in part)
     if sides.keys() != {"k", "v"} or spec.count(",") != 1:
         raise InputError(f"cannot read the KV format {spec!r}; write a name, or k=NAME,v=NAME")

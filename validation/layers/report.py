@@ -233,7 +233,8 @@ class Report:
     def beyond(self) -> tuple[str, ...]:
         """`not_exercised`, and the contexts that no validation of these prompts can speak for."""
         longest = max(self.prompt_tokens, default=0) + self.steps
-        return *self.not_exercised, f"contexts beyond {longest:,} tokens"
+        alone = (f"another executor: both sides are {self.candidate}",) if self.candidate == self.reference else ()
+        return *alone, *self.not_exercised, f"contexts beyond {longest:,} tokens"
 
     def worst(self, mode: Mode) -> dict[int, LayerRow]:
         """The row with the lowest cosine of each layer."""
