@@ -112,7 +112,7 @@ def load(
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
     target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
-    kept = block_types(selected.name) if keep_blocks is None else keep_blocks
+    kept = block_types(selected.name, device) if keep_blocks is None else keep_blocks
     tokenizer = load_tokenizer(name, config)
     order = bytes_in_order(selected.name)
     counted = Loaded(weights_of(name, config, dtype, split if ranks.size > 1 else None, kept, order), resident_memory())

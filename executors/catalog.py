@@ -50,7 +50,7 @@ class _Entry:
             `compile_ahead`, for what its first forwards with a cache would have to compile.
         whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
         numbered: its first device is one of several, of which each rank takes its own.
-        blocks: names of the types of quantised blocks that it multiplies with as they are.
+        blocks: names of the types of quantised blocks that it multiplies with as they are, on the first of its devices.
         in_order: of those that it puts in another order in this machine's memory, bytes a number.
     """
 
@@ -206,15 +206,18 @@ def default_device(name: str) -> str:
     return _entry(name).devices[0]
 
 
-def block_types(name: str) -> tuple[str, ...]:
+def block_types(name: str, device: str | None = None) -> tuple[str, ...]:
     """Types of quantised blocks, by name, that an executor multiplies with as they are: it is fastest with them as their file
     has them.
 
+    Args:
+        device: where it is to run; its default unless given.
     Raises:
         InputError: no such executor.
     """
     entry = _entry(name)
-    return () if entry.missing() else entry.blocks
+    first = (device or entry.devices[0]).partition(":")[0] == entry.devices[0]
+    return () if entry.missing() or not first else entry.blocks
 
 
 def bytes_in_order(name: str) -> Mapping[str, float]:

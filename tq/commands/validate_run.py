@@ -66,7 +66,7 @@ def validated(
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
         # Recurrent states are not judged beside rounded products.
-        kept = () if config.state_shapes else block_types(selected.name)
+        kept = () if config.state_shapes else block_types(selected.name, device)
         here = load_model(model, dtype or shared, layers, progress, ranks, keep_blocks=kept)
         on_trial = create(selected.name, here, plan_here, device, compiling)
         if (slowly := interpreted(selected.name, device)) and ranks.rank == 0:
