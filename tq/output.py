@@ -8,6 +8,8 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
@@ -77,6 +79,11 @@ def say(message: str) -> None:
 
 _COLOURS = {"passed": "green", "FAILED": "bold red", "failed": "bold red", "OUTSIDE": "red", "WRONG NOW": "red"}
 """Of words that judge."""
+
+
+def print_sentence(text: str) -> None:
+    """Print a sentence: broken where a terminal ends, in one line anywhere else."""
+    print(fill(text, get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def print_judged(line: str, passed: bool | None = None) -> None:

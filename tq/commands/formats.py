@@ -10,7 +10,7 @@ import click
 from tq import options
 from tq.groups import Command
 from tq.option_kinds import IntRange
-from tq.output import print_table
+from tq.output import print_sentence, print_table
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.formats import KVFormat
@@ -54,8 +54,10 @@ def command(head_dim: int, as_json: bool) -> None:
         for r in rows
     ]  # fmt: skip
     print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)
-    print("* to compare with: --executor reference and cpu run it, slowly; others refuse it")
-    print("without --kv: a cache chosen for the model (auto); above a billion weights k=tq6,v=tq4 with a tail; of toys tq4")
+    print_sentence("* to compare with: --executor reference and cpu run it, slowly; others refuse it")
+    print_sentence(
+        "without --kv: a cache chosen for the model (auto); above a billion weights k=tq6,v=tq4 with a tail; of toys tq4"
+    )
     if left_out:
         print(f"no layout for head_dim {head_dim}: {', '.join(left_out)}")
 
