@@ -60,7 +60,7 @@ class Batch:
 
     def at_most(self, tokens: int) -> bool:
         """Whether no sequence has more new tokens than so many; a device is waited for where sizes do not tell, and once."""
-        if len(self.positions) - len(self.seq_lens) < tokens:  # all have one at least
+        if len(self.positions) - len(self.seq_lens) < tokens or not len(self.seq_lens):  # all have one at least
             return True
         if not self._most:
             self._most.append(int(self.query_start_loc.diff().max()))

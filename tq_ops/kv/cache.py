@@ -237,7 +237,8 @@ class PagedKVCache:
         """
         if (most := self.most_new_tokens) is not None and not batch.at_most(most):
             raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a window")
-        if layer is not None and not batch.at_most(most := min(self._rooms(layer), default=len(batch.positions))):
+        rooms = [] if layer is None else self._rooms(layer)
+        if rooms and not batch.at_most(most := min(rooms)):
             raise ValueError(f"layer {layer} keeps room for {most} new tokens of a sequence; store more within `with_room`")
 
     def _rooms(self, layer: int) -> list[int]:
