@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.memory import require_memory
 
 WORTH_SAYING = 2.0
-"""Balance is told of where it makes so many times less error, somewhere; a smaller gain changes nothing that anybody sees."""
+"""A layer's error must shrink by this factor for balance to be mentioned; nobody would notice a smaller gain."""
 TAIL, SINKS = 124, 4
 """Newest and first tokens that a cache keeps in BF16 where nobody says otherwise."""
 
@@ -67,7 +67,7 @@ def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool 
 
 
 def worth_saying(uneven: Sequence[balancing.Uneven]) -> bool:
-    """Whether balance gained enough to be told of."""
+    """Whether balance gained enough to be mentioned."""
     return any(side.ratio >= WORTH_SAYING for side in uneven)
 
 

@@ -51,7 +51,7 @@ class _Entry:
         whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
         numbered: its first device is one of several, of which each rank takes its own.
         blocks: names of the types of quantised blocks that it multiplies with as they are, on the first of its devices.
-        in_order: of those that it puts in another order in this machine's memory, bytes a number.
+        in_order: bytes a number, by type, of blocks that it reorders in this machine's memory.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]

@@ -84,8 +84,8 @@ def weight_bytes(
     Args:
         held: of the source; what it lacks is lent, and takes nothing.
         dtype, split, keep_blocks: as of `load_weights`.
-        in_order: by type, bytes of memory for each number in blocks that are kept and put in another order. An embedding that
-            is no head is not: its rows are restored from the file.
+        in_order: bytes of memory a number, by type, of blocks that an executor reorders. It does not reorder an embedding that
+            is no head: rows of that are restored from the file.
     """
     own = kept = passed = picked = rows = 0
     for name, tensor in checkpoint_tensors(config).items():

@@ -17,8 +17,8 @@ class Place:
     """Where a tensor of Hugging Face's name lies.
 
     Attributes:
-        expert: which of those that are stored together.
-        heads: its rows are permuted within each of so many heads.
+        expert: its number, where all experts are stored in one tensor.
+        heads: how many heads it has, where rows are permuted within each.
         shifted: it is stored with 1 added.
         order: of rows, columns and axes where Hugging Face has another.
     """

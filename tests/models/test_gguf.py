@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import write_checkpoint
-from gguf_files import byte_vocabulary, convert, header, pieces, text
+from gguf_files import LLAMA3, SHAPE, YARN, byte_vocabulary, convert, header, pieces, text
 from refusals import assert_refused
 from safetensors.torch import load_file
 from transformers_judge import draw_weights, saved_random
@@ -21,15 +21,6 @@ from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
-SHAPE = {
-    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 64,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}
 MODELS = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),

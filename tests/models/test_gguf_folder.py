@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import byte_tokenizer, write_checkpoint
-from gguf_files import convert
+from gguf_files import LLAMA3, SHAPE, YARN, convert
 from refusals import assert_refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -22,15 +22,6 @@ from haarkv.models.source import Words
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
-SHAPE = {
-    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 64,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}
 MODELS = {
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
     "mistral": ("Mistral", {"sliding_window": None, "rope_parameters": {
