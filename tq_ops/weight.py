@@ -39,6 +39,7 @@ class Blocks:
         data: [out, bytes of a row] uint8.
         dtype: of its numbers once restored: they are rounded to it once.
         row_scales, column_scales: [out] and [in] of `dtype`, powers of two that the numbers are multiplied with.
+        x_bits: 16 or 8, to which a kernel that multiplies with blocks as they lie may round each number of x.
     """
 
     data: Tensor
@@ -46,6 +47,7 @@ class Blocks:
     dtype: torch.dtype
     row_scales: Tensor | None = None
     column_scales: Tensor | None = None
+    x_bits: int = 16
 
     @property
     def shape(self) -> torch.Size:

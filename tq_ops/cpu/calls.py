@@ -110,9 +110,9 @@ def stored_weight(weight: Weight) -> library.Weight:
         rows, columns = (0 if scales is None else scales.float() for scales in (weight.row_scales, weight.column_scales))
         return library.Weight(
             data=weight.data, row_scales=rows, column_scales=columns, row_bytes=weight.data.stride(0),
-            stored=library.STORED.index(weight.type.name),
+            stored=library.STORED.index(weight.type.name), x_bits=weight.x_bits,
         )  # fmt: skip
-    return library.Weight(data=weight, row_scales=0, column_scales=0, row_bytes=0, stored=int(is_bf16(weight)))
+    return library.Weight(data=weight, row_scales=0, column_scales=0, row_bytes=0, stored=int(is_bf16(weight)), x_bits=0)
 
 
 def has_kernel(weight: Weight) -> bool:

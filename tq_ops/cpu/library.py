@@ -143,6 +143,7 @@ class Weight(_Structure):
 
     _fields_ = (
         ("data", c_void_p), ("row_scales", c_void_p), ("column_scales", c_void_p), ("row_bytes", c_int64), ("stored", c_int32),
+        ("x_bits", c_int32),
     )  # fmt: skip
 
 

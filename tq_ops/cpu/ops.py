@@ -44,7 +44,7 @@ class CpuOps:
         if self.isa not in available:
             raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
         self.isa_number = library.ISAS.index(self.isa)
-        nothing = library.Weight(data=0, row_scales=0, column_scales=0, row_bytes=0, stored=0)
+        nothing = library.Weight(data=0, row_scales=0, column_scales=0, row_bytes=0, stored=0, x_bits=0)
         self._linear = library.Linear(
             weight=nothing, x=0, y=0, tokens=0, inputs=0, outputs=0, bf16=0, isa=self.isa_number, threads=0
         )
@@ -171,6 +171,7 @@ class CpuOps:
 
             With blocks, each 32 numbers of x, times the columns' scales, are rounded to integers times one step: the larger of
             their largest size / 32,767 and the sum of their sizes / 524,000. Their products with the blocks' levels are exact.
+            Where the blocks say so (`Blocks.x_bits` is 8), one step is their largest size / 127.
             Of 32 numbers whose largest size is below 3e-31 nothing is left.
         """
         if not has_kernel(weight):

@@ -27,6 +27,7 @@ template <> void numbers_of<Avx512>(const Side& side, Place at, int key, int n, 
 #include "pass.h"
 #include "pass_attention.h"
 #include "words_avx2.h"
+#include "words_vnni.h"
 #include "lanes_avx512.h"
 #include "block_types.h"
 #include "block_projection.h"
@@ -36,6 +37,11 @@ void attend_either(const Cache& cache, const Tile* tiles, int count, float* scra
     if (tiles->bf16 && (cache.k.cell == kNibble || cache.k.columns || cache.v.cell == kNibble))
         return attend_pass<Avx512, IntegerProducts>(cache, tiles, count, scratch);
     avx512_kernels().attend(cache, tiles, count, scratch);
+}
+
+void prepare_either(const Projection& p, int64_t begin, int64_t end) {
+    if (p.weight.x_bits == 8) return prepare_blocks<Avx2, true>(p, begin, end);
+    avx512_kernels().prepare_blocks(p, begin, end);
 }
 
 int64_t scratch_of_either(const Cache& cache) {
@@ -49,7 +55,7 @@ const Kernels& avx512vnni_kernels() {
     static const Kernels kernels = [] {
         Kernels k = avx512_kernels();
         k.scratch_floats = scratch_of_either, k.attend = attend_either;
-        k.project_blocks = project_blocks<Avx512, Words256, Lanes512>;
+        k.prepare_blocks = prepare_either, k.project_blocks = project_blocks<Avx512, WordsVnni, Lanes512>;
         return k;
     }();
     return kernels;

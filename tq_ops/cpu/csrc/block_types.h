@@ -5,6 +5,9 @@
 // the others are zero, whatever lies there. Types of 256 numbers are whole groups, others end with any number of blocks.
 //
 // Where a block of 16 numbers has a scale of its own (Q6_K), its integer part is in the levels, which stay below 2**12.
+//
+// `bytes` makes the same 32 levels as unsigned bytes, less nothing: 2**`byte_shift` too large where that is not 0. Where 16
+// numbers have a scale of their own (`halves`), it is not in them.
 
 template <class T> inline T read_as(const void* p) {
     T x;
@@ -35,8 +38,8 @@ inline __attribute__((always_inline)) typename Words::F scales_apart(const uint8
 template <class Words, int BYTES> struct SingleBlocks {
     typedef typename Words::W W;
     typedef typename Words::F F;
-    static constexpr int bytes = BYTES, group_bytes = 8 * BYTES, shift = -1;
-    static constexpr bool minimum = false, whole_groups = false;
+    static constexpr int block_bytes = BYTES, group_bytes = 8 * BYTES, shift = -1, byte_shift = 0;
+    static constexpr bool minimum = false, whole_groups = false, halves = false;
 
     static void scales(const uint8_t* group, int n, F& d, F&) { d = scales_apart<Words, BYTES>(group, n); }
 };
@@ -45,6 +48,10 @@ template <class Words> struct Q8_0 : SingleBlocks<Words, 34> {
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
         const uint8_t* p = group + J * 34 + 2;
         a = Words::signed_bytes(p), b = Words::signed_bytes(p + 16);
+    }
+    static constexpr int byte_shift = 7;
+    template <int J> static typename Words::I bytes(const uint8_t* group) {
+        return Words::flipped(Words::load(group + J * 34 + 2), 0x80);
     }
 };
 
@@ -55,10 +62,11 @@ template <class Words> inline void nibbles(const uint8_t* p, typename Words::W& 
 }
 
 template <class Words> struct Q4_0 : SingleBlocks<Words, 18> {
-    static constexpr int shift = 3;
+    static constexpr int shift = 3, byte_shift = 3;
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
         nibbles<Words>(group + J * 18 + 2, a, b);
     }
+    template <int J> static typename Words::I bytes(const uint8_t* group) { return Words::byte_nibbles(group + J * 18 + 2); }
 };
 
 // A minimum beside each scale, which is added.
@@ -75,6 +83,7 @@ template <class Words> struct Q4_1 : WithMinimum<Words, 20> {
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
         nibbles<Words>(group + J * 20 + 4, a, b);
     }
+    template <int J> static typename Words::I bytes(const uint8_t* group) { return Words::byte_nibbles(group + J * 20 + 4); }
 };
 
 // The same with a fifth bit of each number, in four bytes before.
@@ -83,18 +92,23 @@ template <class Words> inline void five_bits(const uint8_t* p, typename Words::W
     nibbles<Words>(p + 4, a, b);
     a = Words::sixteen_more(a, fifth & 0xffff), b = Words::sixteen_more(b, fifth >> 16);
 }
+template <class Words> inline typename Words::I five_bits(const uint8_t* p) {
+    return Words::bytes_sixteen_more(Words::byte_nibbles(p + 4), read_as<uint32_t>(p));
+}
 
 template <class Words> struct Q5_0 : SingleBlocks<Words, 22> {
-    static constexpr int shift = 4;
+    static constexpr int shift = 4, byte_shift = 4;
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
         five_bits<Words>(group + J * 22 + 2, a, b);
     }
+    template <int J> static typename Words::I bytes(const uint8_t* group) { return five_bits<Words>(group + J * 22 + 2); }
 };
 
 template <class Words> struct Q5_1 : WithMinimum<Words, 24> {
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
         five_bits<Words>(group + J * 24 + 4, a, b);
     }
+    template <int J> static typename Words::I bytes(const uint8_t* group) { return five_bits<Words>(group + J * 24 + 4); }
 };
 
 // Levels that are looked up by four bits.
@@ -106,6 +120,10 @@ template <class Words> struct Iq4Nl : SingleBlocks<Words, 18> {
         const uint8_t* p = group + J * 18 + 2;
         a = Words::template looked_up<false>(kIq4Levels, p), b = Words::template looked_up<true>(kIq4Levels, p);
     }
+    static constexpr int byte_shift = 7;
+    template <int J> static typename Words::I bytes(const uint8_t* group) {
+        return Words::flipped(Words::bytes_looked_up(kIq4Levels, group + J * 18 + 2), 0x80);
+    }
 };
 
 // Its levels are twice the numbers of four bits, and its scales half of the powers of two that their byte names.
@@ -114,6 +132,10 @@ template <class Words> struct Mxfp4 : SingleBlocks<Words, 17> {
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
         const uint8_t* p = group + J * 17 + 1;
         a = Words::template looked_up<false>(kFp4Levels, p), b = Words::template looked_up<true>(kFp4Levels, p);
+    }
+    static constexpr int byte_shift = 7;
+    template <int J> static typename Words::I bytes(const uint8_t* group) {
+        return Words::flipped(Words::bytes_looked_up(kFp4Levels, group + J * 17 + 1), 0x80);
     }
     static void scales(const uint8_t* group, int n, F& d, F&) {
         uint64_t exponents = 0;
@@ -125,8 +147,8 @@ template <class Words> struct Mxfp4 : SingleBlocks<Words, 17> {
 // 256 numbers: two FP16 numbers, and of each block six bits that each is multiplied with.
 template <class Words, int BYTES> struct SuperBlocks {
     typedef typename Words::F F;
-    static constexpr int bytes = BYTES, group_bytes = BYTES, shift = -1;
-    static constexpr bool minimum = true, whole_groups = true;
+    static constexpr int block_bytes = BYTES, group_bytes = BYTES, shift = -1, byte_shift = 0;
+    static constexpr bool minimum = true, whole_groups = true, halves = false;
 
     static void scales(const uint8_t* group, int, F& d, F& m) {
         typedef typename Words::Floats Floats;
@@ -150,10 +172,15 @@ template <class Words, int J> inline void nibbles_of_two(const uint8_t* p, typen
         a = Words::of(a, 0xf), b = Words::of(b, 0xf);
 }
 
+template <class Words, int J> inline typename Words::I bytes_of_two(const uint8_t* p) {
+    return Words::bytes_of(Words::template bytes_up<J % 2 ? -4 : 0>(Words::load(p + J / 2 * 32)), 0xf);
+}
+
 template <class Words> struct Q4_K : SuperBlocks<Words, 144> {
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
         nibbles_of_two<Words, J>(group + 16, a, b);
     }
+    template <int J> static typename Words::I bytes(const uint8_t* group) { return bytes_of_two<Words, J>(group + 16); }
 };
 
 // Bit J of byte i is the fifth one of number i of block J.
@@ -163,14 +190,18 @@ template <class Words> struct Q5_K : SuperBlocks<Words, 176> {
         nibbles_of_two<Words, J>(group + 48, a, b);
         a = Words::both(a, fifth(0)), b = Words::both(b, fifth(16));
     }
+    template <int J> static typename Words::I bytes(const uint8_t* group) {
+        const typename Words::I fifth = Words::bytes_of(Words::template bytes_up<4 - J>(Words::load(group + 16)), 16);
+        return Words::either(bytes_of_two<Words, J>(group + 48), fifth);
+    }
 };
 
 // Of each half of 128 numbers 64 bytes with four bits and 32 with two more, then a signed byte for each 16 numbers, and D.
 template <class Words> struct Q6_K {
     typedef typename Words::W W;
     typedef typename Words::F F;
-    static constexpr int bytes = 210, group_bytes = 210, shift = -1;
-    static constexpr bool minimum = false, whole_groups = true;
+    static constexpr int block_bytes = 210, group_bytes = 210, shift = -1, byte_shift = 5;
+    static constexpr bool minimum = false, whole_groups = true, halves = true;
 
     template <int J> static void levels(const uint8_t* group, W& a, W& b) {
         constexpr int kHalf = J / 4, kQuarter = J % 4, kUp = 4 - 2 * kQuarter;
@@ -183,6 +214,18 @@ template <class Words> struct Q6_K {
         };
         a = part(0), b = part(16);
     }
+    template <int J> static typename Words::I bytes(const uint8_t* group) {
+        constexpr int kHalf = J / 4, kQuarter = J % 4;
+        const typename Words::I four = Words::load(group + kHalf * 64 + kQuarter % 2 * 32),
+                                two = Words::load(group + 128 + kHalf * 32);
+        return Words::either(Words::bytes_of(Words::template bytes_up < kQuarter<2 ? 0 : -4>(four), 0xf),
+                             Words::bytes_of(Words::template bytes_up<4 - 2 * kQuarter>(two), 0x30));
+    }
+    // What the first and what the last 16 numbers of each block are multiplied with.
+    static void half_scales(const uint8_t* group, typename Words::I& first, typename Words::I& last) {
+        Words::signed_bytes_of_two(group + 192, first, last);
+    }
+    static int half_scale(const uint8_t* group, int i) { return static_cast<int8_t>(group[192 + i]); }
     static void scales(const uint8_t* group, int, F& d, F&) {
         d = Words::Floats::set1(half_to_float(read_as<uint16_t>(group + 208)));
     }

@@ -151,7 +151,7 @@ struct Weight {
     const void* data;
     const float *row_scales, *column_scales;  // [out], [in] or null
     int64_t row_bytes;                        // of blocks, from a row to the next
-    int32_t stored;
+    int32_t stored, x_bits;                   // x_bits: of blocks, of the integers that x is rounded to: 16 or 8
 };
 
 // Of blocks: up to kFewTokens tokens meet rows as these are read, more meet strips of rows in panels, as they are prepared.

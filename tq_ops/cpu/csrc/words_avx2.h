@@ -1,6 +1,7 @@
 // Sixteen 16-bit integers, the numbers of half a block of a weight, and products of them that are exact. With AVX2.
 struct Words256 {
-    static constexpr int tokens = 4;  // that a row meets as it is unpacked once
+    static constexpr int tokens = 4;          // that a row meets as it is unpacked once
+    static constexpr bool has_bytes = false;  // whether there are products of bytes
     typedef __m256i W;
     typedef __m256i I;  // eight 32-bit sums
     typedef Avx2 Floats;
@@ -48,9 +49,9 @@ struct Words256 {
     }
     template <int N> static I less_shifted(I x, I y) { return _mm256_sub_epi32(x, _mm256_slli_epi32(y, N)); }
     // The lanes of each of eight added up, in their order.
+    static I pairs(I a, I b) { return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)); }
+    static I fours(I a, I b) { return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)); }
     static I totals(const I (&x)[8]) {
-        auto pairs = [](I a, I b) { return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)); };
-        auto fours = [](I a, I b) { return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)); };
         const I low = fours(pairs(x[0], x[1]), pairs(x[2], x[3])), high = fours(pairs(x[4], x[5]), pairs(x[6], x[7]));
         return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
     }

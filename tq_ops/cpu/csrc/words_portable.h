@@ -3,6 +3,7 @@
 #define HAARKV_APART __attribute__((noinline)) static
 struct WordsPortable {
     static constexpr int tokens = 1;
+    static constexpr bool has_bytes = false;
     struct W {
         int16_t x[16];
     };

@@ -1,0 +1,40 @@
+// With VNNI: levels as unsigned bytes, 32 in a register, and exact products of them with signed bytes.
+struct WordsVnni : Words256 {
+    static constexpr bool has_bytes = true;
+
+    // Four products of unsigned w and signed x are added to each lane.
+    static I dot_bytes(I w, I x, I sum) { return _mm256_dpbusd_epi32(sum, w, x); }
+
+    static I bytes_of(I x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(mask))); }
+    static I flipped(I x, int mask) { return _mm256_xor_si256(x, _mm256_set1_epi8(static_cast<char>(mask))); }
+    static I either(I a, I b) { return _mm256_or_si256(a, b); }
+    // N bits up, down where it is negative; bits of the byte beside may come in.
+    template <int N> static I bytes_up(I x) {
+        return N < 0 ? _mm256_srli_epi16(x, N < 0 ? -N : 0) : _mm256_slli_epi16(x, N < 0 ? 0 : N);
+    }
+    // Lower halves of 16 bytes, then their upper halves.
+    static I byte_nibbles(const uint8_t* p) {
+        const I both = _mm256_broadcastsi128_si256(sixteen(p));
+        return bytes_of(_mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4)), 0xf);
+    }
+    static I bytes_looked_up(const int8_t* table, const uint8_t* p) {
+        const I entries = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+        return _mm256_shuffle_epi8(entries, byte_nibbles(p));
+    }
+    static I bytes_sixteen_more(I x, uint32_t bits) { return _mm256_mask_add_epi8(x, bits, x, _mm256_set1_epi8(16)); }
+
+    static I sum_of_products(I a, I b, I c, I d) {
+        return _mm256_add_epi32(_mm256_mullo_epi32(a, b), _mm256_mullo_epi32(c, d));
+    }
+    // The first four and the last four lanes of each of eight added up, in their order.
+    static void half_totals(const I (&x)[8], I& first, I& last) {
+        const I low = fours(pairs(x[0], x[1]), pairs(x[2], x[3])), high = fours(pairs(x[4], x[5]), pairs(x[6], x[7]));
+        first = _mm256_permute2x128_si256(low, high, 0x20), last = _mm256_permute2x128_si256(low, high, 0x31);
+    }
+    // Sixteen signed bytes, those at even places and those at odd ones.
+    static void signed_bytes_of_two(const uint8_t* p, I& even, I& odd) {
+        const __m128i both = sixteen(p);
+        even = _mm256_cvtepi16_epi32(_mm_srai_epi16(_mm_slli_epi16(both, 8), 8));
+        odd = _mm256_cvtepi16_epi32(_mm_srai_epi16(both, 8));
+    }
+};
