@@ -51,6 +51,7 @@ class Request:
         step_peers: others' whole steps of a model and case, over K and V [B, Hkv, context, D] in every layer.
         stored: tokens before a prompt whose attention is measured.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
+        activation_bits: as of `load_model`.
         ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
     """
 
@@ -70,6 +71,7 @@ class Request:
     stored: int = 0
     repeats: int = 7
     isa: str | None = None
+    activation_bits: int = 16
     ranks: Ranks = ALONE
 
     @property
@@ -97,7 +99,10 @@ def measure(
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
     if model is None:
         kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
-        model = load_model(request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept)
+        model = load_model(
+            request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept,
+            activation_bits=request.activation_bits,
+        )  # fmt: skip
     longest, limit = max(request.contexts), model.config.max_position_embeddings - request.steps
     if {"layer", "prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(
@@ -218,7 +223,7 @@ def report(name: str, request: Request, machine: Machine, rows: Sequence[CostRow
         notes[len(tables)] = list(dict.fromkeys(_notes(chosen)))
         tables.append(Table(heading, columns, [_cells(r, rows) for r in chosen]))
     notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), _LEGEND]
-    values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa")}
+    values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa", "activation_bits")}
     values |= {"stored": request.stored} if request.stored else {}
     values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
     packages = [name for name, peer in (("transformers", TRANSFORMERS), ("llama-cpp-python", LLAMA)) if peer in request.peers]

@@ -85,7 +85,9 @@ def measure(
     if peer:
         require()
     kept = block_types("cpu")
-    blocks = load_model(model, "float32", progress=progress, keep_blocks=kept)
+    blocks, rounded = (
+        load_model(model, "float32", progress=progress, keep_blocks=kept, activation_bits=bits) for bits in (16, 8)
+    )
     restored = load_model(model, "float32", progress=progress)
     if blocks.weights.nbytes == restored.weights.nbytes:
         raise InputError(f"{model} holds no blocks that cpu multiplies with as they are: {', '.join(kept)}")
@@ -101,6 +103,7 @@ def measure(
     sides = {
         "restored, kv bf16": ours(reference, "bf16"), "ours, blocks, kv fp32": ours(fast, "fp32"),
         "ours, blocks, kv bf16": ours(fast, "bf16"),
+        "ours, blocks, 8-bit activations, kv fp32": ours(create("cpu", rounded, plans["fp32"]), "fp32"),
     }  # fmt: skip
     with ExitStack() as stack:
         if peer:

@@ -27,11 +27,12 @@ from haarkv.executors.catalog import (
     select,
 )
 from haarkv.models import balance as balancing
-from haarkv.models.catalog import load_model, read_config, restored_types, source_of, weights_of
+from haarkv.models.catalog import keeps_any, load_model, read_config, restored_types, source_of, weights_of
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import ALONE, Ranks, Split
+from haarkv.models.source import KeptBlocks
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -59,6 +60,7 @@ def load(
     on_warning: Callable[[str], object] | None = None,
     draft: str | DraftSpec | None = None,
     keep_blocks: bool | None = None,
+    activation_bits: int = 16,
     room: Room | None = None,
 ) -> Session:
     """Load a model with its tokenizer, an executor and a KV plan.
@@ -86,6 +88,8 @@ def load(
             that the executor multiplies with: on `cpu`, `cuda` and `onnx` nearly all, which is fastest. True keeps all:
             whoever cannot multiply with them restores them at each product, slowly, or (cuda, npu and onnx) as they load.
             False restores all as they load.
+        activation_bits: 8 lets `cpu` round what it multiplies with quantised weights to 8 bits, as llama.cpp does: faster on
+            a CPU with VNNI, and less exact.
         room: of the tokenizer and the shapes, how many sequences of how many tokens the cache will be asked for. Their bytes
             count as well when a model is refused that has no room here. Unless given, one sequence of one block.
     Raises:
@@ -113,13 +117,14 @@ def load(
     target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
     kept = block_types(selected.name, device) if keep_blocks is None else keep_blocks
+    require_rounding(activation_bits, selected.name, name, kept)
     tokenizer = load_tokenizer(name, config)
     order = bytes_in_order(selected.name)
     counted = Loaded(weights_of(name, config, dtype, split if ranks.size > 1 else None, kept, order), resident_memory())
     if on_host(selected.name, device):
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
         needed(part, plan, tokens, counted.weights, sequences).require(name)
-    loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept)
+    loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept, activation_bits=activation_bits)
     on_warning = on_warning or warn
     # The reference restores by definition.
     if keep_blocks is None and selected.name != "reference" and ranks.size == 1:
@@ -151,3 +156,23 @@ def load(
         uneven=balanced.uneven, guard=guard, weights=weights, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip
+
+
+def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) -> None:
+    """Refuse to round activations to other than 16 bits where nobody does.
+
+    Args:
+        bits: of activations that meet quantised weights.
+        name: of the executor.
+        kept: types of blocks that it is given as they are.
+    Raises:
+        InputError: neither 8 nor 16 bits; or 8, and the executor is not `cpu`, or nothing of the model's is in such blocks.
+    """
+    if bits not in (8, 16):
+        raise InputError(f"activations have 16 or 8 bits where they meet quantised weights, not {bits}")
+    if bits == 16:
+        return
+    if name != "cpu":
+        raise InputError(f"activations of 8 bits are cpu's; {name} does not round them: give executor cpu, or leave it out")
+    if not keeps_any(model, kept):
+        raise InputError(f"{model} has no quantised weights that cpu multiplies with, so nothing is rounded; leave it out")

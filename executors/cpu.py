@@ -73,7 +73,8 @@ class CpuExecutor(ReferenceExecutor):
         try:
             ops = self._kernels = CpuOps(isa)
             model = _on_kernels(model, ops)
-            self.description = f"C++ kernels ({ops.isa}) on the CPU"
+            rounded = any(isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named())
+            self.description = f"C++ kernels ({ops.isa}) on the CPU{', activations of 8 bits' * rounded}"
             self.batches_alike, self.blocks = True, BLOCKS
         except KernelsMissingError as missing:
             if isa:

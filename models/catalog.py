@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.weight import Weight
+from haarkv.tq_ops.weight import Weight, rounding_to
 
 TINY = Path(__file__).parent / "tiny_qwen3"
 _SHIPPED = {
@@ -137,6 +138,7 @@ def load_model(
     ranks: Ranks = ALONE,
     lent: Mapping[str, Weight] = NOTHING_LENT,
     keep_blocks: KeptBlocks = False,
+    activation_bits: int = 16,
 ) -> DecoderModel:
     """Load a model by name onto the host; of several ranks, each its part.
 
@@ -145,6 +147,7 @@ def load_model(
         dtype: of weights and hidden states, float32 or bfloat16.
         progress: called as weights come in.
         lent, keep_blocks: as in `load_weights`.
+        activation_bits: `Blocks.x_bits` of the blocks that are kept.
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
     """
@@ -154,6 +157,7 @@ def load_model(
         weights = random_weights(config, of_weights, progress=progress, split=split)
     else:
         weights = load_weights(source, config, of_weights, progress, split, lent, keep_blocks)
+        weights = weights.placed(partial(rounding_to, bits=activation_bits))
     part = split.part if split else config
     return DecoderModel.of(part, weights, ranks)
 
@@ -187,6 +191,16 @@ def restored_types(name: str | Path, kept: KeptBlocks) -> list[str]:
     source = source_of(name)
     held = source.tensors().values() if source is not None else ()
     return sorted({of.blocks for of in held if of.blocks is not None and not keeps(of, kept)})
+
+
+def keeps_any(name: str | Path, kept: KeptBlocks) -> bool:
+    """Whether a model's file has blocks that are not restored where only some are kept.
+
+    Raises:
+        InputError: as `source_of`.
+    """
+    source = source_of(name)
+    return source is not None and any(of.blocks is not None and keeps(of, kept) for of in source.tensors().values())
 
 
 def _dtype(name: str) -> torch.dtype:

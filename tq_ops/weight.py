@@ -96,6 +96,11 @@ Weight = Tensor | Blocks
 """A matrix [out, in] of a model."""
 
 
+def rounding_to(weight: Weight, bits: int) -> Weight:
+    """The same weight; a kernel may round what it multiplies with blocks to integers of so many bits."""
+    return replace(weight, x_bits=bits) if isinstance(weight, Blocks) and weight.x_bits != bits else weight
+
+
 def dense(weight: Weight) -> Tensor:
     """A weight as a tensor: itself, or restored into new memory."""
     return weight.rows(slice(None)) if isinstance(weight, Blocks) else weight

@@ -25,6 +25,7 @@ from tq.ranks import tensor_parallel
 @options.kv_options()
 @options.executor_option()
 @options.run_options()
+@options.activation_option
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
 @options.count("--steps", "Decode steps after the prefill.", 4, least=0)
 @options.file("--csv", "Write the rows, with Ascend's columns.", "csv_file")

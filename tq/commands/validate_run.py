@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,7 +32,7 @@ class Ran:
 
 def validated(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
-    steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, **others: Any,
+    steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, activation_bits: int, **others: Any,
 ) -> Ran | None:  # fmt: skip
     """What was found; on other ranks than 0 nothing.
 
@@ -41,6 +42,7 @@ def validated(
         texts: prompts; without any, some are chosen that exercise everything.
     """
     with loading(model) as progress:
+        from haarkv.engine.loading import require_rounding
         from haarkv.engine.plans import plan_for
         from haarkv.engine.session import Session
         from haarkv.executors.catalog import AUTO, block_types, check, create, default_dtype, interpreted, select
@@ -67,14 +69,16 @@ def validated(
         shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
         # Recurrent states are not judged beside rounded products.
         kept = () if config.state_shapes else block_types(selected.name, device)
-        here = load_model(model, dtype or shared, layers, progress, ranks, keep_blocks=kept)
+        require_rounding(activation_bits, selected.name, model, kept)
+        read = partial(load_model, model, dtype or shared, layers, progress, keep_blocks=kept, activation_bits=activation_bits)
+        here = read(ranks=ranks)
         on_trial = create(selected.name, here, plan_here, device, compiling)
         if (slowly := interpreted(selected.name, device)) and ranks.rank == 0:
             warn(slowly)
         if ranks.rank:
             follow(on_trial, ranks, config, plan_here)
             return None
-        loaded = here if ranks.size == 1 else load_model(model, dtype or shared, layers, progress, keep_blocks=kept)
+        loaded = here if ranks.size == 1 else read()
     trusted = create(reference, loaded, plan, on_program=compiling)
     tokenizer = load_tokenizer(model, loaded.config)
     if texts:

@@ -115,7 +115,7 @@ def by_planes(weight: Blocks, device: torch.device) -> PlaneBlocks:
         stored = weight.data[at : at + step].to(device)
         data[at : at + step] = _in_planes(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
     rows, columns = (of if of is None else of.to(device) for of in (weight.row_scales, weight.column_scales))
-    return PlaneBlocks(data, _type_of(weight.type.name), weight.dtype, rows, columns, planes)
+    return PlaneBlocks(data, _type_of(weight.type.name), weight.dtype, rows, columns, planes=planes)
 
 
 @cache

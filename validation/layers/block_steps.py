@@ -1,7 +1,8 @@
 """What an executor may differ by that multiplies with quantised blocks as they lie.
 
 Each 32 numbers of x become 16-bit integers times one step there: the larger of their largest size / 32,767 and of the sum of
-their sizes / 524,000 (`CpuOps.linear`). A number is off by half a step at most, and nothing else is: the products with the
+their sizes / 524,000 (`CpuOps.linear`). Where the blocks ask for 8 bits, the step is their largest size / 127. A number is off
+by half a step at most, and nothing else is: the products with the
 blocks' levels are exact, and sums in FP32 have the bounds that they have anyway. The reference restores the blocks and
 multiplies, and rounds no x. So it runs again with each number of x half a step up or down, as drawn. Twice the most that any
 of three draws moves a vector is what an executor's may be off by for it, and no more.
@@ -39,7 +40,8 @@ def half_steps(x: Tensor, weight: Blocks) -> Tensor:
     if weight.column_scales is not None:
         sizes = sizes * weight.column_scales
     by_block = sizes.view(len(x), -1, bounds.BLOCK_X_NUMBERS)
-    steps = torch.maximum(by_block.amax(-1) / bounds.BLOCK_X_LARGEST, by_block.sum(-1) / bounds.BLOCK_X_TOTAL)
+    largest = bounds.BLOCK_X_LARGEST[weight.x_bits]
+    steps = torch.maximum(by_block.amax(-1) / largest, by_block.sum(-1) / bounds.BLOCK_X_TOTAL)
     half = bounds.BLOCK_X_HALF_STEP * steps.repeat_interleave(bounds.BLOCK_X_NUMBERS, dim=1)
     return half if weight.column_scales is None else half / weight.column_scales
 

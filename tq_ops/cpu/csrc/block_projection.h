@@ -61,42 +61,45 @@ template <class Simd> inline void to_integers(const float* x, int bits, int16_t*
     for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int16_t>(static_cast<int32_t>(rounded[i]));
 }
 
+// Block b of a token, as number t of n in its panel.
+template <class Simd, bool BYTES>
+inline __attribute__((always_inline)) void prepare_block(const Projection& p, int64_t token, int64_t b,
+                                                         const BlockPanel<BYTES>& to, int n, int t) {
+    float x[kBlock], step = 0.0f;
+    int16_t q[kBlock] = {};
+    if (b < p.in / kBlock) {
+        const int64_t at = token * p.in + b * kBlock;
+        if (p.x_bf16)
+            for (int i = 0; i < kBlock; ++i) x[i] = bf16_to_float(static_cast<const uint16_t*>(p.x)[at + i]);
+        else
+            std::memcpy(x, static_cast<const float*>(p.x) + at, sizeof x);
+        if (p.weight.column_scales)
+            for (int i = 0; i < kBlock; ++i) x[i] *= p.weight.column_scales[b * kBlock + i];
+        to_integers<Simd>(x, p.weight.x_bits, q, &step);
+    }
+    int32_t words[kWords<BYTES>], first = 0, last = 0;
+    if constexpr (BYTES) {
+        int8_t bytes[kBlock];
+        for (int i = 0; i < kBlock; ++i) bytes[i] = static_cast<int8_t>(q[i]);
+        std::memcpy(words, bytes, sizeof words);
+    } else {
+        std::memcpy(words, q, sizeof words);
+    }
+    for (int i = 0; i < kWords<BYTES>; ++i) to.words[(b * kWords<BYTES> + i) * n + t] = words[i];
+    for (int i = 0; i < kBlock / 2; ++i) first += q[i], last += q[kBlock / 2 + i];
+    if constexpr (BYTES) to.firsts[b * n + t] = first, to.lasts[b * n + t] = last;
+    to.totals[b * n + t] = first + last, to.steps[b * n + t] = step;
+    to.negatives[b * n + t] = -step * static_cast<float>(first + last);
+}
+
 template <class Simd, bool BYTES = false> void prepare_blocks(const Projection& p, int64_t begin, int64_t end) {
     const TokenPanels panels = block_panels(p.tokens);
-    const int64_t blocks = p.in / kBlock, whole = whole_groups(p.in);
+    const int64_t whole = whole_groups(p.in);
     for (int64_t token = begin; token < end; ++token) {
         const int64_t panel = panels.of_token(token), first = panels.first_token(panel);
         const int n = panels.tokens(panel);
-        const int t = static_cast<int>(token - first);
         const BlockPanel<BYTES> to(p.prepared, p.in, first, n);
-        for (int64_t b = 0; b < whole; ++b) {
-            float x[kBlock], step = 0.0f;
-            int16_t q[kBlock] = {};
-            if (b < blocks) {
-                const int64_t at = token * p.in + b * kBlock;
-                if (p.x_bf16)
-                    for (int i = 0; i < kBlock; ++i) x[i] = bf16_to_float(static_cast<const uint16_t*>(p.x)[at + i]);
-                else
-                    std::memcpy(x, static_cast<const float*>(p.x) + at, sizeof x);
-                if (p.weight.column_scales)
-                    for (int i = 0; i < kBlock; ++i) x[i] *= p.weight.column_scales[b * kBlock + i];
-                to_integers<Simd>(x, p.weight.x_bits, q, &step);
-            }
-            int32_t words[kWords<BYTES>], half[2] = {};
-            if constexpr (BYTES) {
-                int8_t bytes[kBlock];
-                for (int i = 0; i < kBlock; ++i) bytes[i] = static_cast<int8_t>(q[i]);
-                std::memcpy(words, bytes, sizeof words);
-            } else {
-                std::memcpy(words, q, sizeof words);
-            }
-            for (int i = 0; i < kWords<BYTES>; ++i) to.words[(b * kWords<BYTES> + i) * n + t] = words[i];
-            for (int i = 0; i < kBlock; ++i) half[i / (kBlock / 2)] += q[i];
-            if constexpr (BYTES) to.firsts[b * n + t] = half[0], to.lasts[b * n + t] = half[1];
-            const int32_t total = half[0] + half[1];
-            to.totals[b * n + t] = total, to.steps[b * n + t] = step;
-            to.negatives[b * n + t] = -step * static_cast<float>(total);
-        }
+        for (int64_t b = 0; b < whole; ++b) prepare_block<Simd, BYTES>(p, token, b, to, n, static_cast<int>(token - first));
     }
 }
 

@@ -4,7 +4,8 @@ tensors   hidden [T, hidden]; weights.FIELD of the layer, of blocks their bytes,
           before.PART.FIELD, its cache: PART is k, v or, where tokens stay in BF16, window.k, sink.k, …; learned.k.NAME for
           formats of learned coordinates; expected.hidden, .k, .v and .PART.FIELD, which the reference made of it
 metadata  haarkv_replay: "5"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; blocks:
-          the type of each weight that lies in some, by field; finding, reference, candidate: what failed and how; versions;
+          the type of each weight that lies in some, by field; activation_bits: of what these meet; finding, reference,
+          candidate: what failed and how; versions;
           sha256, of all of the rest
 """
 
@@ -35,7 +36,7 @@ from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.kv.tensor_digest import digest_of
-from haarkv.tq_ops.weight import Blocks, Weight, memory_of
+from haarkv.tq_ops.weight import Blocks, Weight, memory_of, rounding_to
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
 from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, forward_of, is_learned
@@ -73,15 +74,15 @@ def dumps(file: ReplayFile) -> bytes:
     """The bytes of a replay file."""
     case = file.case
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in _tensors(case, file.made).items()}
+    blocks = {field: weight for field, _, weight in case.weights.named() if isinstance(weight, Blocks)}
     metadata = {
         "haarkv_replay": VERSION,
-        "blocks": json.dumps(
-            {field: weight.type.name for field, _, weight in case.weights.named() if isinstance(weight, Blocks)}
-        ),
+        "blocks": json.dumps({field: weight.type.name for field, weight in blocks.items()}),
         "config": json.dumps(_described(case.config), sort_keys=True),
         "kv": case.kv,
         "tail": "" if case.tail is None else str(case.tail),
         "sink": str(case.sink),
+        "activation_bits": str(min((weight.x_bits for weight in blocks.values()), default=16)),
         "counts": json.dumps(case.counts),
         "lengths": json.dumps(case.lengths),
         "phase": case.phase,
@@ -162,6 +163,9 @@ def load(path: Path | str) -> ReplayFile:
 def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
     config = _read_config(parse_json(metadata["config"]))
     weights = _weights(config, tensors, parse_json(metadata["blocks"]))
+    if (bits := int(metadata.get("activation_bits", 16))) not in (8, 16):  # files from before it have none
+        raise ValueError(f"activations of {bits} bits")
+    weights = weights.changed(lambda _, weight: rounding_to(weight, bits))
     learned = None
     if "learned.k.mean" in tensors:
         learned = Basis(*(tensors[f"learned.k.{part.name}"] for part in fields(Basis)))
