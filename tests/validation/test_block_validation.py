@@ -1,6 +1,7 @@
 """Weights in quantised blocks: the validator runs generate's products, and half a step of x is all that it excuses."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,7 +15,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
-from haarkv.tq_ops.weight import Blocks, dense, numbers_of, selected
+from haarkv.tq_ops.weight import Blocks, dense, numbers_of, rounding_to, selected
 from haarkv.validation import bounds, validate
 from haarkv.validation.layers.block_faults import BlockFault, block_faults
 from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, half_steps, remembering
@@ -90,6 +91,17 @@ def test_an_x_of_fewer_bits_is_found(drive):
         first = report.first_divergence
         assert (first.layer, first.reason) == (0, "fault")
         assert first.stage in (("q_proj",) if drive == "ops" else ("store_kv.k", "store_kv.v", "attention_mlp")), bits
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_8_bits_are_excused_where_the_blocks_ask_for_them(drive):
+    """A weight says how many bits its x may be rounded to; fewer are a fault there, too."""
+    asked = replace(MODELS[torch.float32], weights=MODELS[torch.float32].weights.placed(partial(rounding_to, bits=8)))
+    executor = CpuExecutor(asked)
+    assert "activations of 8 bits" in executor.description
+    assert run(asked, DRIVES[drive](executor)).passed
+    report = run(asked, DRIVES[drive](InBlocks(asked, rounding(5))))
+    assert (report.first_divergence.layer, report.first_divergence.reason) == (0, "fault")
 
 
 def test_an_executor_that_restores_blocks_is_given_nothing():
@@ -176,9 +188,11 @@ def test_the_contract_finds_an_x_of_fewer_bits():
     assert list(suite.block_cases(CUDA)) == []
 
 
-def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too():
-    """Its blocks are in the file; what cannot be cut at their borders is not cut."""
-    model = MODELS[torch.float32]
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too(bits):
+    """Its blocks are in the file, and the bits of what they meet; what cannot be cut at their borders is not cut."""
+    plain = MODELS[torch.float32]
+    model = replace(plain, weights=plain.weights.placed(partial(rounding_to, bits=bits)))
 
     def broken(given, plan):
         """Whatever model it is given, the MLP's last product is off where its weight lies in blocks."""
@@ -186,7 +200,7 @@ def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too():
 
         def linear(x, weight):
             y = CpuExecutor(given).ops.linear(x, weight)
-            return y * 1.01 if weight is right and isinstance(weight, Blocks) else y
+            return y * 1.1 if weight is right and isinstance(weight, Blocks) else y
 
         return CpuExecutor(given).over(lambda ops: with_ops(ops, {"linear": linear}))
 
@@ -198,6 +212,7 @@ def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too():
     file = loads(dumps(replay_of([OneRun(report, two, PROMPTS, 0, plan, None, pair)], {"torch": "1"}, 5)), "file")
     kept = file.case.weights.matrix("down_proj")
     assert isinstance(kept, Blocks)
+    assert kept.x_bits == bits
     assert kept.type.name == model.weights.layers[1].matrix("down_proj").type.name
     again = judged(file.case, *pair)
     assert (again.first_divergence.stage, again.blocks != ()) == ("down_proj", True)

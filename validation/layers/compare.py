@@ -96,7 +96,7 @@ def compare_stored(
         noise: as in `KVFormat.choice`.
     Returns:
         the comparison, and the largest relative difference of a vector's stored length, which is its scale's error whatever
-        levels it goes with.
+        levels it goes with; beyond `noise` where each vector has its own.
     """
     levels, other = kv_format.levels(ours), kv_format.levels(theirs)
     choice = kv_format.choice(x, layer, noise, other)
@@ -112,7 +112,10 @@ def compare_stored(
         found = compare_levels(expected, other, choice.value, choice.boundaries, choice.reach)
         compared = LevelComparison(levels.numel(), int((levels != other).sum()), found.unexplained, found.guilty)
     lengths = [kv_format.lengths(fields, layer) for fields in (ours, theirs)]
-    return compared, float(_ratio((lengths[1] - lengths[0]).abs(), lengths[0]).max())
+    off = _ratio((lengths[1] - lengths[0]).abs(), lengths[0])
+    if isinstance(noise, Tensor) and noise.ndim > 1:
+        off = (off - noise.squeeze(-1)).clamp(min=0.0)
+    return compared, float(off.max())
 
 
 def compare_tokens(

@@ -1,6 +1,7 @@
-"""Projections by weights in blocks: the error is that of x in 16-bit integers, and bits depend on a token and a row alone."""
+"""Projections by weights in blocks: the error is that of x in integers of 16 or 8 bits; bits depend on a token and a row."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from block_weights import HALVES, TYPES, blocks_of, made, minima_of
 from op_tables import TABLES, every_table
 
 from haarkv.models.gguf_file import block_type
+from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.ops import CpuOps
-from haarkv.tq_ops.weight import Blocks, dense
+from haarkv.tq_ops.weight import Blocks, dense, rounding_to
 from haarkv.validation import bounds
 
 MOST = 530  # tokens: more than one pass takes
@@ -45,7 +47,7 @@ def bound(x, weight):
     """What each number may be off by: half a step of each x, and half a step of FP32 for each addition."""
     inputs = weight.shape[1]
     blocks = x.double().abs().view(len(x), -1, 32)
-    largest, total = blocks.amax(-1) / bounds.BLOCK_X_LARGEST, blocks.sum(-1) / bounds.BLOCK_X_TOTAL
+    largest, total = blocks.amax(-1) / bounds.BLOCK_X_LARGEST[weight.x_bits], blocks.sum(-1) / bounds.BLOCK_X_TOTAL
     half_steps = torch.maximum(largest, total).repeat_interleave(32, dim=1) * bounds.BLOCK_X_HALF_STEP
     numbers, minima = dense(weight).double(), minima_of(weight).double()
     sizes = (numbers - minima).abs() + 2 * minima.abs()
@@ -54,21 +56,36 @@ def bound(x, weight):
 
 
 @every_pair
-def test_the_error_is_that_of_x_in_16_bits(table, kind):
+def test_the_error_is_that_of_x_in_integers(table, kind):
     ops, bf16 = table.open(), torch.bfloat16
     for inputs, outputs in shapes(kind):
         weight, x = made(kind, outputs, inputs), drawn(40, inputs)
-        for tokens in (1, 2, 3, 5, 8, 40):
+        for bits, tokens in product((16, 8), (1, 2, 3, 5, 8, 40)):
+            rounded = rounding_to(weight, bits)
             for given in (x[:tokens], x[:tokens].to(bf16)):
-                error = (ops.linear(given, weight).double() - exact(given, weight)).abs()
-                assert (error <= bound(given, weight)).all(), (inputs, outputs, tokens)
+                error = (ops.linear(given, rounded).double() - exact(given, weight)).abs()
+                assert (error <= bound(given, rounded)).all(), (inputs, outputs, bits, tokens)
+                # And it is as coarse as is said.
+                assert bool(error.mean() > bound(given, weight).mean()) == (bits == 8)
 
 
+@every_type
+def test_instructions_for_bytes_give_the_bits_that_others_give(kind):
+    """Of one token, some, and panels; of groups of blocks that are cut short. `portable` has no fused products."""
+    tables = [CpuOps(isa) for isa in library.isas()[1:]]
+    for inputs, outputs in shapes(kind):
+        weight, x = rounding_to(made(kind, outputs, inputs), 8), drawn(40, inputs)
+        for tokens in (1, 3, 9, 12, 13, 40):
+            first, *others = (ops.linear(x[:tokens], weight) for ops in tables)
+            assert all(torch.equal(first, other) for other in others), (inputs, outputs, tokens)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
 @every_pair
-def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, kind):
+def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, kind, bits):
     ops, before = table.open(), torch.get_num_threads()
     inputs, outputs = shapes(kind)[-1]
-    weight, x = made(kind, outputs, inputs), drawn(MOST, inputs)
+    weight, x = rounding_to(made(kind, outputs, inputs), bits), drawn(MOST, inputs)
     alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(30)])
     try:
         for threads in (1, 2, 3):
@@ -168,16 +185,18 @@ def test_the_largest_levels_and_numbers_do_not_overflow(table):
     x[1] *= -1
     x[2, ::2] = 1e-3
     x[3, 40:] = 0.0
-    error = (table.open().linear(x, weight).double() - exact(x, weight)).abs()
-    assert (error <= bound(x, weight)).all()
+    for of in (weight, rounding_to(weight, 8)):
+        error = (table.open().linear(x, of).double() - exact(x, of)).abs()
+        assert (error <= bound(x, of)).all()
 
 
+@pytest.mark.parametrize("bits", [16, 8])
 @every_table
 @every_type
-def test_numbers_that_are_none_are_not_hidden(table, kind):
+def test_numbers_that_are_none_are_not_hidden(table, kind, bits):
     ops = table.open()
     inputs, outputs = shapes(kind)[1]
-    weight, x = made(kind, outputs, inputs), drawn(12, inputs)
+    weight, x = rounding_to(made(kind, outputs, inputs), bits), drawn(12, inputs)
     whole = ops.linear(x, weight)
     x[3, 17], x[7, inputs - 1] = float("nan"), float("inf")
     for tokens in (12, 1):

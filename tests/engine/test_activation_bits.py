@@ -1,0 +1,68 @@
+"""Activations of 8 bits where they meet quantised weights: asked for, said, and refused where nobody rounds."""
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from gguf_files import byte_vocabulary, convert
+from refusals import assert_refused
+
+import tq
+from haarkv.benchmarks.cases import new_cache, new_pages
+from haarkv.executors.catalog import create
+from haarkv.models.catalog import load_model
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.weight import Blocks
+from tq.cli import main
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    made = tmp_path_factory.mktemp("made")
+    return convert(write_checkpoint(made / "m", config={"head_dim": 64, "vocab_size": 263}), made / "m.gguf", "Q8_0", vocabulary=byte_vocabulary())
+
+
+def test_a_session_says_it_and_its_weights_have_it(file):
+    plain, rounded = (tq.load(file, kv="tq4", executor="cpu", activation_bits=bits) for bits in (16, 8))
+    assert "8 bits" in rounded.executor.description
+    assert "8 bits" not in plain.executor.description
+    blocks = [weight for _, weight in rounded.executor.weights.named() if isinstance(weight, Blocks)]
+    assert {weight.x_bits for weight in blocks} == {8}
+    tied = [session.executor.weights.lm_head is session.executor.weights.embedding for session in (plain, rounded)]
+    assert tied[0] == tied[1]
+    assert plain.weights == rounded.weights  # a cache file and a choice of caches hold for both
+
+
+def test_logits_move_by_rounding_and_by_little(file):
+    """Of the whole model, through kernels that run a layer in one call."""
+    logits = []
+    for bits in (16, 8):
+        model = load_model(file, keep_blocks=True, activation_bits=bits)
+        cache, _ = new_cache(KVSpec("fp32").plan(model.config.num_layers), model.config, 64)
+        paging = new_pages(cache)
+        sequence, ids = paging.add(), torch.arange(40)
+        running = create("cpu", model, KVSpec("fp32").plan(model.config.num_layers))
+        hidden = running.forward(ids, paging.batch([sequence], [40]), cache)
+        logits.append(running.head(hidden).double())
+    off = (logits[0] - logits[1]).norm() / logits[0].norm()
+    assert 1e-4 < off < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--model", "tiny"), ("tiny has no quantised weights",)),
+        (("--executor", "reference"), ("activations of 8 bits are cpu's", "reference")),
+        (("--executor", "onnx"), ("activations of 8 bits are cpu's", "onnx")),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "validate"])
+def test_where_nobody_rounds_it_is_one_line(command, file, capsys, options, words):
+    code = main([command, "--model", str(file), "--activation-bits", "8", "--kv", "tq4", "--prompt", "abc", *options])
+    assert_refused((code, *capsys.readouterr()), *words)
+
+
+def test_other_bits_are_refused(file, capsys):
+    code = main(["generate", "--model", str(file), "--activation-bits", "4", "--prompt", "abc"])
+    assert_refused((code, *capsys.readouterr()), "--activation-bits")
+    with pytest.raises(tq.InputError, match="16 or 8 bits"):
+        tq.load(file, kv="tq4", executor="cpu", activation_bits=4)
