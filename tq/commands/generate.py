@@ -208,8 +208,8 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
                 f"({', '.join(str(c.finish) for c in done)})"),
         *([("draft", result.drafting.describe())] if result.drafting else []),
         ("sampling", _sampling(session, result, given)),
-        ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a {packed}token, {kv.bytes:,} allocated; bf16"
-                     f" would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x){_too_short(session, kv)}"),
+        ("KV cache", f"{session.plan.gist()}: {kv.bytes_per_token:,.0f} bytes a {packed}token; {kv.bytes / 2**20:,.2f} MiB in all,"
+                     f" bf16 {kv.bf16_bytes / 2**20:,.2f} ({kv.bf16_bytes / kv.bytes:.2f}x){_too_short(session, kv)}"),
     ]  # fmt: skip
     rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
     rows += [(f"rank {rank.rank}", _memory_of_rank(rank)) for rank in result.ranks if len(result.ranks) > 1]
@@ -224,7 +224,7 @@ def _too_short(session: Session, kv: KVUsage) -> str:
     if kv.bytes <= kv.bf16_bytes or not session.plan.keeps_tokens:
         return ""
     length = pays_from(session.config, session.plan)
-    return f"; it is smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller"
+    return f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller"
 
 
 def _memory_as_json(rank: RankMemory) -> dict[str, int]:
