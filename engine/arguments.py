@@ -8,9 +8,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 
-def require_arguments(
-    called: str, method: Callable[..., Any], given: Mapping[str, Any], more: Iterable[str] = ()
-) -> None:
+def require_arguments(called: str, method: Callable[..., Any], given: Mapping[str, Any], more: Iterable[str] = ()) -> None:
     """Refuse an argument that nothing takes.
 
     Args:

@@ -198,7 +198,7 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
     timing, kv, done = result.timing, result.kv, result.completions
     reused = sum(completion.reused_tokens for completion in done)
     ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
-    name, packed = session.executor.name, "packed " * session.plan.keeps_tokens
+    name = session.executor.name
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
         *([("loaded", f"in {session.loaded.seconds:.1f} s")] if session.loaded else []),
@@ -208,13 +208,19 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
                 f"({', '.join(str(c.finish) for c in done)})"),
         *([("draft", result.drafting.describe())] if result.drafting else []),
         ("sampling", _sampling(session, result, given)),
-        ("KV cache", f"{session.plan.gist()}: {kv.bytes_per_token:,.0f} bytes a {packed}token; {kv.bytes / 2**20:,.2f} MiB in all,"
-                     f" bf16 {kv.bf16_bytes / 2**20:,.2f} ({kv.bf16_bytes / kv.bytes:.2f}x){_too_short(session, kv)}"),
+        ("KV cache", _cache(session, kv)),
     ]  # fmt: skip
     rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
     rows += [(f"rank {rank.rank}", _memory_of_rank(rank)) for rank in result.ranks if len(result.ranks) > 1]
     together = f", {session.ranks.size} ranks" if session.ranks.size > 1 else ""
     print_table(f"{session.name} on {session.executor.description}{together}", [], rows, err())
+
+
+def _cache(session: Session, kv: KVUsage) -> str:
+    """What the cache is, and what it takes."""
+    packed, taken, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
+    size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {taken:,.2f} MiB in all, bf16 {plain:,.2f}"
+    return f"{session.plan.gist()}: {size} ({plain / taken:.2f}x){_too_short(session, kv)}"
 
 
 def _too_short(session: Session, kv: KVUsage) -> str:
