@@ -103,7 +103,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """
     # The name of a folder may look like markup, but is none.
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
-    target.print(visible(title), highlight=False, soft_wrap=True)
+    target.print(visible(title), highlight=False, soft_wrap=not target.is_terminal)
     room = target.width if target.is_terminal else sys.maxsize
     if not columns or _least(columns, rows, tight=True) <= room:
         target.print(_as_table(columns, rows, tight=bool(columns) and _least(columns, rows, tight=False) > room))

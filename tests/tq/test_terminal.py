@@ -88,6 +88,7 @@ def test_tables_are_readable_at_any_width(columns, tmp_path):
     code, shown = seen("info", "tiny", columns=columns)
     assert code == 0
     assert re.search(r"(^|\s)1,584(\s|$)", shown)
+    assert all(len(line) <= columns for line in COLOUR.sub("", shown).splitlines())
 
 
 @pytest.mark.parametrize(("columns", "tall"), [(NARROW, True), pytest.param(80, False, marks=MORE)])

@@ -202,7 +202,7 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
         *([("loaded", f"in {session.loaded.seconds:.1f} s")] if session.loaded else []),
-        ("prompt", f"{counted(timing.prefill_tokens, 'token')} in {1e3 * timing.prefill_s:.1f} ms"
+        ("prompt", f"{counted(timing.prefill_tokens, 'token')} in {_time(timing.prefill_s)}"
                    f"{_rate(timing.prefill_tokens_per_s)}" + (f"; {reused:,} more were stored already" if reused else "")),
         ("new", f"{counted(sum(len(c.token_ids) for c in done), 'token')}, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
@@ -240,6 +240,10 @@ def _memory_as_json(rank: RankMemory) -> dict[str, int]:
 def _memory_of_rank(rank: RankMemory) -> str:
     parts = [(rank.weights, "weights"), (rank.kv, "KV cache"), (rank.peak, "the most at a time, with torch")]
     return ", ".join(f"{count / 2**20:,.1f} MiB {what}" for count, what in parts if count)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _rate(tokens_per_s: float | None) -> str:
