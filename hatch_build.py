@@ -3,7 +3,7 @@
     python hatch_build.py OUT
 
 writes what is published: the sdist, a wheel for any machine, which has no kernels, and one for each platform that a compiler
-was found for. It needs the package hatchling.
+was found for. It needs the package hatchling. The package's description is README.md with links that work anywhere.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ROOT = Path(__file__).parent
 COMPILERS = {"x86_64": "x86_64-linux-gnu-g++", "aarch64": "aarch64-linux-gnu-g++"}
@@ -46,6 +47,35 @@ class CustomBuildHook(BuildHookInterface):
         # Plain C inside: for this platform, but for any Python.
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+class CustomMetadataHook(MetadataHookInterface):
+    """Called by hatchling for what the metadata of a package leaves to it: the description."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        source = metadata.get("urls", {}).get("Source")
+        metadata["readme"] = {"content-type": "text/markdown", "text": description(text, source)}
+
+
+def description(readme: str, source: str | None) -> str:
+    """A page whose links and pictures lead somewhere wherever it is shown.
+
+    Args:
+        readme: Markdown that links to files beside it.
+        source: where the repository is browsed, as https://github.com/OWNER/NAME. Without one, links to files become their
+            words, and pictures are left out.
+    """
+
+    def elsewhere(found: re.Match[str]) -> str:
+        picture, words, target = found.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return found[0]
+        if source is None:
+            return "" if picture else words
+        return f"{picture}[{words}]({source.rstrip('/')}/{'raw' if picture else 'blob'}/main/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", elsewhere, readme)
 
 
 def published(out: Path) -> list[Path]:

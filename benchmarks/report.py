@@ -81,6 +81,7 @@ class Report:
     Attributes:
         name, model, context, kv, packages: of the line's header; `values` are the rest of the line.
         tables, notes: the same for people; a table is followed by the notes of its number.
+        waited: share of the run's time in which other processes had the processors; None where it is not known.
     """
 
     name: str
@@ -91,10 +92,12 @@ class Report:
     tables: Sequence[Table]
     notes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     packages: Sequence[str] = ()
+    waited: float | None = None
 
     def line(self) -> str:
         """As one JSON line; where both have a name the header's value counts."""
-        head = header(self.name, self.model, self.context, self.kv, self.packages) | self.memory
+        waited = {} if self.waited is None else {"waited": round(self.waited, 4)}
+        head = header(self.name, self.model, self.context, self.kv, self.packages) | self.memory | waited
         return json.dumps(head | {name: value for name, value in self.values.items() if name not in head})
 
     @property

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from haarkv.engine.arguments import require_arguments
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource, report_of
 from haarkv.engine.generation import OnPrefill, generate
@@ -121,7 +122,9 @@ class Session:
             given: by the names of `Sampling`.
         Raises:
             InputError: a value outside its range, or one that chooses among tokens where the likeliest is taken anyway.
+            TypeError: a name that `Sampling` does not have.
         """
+        require_arguments("Session.sampling_with", self.sampling_with, given, SamplingSettings.__annotations__)
         asked = {name: value for name, value in given.items() if value is not None}
         require_drawn(self.generation, asked)
         return Sampling(**{**self.generation, **asked})
@@ -171,7 +174,9 @@ class Session:
             InputError: a prompt that is empty or does not fit, a context beyond the model's, or a stop string or system
                 message that cannot be.
             InputError: `sampling` beside settings of it, or as `sampling_with`.
+            TypeError: a setting that `Sampling` does not have.
         """
+        require_arguments("Session.generate", self.generate, settings, SamplingSettings.__annotations__)
         if sampling is not None and settings:
             raise InputError(f"sampling says all of how tokens are drawn; leave out {next(iter(settings))}")
         sampling = sampling or self.sampling_with(**settings)
@@ -249,7 +254,10 @@ class Session:
         Returns:
             an iterator over pieces of text; its `result` is `generate`'s once it has ended. What `generate` raises comes with
             the first piece.
+        Raises:
+            TypeError: an argument that `generate` does not take.
         """
+        require_arguments("Session.stream", self.generate, given, SamplingSettings.__annotations__)
         return Stream(partial(self.generate, [prompt], **given), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:

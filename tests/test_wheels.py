@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import importlib.util
+import re
 import zipfile
 
 import pytest
@@ -46,3 +47,34 @@ def test_a_wheel_with_a_library_lists_every_file_by_its_digest(hatch_build, tmp_
     *listed, own = held.pop(f"{INFO}/RECORD").decode().splitlines()
     assert own == f"{INFO}/RECORD,,"
     assert sorted(listed) == sorted(f"{name},{digest(content)},{len(content)}" for name, content in held.items())
+
+
+# -- The description ----------------------------------------------------------------------------------------------------------
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("source", [None, "https://example.org/haarkv/"])
+def test_every_link_of_the_description_works_where_the_readme_is_not(hatch_build, source):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = [target for _, target in LINK.findall(readme) if ":" not in target]
+    assert len(relative) > 10
+    made = hatch_build.description(readme, source)
+    links = LINK.findall(made)
+    assert all(target.startswith("https://") for _, target in links), links
+    assert [target for _, target in LINK.findall(readme) if ":" in target] == [t for _, t in links if "example.org" not in t]
+    if source is None:
+        assert links == []
+        assert "One vector" in made or "one vector's walk" in made  # the words stay
+    else:
+        assert [target.split("/main/")[1] for _, target in links] == relative
+        assert [target for sign, target in links if sign] == ["https://example.org/haarkv/raw/main/docs/smollm2.svg"]
+
+
+def test_the_description_is_what_a_package_gets(hatch_build):
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    core = ProjectMetadata(str(ROOT), PluginManager()).core
+    assert core.readme == hatch_build.description((ROOT / "README.md").read_text(encoding="utf-8"), core.urls.get("Source"))
+    assert core.readme_content_type == "text/markdown"
+    assert core.name == "haarkv"

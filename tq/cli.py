@@ -95,7 +95,7 @@ def cli(ctx: click.Context) -> None:
 def _greet(ctx: click.Context) -> None:
     """What `tq` alone says: what it is, and where to begin."""
     page = ctx.make_formatter()
-    page.write_text(f"haarkv {__version__}: long contexts in a quarter of the memory.")
+    page.write_text(f"haarkv {__version__}: long contexts in a third of the cache memory.")
     with page.section("First steps"):
         page.write_dl(_FIRST_STEPS)
     page.write_paragraph()

@@ -103,7 +103,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """
     # The name of a folder may look like markup, but is none.
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
-    target.print(visible(title), highlight=False, soft_wrap=True)
+    target.print(visible(title), highlight=False, soft_wrap=not target.is_terminal)
     room = target.width if target.is_terminal else sys.maxsize
     if not columns or _least(columns, rows, tight=True) <= room:
         target.print(_as_table(columns, rows, tight=bool(columns) and _least(columns, rows, tight=False) > room))
@@ -214,18 +214,28 @@ def drop_output(stream: TextIO) -> None:
 # -- Progress --------------------------------------------------------------------------------------------------------------
 
 
+_NARROW = 60
+"""Columns of a terminal in which a bar, its count and a clock do not all fit."""
+
+
 def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Progress:
     """A bar on stderr behind some words, in which rich fills in `{task.description}`; silent when stderr is not a terminal.
 
     Args:
-        count: shows how many are done, of what; "" shows a percentage.
+        count: shows how many are done, of what, once it is known how many there are; "" shows a percentage.
         left: shows the time that is left as well.
     """
     from rich import progress as rich
+    from rich.text import Text
+
+    class Count(rich.MofNCompleteColumn):
+        def render(self, task: rich.Task) -> Text:
+            return Text() if task.total is None else Text.assemble(super().render(task), f" {count.strip()}".rstrip())
 
     columns: list[rich.ProgressColumn] = [*(rich.TextColumn(word, markup=False) for word in words), rich.BarColumn()]
-    columns += [rich.MofNCompleteColumn(), rich.TextColumn(count.strip())] if count else [rich.TaskProgressColumn()]
-    columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
+    columns += [Count()] if count else [rich.TaskProgressColumn()]
+    if err().width >= _NARROW:
+        columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
     return rich.Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
 
 

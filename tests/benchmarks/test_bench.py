@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 from functools import partial
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 from machines import has_only
 from small_models import SMALL, resized, small_model, without_numbers
 
-from haarkv.benchmarks import attention, cases, decode_peers, report, timing
+from haarkv.benchmarks import attention, cases, decode_peers, neighbours, report, timing
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
@@ -286,6 +290,42 @@ def test_lines_are_appended_and_no_value_takes_the_place_of_the_header(tmp_path,
         assert set(result["versions"]) == {"python", "torch", "numpy"}
         assert result["cpu"]
         assert result["threads"] == torch.get_num_threads()
+
+
+# -- A busy machine --------------------------------------------------------------------------------------------------------
+def test_a_processor_that_another_process_takes_is_noticed():
+    here = os.sched_getaffinity(0)
+    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin, str(min(here))], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            os.sched_setaffinity(0, {min(here)})  # of this thread alone
+            before, until = neighbours.turns(), time.monotonic() + 0.5
+            while time.monotonic() < until:
+                pass
+            share = neighbours.share_waited(before, neighbours.turns())
+        finally:
+            other.kill()
+            os.sched_setaffinity(0, here)
+    assert share > neighbours.MOST_WAITED
+    assert "the machine was busy" in neighbours.warning(share)
+    assert neighbours.warning(0.01) is None
+
+
+def test_where_the_system_does_not_count_nothing_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(neighbours, "TASKS", tmp_path)
+    assert neighbours.turns() is None
+    assert neighbours.share_waited(None, neighbours.Turns(1, 1)) is None
+    assert neighbours.warning(None) is None
+
+
+@pytest.mark.parametrize(("waited", "said"), [(50, True), (5, False)])
+def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, waited, said):
+    counts = iter([neighbours.Turns(0, 0), neighbours.Turns(100 - waited, waited)])
+    monkeypatch.setattr(neighbours, "turns", lambda: next(counts))
+    code, out, err = run("decode", "--kv", "tq4", "--only", "attention", "--no-peers", "--json")
+    assert (code, json.loads(out)["waited"]) == (0, waited / 100)
+    assert (f"tq: warning: the machine was busy: this run waited for a processor {waited} % of its time" in err) == said
 
 
 @pytest.mark.parametrize(

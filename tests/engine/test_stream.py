@@ -65,8 +65,17 @@ def test_a_stream_that_is_interrupted_in_the_prompt_reads_no_further(session):
 def test_what_is_wrong_comes_with_the_first_piece(session):
     with pytest.raises(tq.InputError, match="max_new_tokens must be at least 1"):
         next(session.stream("a", max_new_tokens=0))
-    with pytest.raises(TypeError):
-        next(session.stream("a", temprature=1))
+
+
+def test_a_mistyped_argument_is_answered_in_the_words_of_the_call(session):
+    for call, told in (
+        (lambda: session.generate("a", max_new_token=8), r"generate\(\) got .*'max_new_token'; did you mean 'max_new_tokens'"),
+        (lambda: session.generate("a", temprature=1), r"generate\(\) got .*'temprature'; did you mean 'temperature'"),
+        (lambda: session.stream("a", temprature=1), r"stream\(\) got .*'temprature'; did you mean 'temperature'"),
+        (lambda: session.sampling_with(xyz=1), r"sampling_with\(\) got an unexpected keyword argument 'xyz'$"),
+    ):
+        with pytest.raises(TypeError, match=rf"^Session\.{told}"):
+            call()
 
 
 # -- Settings, and lines ----------------------------------------------------------------------------------------------------

@@ -47,7 +47,14 @@ def test_a_conversation_in_a_terminal(chat, alphabet):
         assert "KV cache tq4" in banner
         assert "/help lists what you can do, /exit ends" in banner
         terminal.type("hi\n")
-        assert "abc\r\n" in terminal.until("> ")
+        said = terminal.until("> ")
+        assert "abc\r\n" in said
+        assert "computed" not in said  # what an answer costs is for those who ask
+        terminal.type("/cost\n")
+        cost = terminal.until("> ")
+        assert "prompt     3 tokens computed" in cost
+        assert "answer     3 tokens, " in cost
+        assert "GiB at most" in cost
         terminal.type("/help\n")
         assert "Ctrl-C" in terminal.until("> ")
         terminal.type("/hepl\n")
@@ -122,7 +129,9 @@ def test_an_answer_that_was_stopped_stays_in_the_conversation(chat, endless, tmp
     with chat(endless, "--session", "talk", "--max-new-tokens", 4) as terminal:
         terminal.type("and?\n")
         terminal.until("xy\r\nx")
-        computed = int(terminal.until(" computed").split("[")[1].split(" of ")[0])
+        terminal.until("> ")
+        terminal.type("/cost\n")
+        computed = int(terminal.until(" computed").split("prompt ")[1].split()[0])
         assert computed > len(messages[3]["content"])  # what was stopped is computed anew, what was stored is not
 
 

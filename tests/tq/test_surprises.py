@@ -101,7 +101,7 @@ def test_a_text_too_short_to_gain_is_said_to_be(run, wide):
     said = cost(run, wide, "--prompt", "ab", "--max-new-tokens", 2, *tail)
     config, plan = read_config(str(wide)), KVSpec("tq4", 124, 4).plan(2)
     length = pays_from(config, plan)
-    assert f"; it is smaller than bf16 from {length:,} tokens on" in said
+    assert f"; smaller than bf16 from {length:,} tokens on" in said
     bf16 = KVSpec("bf16").plan(2)
     for tokens, smaller in ((length, True), (length - 128, False)):
         taken, plain = (cache_bytes(each, tokens, config.kv_shapes, 1) for each in (plan, bf16))

@@ -60,6 +60,20 @@ def test_help_fits_into_a_narrow_terminal(args):
     assert len(words) > len(lines) / 3  # and it is not squeezed into a few columns at the edge
 
 
+def test_a_bar_counts_what_it_knows_and_a_cost_fits_a_narrow_terminal(tmp_path):
+    folder = write_checkpoint(tmp_path / "m")
+    args = ("--kv", "k=tq6,v=tq4", "--kv-tail", 124, "--kv-skip-layers", 0, "--threads", 1)
+    code, shown = seen("generate", "--model", "m", "--max-new-tokens", 2, "a", *args, columns=NARROW, cwd=folder.parent)
+    text = COLOUR.sub("", shown)
+    assert code == 0
+    assert "/?" not in text
+    assert re.search(r"\d+/\d+", text)
+    assert "…" not in text  # no clock is cut off
+    cost = text.split("KV cache")[1].split(" memory ")[0].splitlines()
+    assert "by layer; tail 124" in cost[0]
+    assert len(cost) <= 6
+
+
 @pytest.mark.parametrize("columns", [NARROW, *(pytest.param(columns, marks=MORE) for columns in (80, 160))])
 def test_tables_are_readable_at_any_width(columns, tmp_path):
     code, shown = seen("formats", columns=columns)
@@ -74,6 +88,7 @@ def test_tables_are_readable_at_any_width(columns, tmp_path):
     code, shown = seen("info", "tiny", columns=columns)
     assert code == 0
     assert re.search(r"(^|\s)1,584(\s|$)", shown)
+    assert all(len(line) <= columns for line in COLOUR.sub("", shown).splitlines())
 
 
 @pytest.mark.parametrize(("columns", "tall"), [(NARROW, True), pytest.param(80, False, marks=MORE)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from tq import options
 from tq.commands.eval import read_text
 from tq.groups import Group
 from tq.option_kinds import IntRange
-from tq.output import loading, print_table, telling
+from tq.output import loading, print_table, telling, warn
 from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
@@ -57,9 +58,13 @@ _of_a_layer = options.together(
 
 
 def _finish(report: Report, given: dict[str, Any], svg: Callable[[], str] | None = None) -> None:
-    """Draw, save and print what was found, as far as it was asked for."""
+    """Draw, save and print what was found, as far as it was asked for. A busy machine is said first."""
+    from haarkv.benchmarks.neighbours import warning
     from haarkv.tq_ops.output_files import write_whole
 
+    report = replace(report, waited=given.get("waited"))
+    if busy := warning(report.waited):
+        warn(busy)
     if svg is not None and given.get("plot"):
         write_whole(given["plot"], svg())
     if given["save"]:
@@ -77,7 +82,11 @@ def _finish(report: Report, given: dict[str, Any], svg: Callable[[], str] | None
 
 @contextmanager
 def _turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
-    """Name on stderr what is being timed; silent when stderr is not a terminal. What could end badly is refused before."""
+    """Name on stderr what is being timed; silent when stderr is not a terminal. What could end badly is refused before.
+
+    `given` then holds, as `waited`, which share of the time other processes had the processors.
+    """
+    from haarkv.benchmarks.neighbours import share_waited, turns
     from haarkv.benchmarks.plots import require_matplotlib
     from haarkv.tq_ops.output_files import check_writable
 
@@ -85,8 +94,10 @@ def _turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
     if given.get("plot"):
         require_matplotlib()
         check_writable(given["plot"])
+    before = turns()
     with telling() as tell:
         yield lambda who: tell(f"timing {who}")
+    given["waited"] = share_waited(before, turns())
 
 
 def _kv_list(given: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:

@@ -30,6 +30,7 @@ _MOST_LINE = 2**20
 _PROMPT = "> "
 _HELP = """\
 /help      this list
+/cost      what the last answer cost: tokens computed, memory, drafts
 /exit      end the conversation; so does Ctrl-D
 Ctrl-C     stop an answer, or drop the line that you are writing
 up, down   earlier lines"""
@@ -66,7 +67,7 @@ def command(
     if talk.messages and file is not None:
         earlier = counted(len(talk.asked), "earlier message")
         print(f"{file}: {earlier}", file=err().file)
-    for line in _typed(session, talk.asked) if _in_terminal() else _read():
+    for line in _typed(talk) if _in_terminal() else _read():
         talk.answer(line)
 
 
@@ -77,6 +78,7 @@ class _Talk:
     Attributes:
         messages: all that was said, as a chat template takes it.
         stored: what of it is in the cache.
+        last: the answer before, if there was one that nobody stopped.
     """
 
     session: Session
@@ -86,6 +88,7 @@ class _Talk:
     file: Path | None
     messages: list[dict[str, str]] = field(default_factory=list)
     stored: StoredSequence | None = None
+    last: Result | None = None
 
     @property
     def asked(self) -> list[str]:
@@ -123,8 +126,8 @@ class _Talk:
         self.messages.append({"role": "assistant", "content": result.texts[0] if result else "".join(shown)})
         if result is not None:
             self.stored = result.stored[0]
+            self.last = result
             _say_if_cut(result)
-            _print_cost(result)
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
 
@@ -137,14 +140,18 @@ def _say_if_cut(result: Result) -> None:
         say("the answer was cut where the context ends; begin a new conversation, or give a larger --max-context")
 
 
-def _print_cost(result: Result) -> None:
-    if not err().is_terminal:
-        return
-    done, memory = result.completions[0], result.ranks[0].describe() if result.ranks else ""
-    computed = f"{done.prompt_tokens - done.reused_tokens} of {counted(done.prompt_tokens, 'token')} computed"
-    print(f"[{computed}; {memory}]", file=err().file)
-    if result.drafting:
-        print(f"[draft {result.drafting.describe()}]", file=err().file)
+def _cost(result: Result | None) -> str:
+    """What an answer cost, in lines."""
+    if result is None:
+        return "no answer yet"
+    done, timing = result.completions[0], result.timing
+    reused = f", {done.reused_tokens:,} more were stored already" if done.reused_tokens else ""
+    lines = [f"prompt     {counted(done.prompt_tokens - done.reused_tokens, 'token')} computed{reused}"]
+    rate = "" if timing.decode_tokens_per_s is None else f", {timing.decode_tokens_per_s:,.1f} a second"
+    lines.append(f"answer     {counted(len(done.token_ids), 'token')}{rate}")
+    lines += [f"memory     {rank.describe()}" for rank in result.ranks[:1]]
+    lines += [f"draft      {result.drafting.describe()}"] if result.drafting else []
+    return "\n".join(lines)
 
 
 def _begun(session: Session, file: Path | None, system: str | None) -> tuple[list[dict[str, str]], StoredSequence | None]:
@@ -195,17 +202,17 @@ def _read() -> Iterator[str]:
             yield text
 
 
-def _typed(session: Session, earlier: list[str]) -> Iterator[str]:
+def _typed(talk: _Talk) -> Iterator[str]:
     """Messages that are typed in a terminal, until /exit or the end of the input; commands are answered here.
 
-    Args:
-        earlier: lines that the arrow keys bring back as well.
+    Arrow keys bring back lines, those of an earlier conversation as well.
     """
+    session = talk.session
     with suppress(ImportError):  # not every Python has it; lines are then edited as the terminal does
         import readline
 
         readline.set_auto_history(True)
-        for line in earlier:
+        for line in talk.asked:
             readline.add_history(line)
     print(f"{session.name} on {session.executor.description}, KV cache {session.plan.summary()}", file=err().file)
     print("/help lists what you can do, /exit ends", file=err().file)
@@ -227,6 +234,8 @@ def _typed(session: Session, earlier: list[str]) -> Iterator[str]:
             return
         if command == "/help":
             print(_HELP, file=err().file)
+        elif command == "/cost":
+            print(_cost(talk.last), file=err().file)
         elif re.fullmatch(r"/[a-z]+", command):
             print(f"there is no {command}; /help lists what there is", file=err().file)
         elif command:

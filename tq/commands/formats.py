@@ -29,7 +29,7 @@ def command(head_dim: int, as_json: bool) -> None:
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
 
-    formats.get(formats.names()[0]).fields(head_dim)  # refuse what not even the default can hold
+    formats.get(formats.names()[0]).fields(head_dim)  # refuse what not even the first can hold
     rows: list[dict[str, Any]] = []
     left_out = []
     for name in (*formats.names(), *formats.learned_names()):

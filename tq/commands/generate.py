@@ -198,23 +198,29 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
     timing, kv, done = result.timing, result.kv, result.completions
     reused = sum(completion.reused_tokens for completion in done)
     ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
-    name, packed = session.executor.name, "packed " * session.plan.keeps_tokens
+    name = session.executor.name
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
         *([("loaded", f"in {session.loaded.seconds:.1f} s")] if session.loaded else []),
-        ("prompt", f"{counted(timing.prefill_tokens, 'token')} in {1e3 * timing.prefill_s:.1f} ms"
+        ("prompt", f"{counted(timing.prefill_tokens, 'token')} in {_time(timing.prefill_s)}"
                    f"{_rate(timing.prefill_tokens_per_s)}" + (f"; {reused:,} more were stored already" if reused else "")),
         ("new", f"{counted(sum(len(c.token_ids) for c in done), 'token')}, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
         *([("draft", result.drafting.describe())] if result.drafting else []),
         ("sampling", _sampling(session, result, given)),
-        ("KV cache", f"{kv.format}: {kv.bytes_per_token:,.0f} bytes a {packed}token, {kv.bytes:,} allocated; bf16"
-                     f" would take {kv.bf16_bytes:,} ({kv.bf16_bytes / kv.bytes:.2f}x){_too_short(session, kv)}"),
+        ("KV cache", _cache(session, kv)),
     ]  # fmt: skip
     rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
     rows += [(f"rank {rank.rank}", _memory_of_rank(rank)) for rank in result.ranks if len(result.ranks) > 1]
     together = f", {session.ranks.size} ranks" if session.ranks.size > 1 else ""
     print_table(f"{session.name} on {session.executor.description}{together}", [], rows, err())
+
+
+def _cache(session: Session, kv: KVUsage) -> str:
+    """What the cache is, and what it takes."""
+    packed, taken, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
+    size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {taken:,.2f} MiB in all, bf16 {plain:,.2f}"
+    return f"{session.plan.gist()}: {size} ({plain / taken:.2f}x){_too_short(session, kv)}"
 
 
 def _too_short(session: Session, kv: KVUsage) -> str:
@@ -224,7 +230,7 @@ def _too_short(session: Session, kv: KVUsage) -> str:
     if kv.bytes <= kv.bf16_bytes or not session.plan.keeps_tokens:
         return ""
     length = pays_from(session.config, session.plan)
-    return f"; it is smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller"
+    return f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller"
 
 
 def _memory_as_json(rank: RankMemory) -> dict[str, int]:
@@ -234,6 +240,10 @@ def _memory_as_json(rank: RankMemory) -> dict[str, int]:
 def _memory_of_rank(rank: RankMemory) -> str:
     parts = [(rank.weights, "weights"), (rank.kv, "KV cache"), (rank.peak, "the most at a time, with torch")]
     return ", ".join(f"{count / 2**20:,.1f} MiB {what}" for count, what in parts if count)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _rate(tokens_per_s: float | None) -> str:

@@ -14,7 +14,7 @@ import click
 from tq import options
 from tq.groups import Command
 from tq.option_kinds import IntRange
-from tq.output import print_table
+from tq.output import print_sentence, print_table
 
 if TYPE_CHECKING:
     from haarkv.models.config import Attention, ModelConfig
@@ -114,7 +114,7 @@ def command(
         return
     stored = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
     said = f"{num_parameters(config):,}; {weights.total / 1e9:.3f} GB {how}{stored}"
-    print_table(model, [], [*_shape_rows(config, said), ("a forward", f"computes with about {work / 1e9:.3f} GB")])
+    print_table(model, [], [*_shape_rows(config, said), ("working memory", f"about {work / 1e9:.3f} GB in a forward")])
     cells = [
         (
             r["format"], f"{r['bytes_per_token']:,.0f}", f"{r['ratio']:.2f}x",
@@ -130,10 +130,10 @@ def command(
     print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
     limit = config.max_position_embeddings
     if any(n > limit for r in rows for n in r["tokens"]):
-        print(f"a sequence holds at most {limit:,} tokens, the model's positions; more room holds more sequences")
-    print(_default_line(default, config))
+        print_sentence(f"a sequence holds at most {limit:,} tokens, the model's positions; more room holds more sequences")
+    print_sentence(_default_line(default, config))
     if any("lr" in r["format"] for r in rows):
-        print("lr2 to lr5 take what `tq calibrate` learns of the model; --kv auto learns it by itself")
+        print_sentence("lr2 to lr5 take what `tq calibrate` learns of the model; --kv auto learns it by itself")
 
 
 def _default(model: str, layers: int | None, executor: str, config: ModelConfig) -> KVPlan | None:

@@ -195,6 +195,13 @@ class KVPlan:
         parts += [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
         return "; ".join(parts)
 
+    def gist(self) -> str:
+        """In a few words: as `summary`, but of layers that differ no more than that they do."""
+        if len({formats.describe(*pair) for pair in self.layers}) <= 1:
+            return self.summary()
+        kept = [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
+        return "; ".join(["by layer", *kept])
+
 
 def _token_bytes(shape: KVShape, pair: tuple[KVFormat, KVFormat]) -> float:
     """K and V of one token in one layer, scales included."""
