@@ -17,7 +17,7 @@ from torch.nn import functional
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Weight, numbers_of
+from haarkv.tq_ops.weight import Weight, activations, numbers_of
 
 _WIDEN_BYTES = 2 * 2**20
 
@@ -40,13 +40,14 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
     Args:
         x: [T, in] bf16 or fp32.
-        weight: [out, in] of x's dtype, as Hugging Face stores it, or blocks, which are restored.
+        weight: [out, in] of x's dtype, as Hugging Face stores it, or blocks, which are restored. Where these ask for it, x is
+            rounded (`weight.activations`).
     Returns:
         [T, out] fp32.
     Rounding points: operands as they are, products and sums in FP32. What is restored from blocks is FP32, whatever their
         dtype.
     """
-    x = x.float()
+    x = activations(x.float(), weight)
     if weight.dtype == torch.float32:
         return functional.linear(x, numbers_of(weight))
     # Widened a few rows at a time, which stay in the processor's cache, the weight is read from memory once and as it is.

@@ -39,7 +39,8 @@ class Blocks:
         data: [out, bytes of a row] uint8.
         dtype: of its numbers once restored: they are rounded to it once.
         row_scales, column_scales: [out] and [in] of `dtype`, powers of two that the numbers are multiplied with.
-        x_bits: 16 or 8, to which a kernel that multiplies with blocks as they lie may round each number of x.
+        x_bits: 16 or 8. At 8, what the blocks are multiplied with is rounded by definition (`activations`). At 16, a kernel
+            that multiplies with blocks as they lie may round it to as many.
     """
 
     data: Tensor
@@ -99,6 +100,28 @@ Weight = Tensor | Blocks
 def rounding_to(weight: Weight, bits: int) -> Weight:
     """The same weight; a kernel may round what it multiplies with blocks to integers of so many bits."""
     return replace(weight, x_bits=bits) if isinstance(weight, Blocks) and weight.x_bits != bits else weight
+
+
+LARGEST = 127.0
+"""The largest integer of activations with 8 bits."""
+_NUMBERS, _SMALLEST = 32, 1e-35
+"""Numbers that share a step, and the smallest step there is."""
+
+
+def activations(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, in] fp32 as it meets a weight: itself, but where blocks ask for 8 bits.
+
+    Then each 32 numbers, times the columns' scales, are integers times one step, their largest size / 127. Rounding: to
+    nearest, ties to even. Numbers that are not finite make their 32 NaN.
+    """
+    if not isinstance(weight, Blocks) or weight.x_bits == 16:
+        return x
+    columns = 1.0 if weight.column_scales is None else weight.column_scales.float()
+    blocks = (x.float() * columns).view(len(x), -1, _NUMBERS)
+    steps = blocks.abs().amax(-1, keepdim=True) / LARGEST
+    steps = torch.where(steps < torch.inf, steps, torch.nan)
+    inverses = torch.where(steps > _SMALLEST, 1.0 / steps, steps * 0.0)
+    return ((blocks * inverses).round() * steps).view(x.shape) / columns
 
 
 def dense(weight: Weight) -> Tensor:

@@ -18,7 +18,12 @@ from tq.cli import main
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     made = tmp_path_factory.mktemp("made")
-    return convert(write_checkpoint(made / "m", config={"head_dim": 64, "vocab_size": 263}), made / "m.gguf", "Q8_0", vocabulary=byte_vocabulary())
+    return convert(
+        write_checkpoint(made / "m", config={"head_dim": 64, "vocab_size": 263}),
+        made / "m.gguf",
+        "Q8_0",
+        vocabulary=byte_vocabulary(),
+    )
 
 
 def test_a_session_says_it_and_its_weights_have_it(file):

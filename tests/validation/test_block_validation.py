@@ -38,7 +38,7 @@ def run(model, candidate, steps=1, kv="tq4", trusted=None):
     return validate(trusted or ReferenceExecutor(model), candidate, model, PROMPTS, steps, plan)
 
 
-def rounding(bits, types=TYPES):
+def rounding(bits, types=TYPES, restored=False):
     """Products by blocks whose x is rounded to so many bits, with a step for each 32 numbers."""
 
     def linear(x, weight):
@@ -46,6 +46,7 @@ def rounding(bits, types=TYPES):
             blocks = x.float().view(len(x), -1, 32)
             step = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
             x = ((blocks / step).round() * step).view(x.shape)
+            weight = numbers_of(weight) if restored else weight  # whatever the blocks ask for
         return reference.linear(x, weight)
 
     return with_ops(reference, {"linear": linear})
@@ -95,13 +96,14 @@ def test_an_x_of_fewer_bits_is_found(drive):
 
 @pytest.mark.parametrize("drive", DRIVES)
 def test_8_bits_are_excused_where_the_blocks_ask_for_them(drive):
-    """A weight says how many bits its x may be rounded to; fewer are a fault there, too."""
+    """The reference rounds to 8 bits too, then; 7 bits, and none, are faults."""
     asked = replace(MODELS[torch.float32], weights=MODELS[torch.float32].weights.placed(partial(rounding_to, bits=8)))
     executor = CpuExecutor(asked)
     assert "activations of 8 bits" in executor.description
     assert run(asked, DRIVES[drive](executor)).passed
-    report = run(asked, DRIVES[drive](InBlocks(asked, rounding(5))))
-    assert (report.first_divergence.layer, report.first_divergence.reason) == (0, "fault")
+    for bits in (7, 16):
+        report = run(asked, DRIVES[drive](InBlocks(asked, rounding(bits, restored=True))))
+        assert (report.first_divergence.layer, report.first_divergence.reason) == (0, "fault"), bits
 
 
 def test_an_executor_that_restores_blocks_is_given_nothing():

@@ -22,7 +22,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Blocks, Weight, numbers_of, rows_of
+from haarkv.tq_ops.weight import Blocks, Weight, activations, numbers_of, rows_of
 
 
 class CpuOps:
@@ -171,11 +171,11 @@ class CpuOps:
 
             With blocks, each 32 numbers of x, times the columns' scales, are rounded to integers times one step: the larger of
             their largest size / 32,767 and the sum of their sizes / 524,000. Their products with the blocks' levels are exact.
-            Where the blocks say so (`Blocks.x_bits` is 8), one step is their largest size / 127.
+            Where the blocks ask for 8 bits, they are those of `weight.activations`.
             Of 32 numbers whose largest size is below 3e-31 nothing is left.
         """
         if not has_kernel(weight):
-            x, weight = x.float(), numbers_of(weight)
+            x, weight = activations(x.float(), weight), numbers_of(weight)
         x = x.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)

@@ -1,11 +1,13 @@
 """What an executor may differ by that multiplies with quantised blocks as they lie.
 
 Each 32 numbers of x become 16-bit integers times one step there: the larger of their largest size / 32,767 and of the sum of
-their sizes / 524,000 (`CpuOps.linear`). Where the blocks ask for 8 bits, the step is their largest size / 127. A number is off
-by half a step at most, and nothing else is: the products with the
+their sizes / 524,000 (`CpuOps.linear`). A number is off by half a step at most, and nothing else is: the products with the
 blocks' levels are exact, and sums in FP32 have the bounds that they have anyway. The reference restores the blocks and
 multiplies, and rounds no x. So it runs again with each number of x half a step up or down, as drawn. Twice the most that any
 of three draws moves a vector is what an executor's may be off by for it, and no more.
+
+Where the blocks ask for 8 bits, the reference rounds x too (`weight.activations`). What is left are numbers beside the middle
+of two steps, which noise moves to the other one: in the draws each number is moved by a small part of a step.
 
 Half a step is the most that a number can be off by; on average it is 1 / sqrt(3) of that. Twice a draw is thus 3.5 times what
 rounding does on average. A fault that is smaller shows in sums over many tokens: rounding has no direction (`ledger`).
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.tq_ops.weight import Blocks, Weight, numbers_of
+from haarkv.tq_ops.weight import LARGEST, Blocks, Weight, activations, numbers_of
 from haarkv.validation import bounds
 
 if TYPE_CHECKING:
@@ -35,14 +37,17 @@ _REMEMBERED = 2**31
 
 
 def half_steps(x: Tensor, weight: Blocks) -> Tensor:
-    """What each number of x [T, in] may be off by: fp64 [T, in]."""
+    """What each number of x [T, in] may be off by before it is multiplied: fp64 [T, in]."""
     sizes = x.double().abs()
     if weight.column_scales is not None:
         sizes = sizes * weight.column_scales
     by_block = sizes.view(len(x), -1, bounds.BLOCK_X_NUMBERS)
-    largest = bounds.BLOCK_X_LARGEST[weight.x_bits]
-    steps = torch.maximum(by_block.amax(-1) / largest, by_block.sum(-1) / bounds.BLOCK_X_TOTAL)
-    half = bounds.BLOCK_X_HALF_STEP * steps.repeat_interleave(bounds.BLOCK_X_NUMBERS, dim=1)
+    if weight.x_bits == 8:
+        most = bounds.BLOCK_X_TIE * by_block.amax(-1) / LARGEST
+    else:
+        steps = torch.maximum(by_block.amax(-1) / bounds.BLOCK_X_LARGEST, by_block.sum(-1) / bounds.BLOCK_X_TOTAL)
+        most = bounds.BLOCK_X_HALF_STEP * steps
+    half = most.repeat_interleave(bounds.BLOCK_X_NUMBERS, dim=1)
     return half if weight.column_scales is None else half / weight.column_scales
 
 
@@ -122,6 +127,6 @@ def remembering(ops: OpTable) -> OpTable:
         kept[weight] = restored
         while len(kept) > 1 and sum(numbers.nbytes for numbers in kept.values()) > _REMEMBERED:
             del kept[next(iter(kept.keys()))]
-        return ops.linear(x.float(), restored)
+        return ops.linear(activations(x.float(), weight), restored)
 
     return with_ops(ops, {"linear": linear})

@@ -47,7 +47,10 @@ def bound(x, weight):
     """What each number may be off by: half a step of each x, and half a step of FP32 for each addition."""
     inputs = weight.shape[1]
     blocks = x.double().abs().view(len(x), -1, 32)
-    largest, total = blocks.amax(-1) / bounds.BLOCK_X_LARGEST[weight.x_bits], blocks.sum(-1) / bounds.BLOCK_X_TOTAL
+    largest, total = (
+        blocks.amax(-1) / (127.0 if weight.x_bits == 8 else bounds.BLOCK_X_LARGEST),
+        blocks.sum(-1) / bounds.BLOCK_X_TOTAL,
+    )
     half_steps = torch.maximum(largest, total).repeat_interleave(32, dim=1) * bounds.BLOCK_X_HALF_STEP
     numbers, minima = dense(weight).double(), minima_of(weight).double()
     sizes = (numbers - minima).abs() + 2 * minima.abs()
