@@ -26,7 +26,8 @@ from haarkv.validation.layers.parts import load, new_cache, put, quantized, read
 from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.slips import slips
-from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
+from haarkv.validation.layers.two_parts import Parts
+from haarkv.validation.layers.window_faults import WINDOWED, merging, window_faults
 from haarkv.validation.layers.windows import LONG, NOWHERE, SHORT, TWICE, edges, with_tail, without_unread
 
 CONFIG = resized(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)

@@ -1,4 +1,4 @@
-"""The rung that needs no card and yet the device's toolkit: the C++ of a program, through the compiler that a card's host has."""
+"""The rung that needs the device's toolkit and no card: the C++ of a program, through the compiler of a card's host."""
 
 from __future__ import annotations
 

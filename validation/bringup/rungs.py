@@ -72,8 +72,8 @@ def smallest_product(bench: Workbench) -> Found:
     if len(wrong):
         row, column = wrong[0].tolist()
         said = (
-            f"x @ y.T is wrong in {len(wrong):,} of {ours.numel():,} numbers: the first is {ours[row, column].item():g} and not "
-            f"{expected[row, column].item():g}"
+            f"x @ y.T is wrong in {len(wrong):,} of {ours.numel():,} numbers: the first is {ours[row, column].item():g} "
+            f"and not {expected[row, column].item():g}"
         )
         return Found(False, said, ours.numel(), where=f"({row}, {column})")
     return Found(True, f"x @ y.T: {ours.numel():,} numbers equal bit for bit", ours.numel())

@@ -64,7 +64,10 @@ class Parts:
 
 
 def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Parts | None:
-    """What attention [T, Hq, D] over a layer's cache consists of; None where K or V keep nothing in BF16. V is seen as K is."""
+    """What attention over a layer's cache consists of; None where K or V keep nothing in BF16. V is seen as K is.
+
+    Arguments as of `paged_attention`.
+    """
     windows, shape = cache.kept(layer), cache.shape(layer)
     if windows[0] is None or windows[1] is None:
         return None

@@ -163,4 +163,4 @@ def _gaps(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float
 
 
 def _alike(k: Kept | None, v: Kept | None) -> bool:
-    return bool(k and v) and (k.tail, k.sink, k.group) == (v.tail, v.sink, v.group)
+    return k is not None and v is not None and (k.tail, k.sink, k.group) == (v.tail, v.sink, v.group)
