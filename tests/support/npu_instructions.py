@@ -1,13 +1,16 @@
 """Instructions of whole decode attention on an NPU: what each emitted kernel function has, times the tasks that call it.
 
-    python tests/support/npu_instructions.py HEADS KV_HEADS BATCHxCONTEXT …
+    python tests/support/npu_instructions.py KV_HEADS GROUP BATCHxCONTEXT …
 
-The calibration is that of benchmarks/LOG.md: 30 cycles an instruction of the vector core and half a cycle a line of 256 bytes,
-48 cores at 1.8 GHz, 1.6 TB/s of memory. Loads and stores run beside them and are left out; so are cube cores and dispatch.
+It is compiled and scheduled for one sequence and two KV heads; a batch and more heads are as many such, for their tasks share
+nothing. The calibration is that of benchmarks/LOG.md: 30 cycles an instruction of the vector core and half a cycle a line of 256 bytes,
+48 cores at 1.8 GHz, 1.6 TB/s of memory. Loads and stores run beside them and are left out; so are cube cores, dispatch and what
+tasks wait for.
 """
 
 import sys
 from collections import Counter
+from heapq import heapreplace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,34 +46,40 @@ def of_function(path, text):
 
 
 def of_run(program, arguments):
-    """Tasks of vector and cube cores; instructions and lines of the former; the cycles of its longest task."""
+    """Tasks of vector and cube cores; instructions and lines of the former, and the cycles of each of its tasks."""
     with Recorder() as simulator:
         sources = simulator.run(program, arguments, Mode.COMPILE).sources
         order, _ = simulator.schedule(program, arguments)
-    paths = {leaf.hash: (leaf.kind, path) for leaf in read_leaves(sources) for path in sources if path.endswith(leaf.file)}
-    tasks, total, longest, known = Counter(), [0, 0], 0.0, {}
-    for task in order:
-        kind, path = paths[task.leaf]
-        tasks[kind] += 1
-        if kind == "aiv":
-            count, lines = known.setdefault(path, of_function(path, sources[path])) if path not in known else known[path]
-            total = [total[0] + count, total[1] + lines]
-            longest = max(longest, AN_INSTRUCTION * count + A_LINE * lines)
-    return tasks, *total, longest
+    leaves = {leaf.hash: leaf for leaf in read_leaves(sources)}
+    files = {path.rpartition("/")[2]: (path, text) for path, text in sources.items()}
+    known = {leaf.file: of_function(*files[leaf.file]) for leaf in leaves.values()}
+    called = [leaves[task.leaf] for task in order if task.leaf in leaves]  # what joins tasks calls no function
+    work = [known[leaf.file] for leaf in called if leaf.kind == "aiv"]
+    count, lines = map(sum, zip(*work, strict=True))
+    return Counter(leaf.kind for leaf in called), count, lines, [AN_INSTRUCTION * n + A_LINE * m for n, m in work]
 
 
-def main(heads, kv_heads, *sizes):
-    print("cache | batch x context | tasks aiv, aic | instructions | lines | vector us | bytes us | larger | longest task us")
+def dealt_out(cycles):
+    """Cycles until the last of some tasks has ended, the longest first to whichever core is free."""
+    cores = [0.0] * CORES
+    for task in sorted(cycles, reverse=True):
+        heapreplace(cores, cores[0] + task)
+    return max(cores)
+
+
+def main(kv_heads, group, *sizes):
+    print("cache | batch x context | instructions | lines | vector us, even | by whole tasks | bytes us | at least us")
     for size in sizes:
         batch, context = map(int, size.split("x"))
+        times = batch * int(kv_heads) // 2
         for variant in ("tq4", "bf16"):
-            program = AttentionProgram.tuned(variant, int(heads), int(kv_heads), 2048)
-            tasks, count, lines, longest = of_run(program, program.blank_call(batch, context))
-            vector = (AN_INSTRUCTION * count + A_LINE * lines) / CORES / HERTZ * 1e6
-            memory = program.kv_bytes(batch, context) / BYTES * 1e6
+            program = AttentionProgram.tuned(variant, 2 * int(group), 2, 2048)
+            _, count, lines, cycles = of_run(program, program.blank_call(1, context))
+            even, tasks = (x / HERTZ * 1e6 for x in (times * sum(cycles) / CORES, dealt_out(times * cycles)))
+            memory = times * program.kv_bytes(1, context) / BYTES * 1e6
             cells = (
-                variant, size, f"{tasks['aiv']}, {tasks['aic']}", f"{count:,}", f"{lines:,}", f"{vector:.1f}", f"{memory:.1f}",
-                f"{max(vector, memory):.1f}", f"{longest / HERTZ * 1e6:.1f}",
+                variant, size, f"{times * count:,}", f"{times * lines:,}", f"{even:.1f}", f"{tasks:.1f}", f"{memory:.1f}",
+                f"{max(tasks, memory):.1f}",
             )  # fmt: skip
             print(" | ".join(cells), flush=True)
 

@@ -29,6 +29,7 @@ CLEAR = 10
 """A fault must exceed the bound by this factor."""
 # In decode a second step of keys and a short sequence; in prefill a second sequence, whose blocks are others.
 CASES = {"decode": ([1, 1, 1], [299, 17, 130]), "prefill": ([20, 9], [250, 3])}
+TWO_STEPS = {"decode": ([1, 1], [511, 17]), "prefill": ([20, 9], [480, 3])}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,9 @@ def test_a_fault_in_attention_is_far_beyond_the_bound(kind, kv, model):
 @pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.npu_long)])
 def test_a_fault_in_a_step_of_attention_is_far_beyond_the_bound(kind, name, model):
     honest, faulty = IN_STEPS[name]
-    error = error_of(MAKE[kind], CASES[kind], "tq4", model, partial(PlantedSteps.of, honest=honest, faulty=faulty))
+    # A maximum that grows in the second step takes one as long as the first.
+    case = TWO_STEPS[kind] if name == NOT_SHRUNK else CASES[kind]
+    error = error_of(MAKE[kind], case, "tq4", model, partial(PlantedSteps.of, honest=honest, faulty=faulty))
     print(f"{name}: {error:.1e}")
     assert error > CLEAR * NPU_LAYER_ADDED
 
