@@ -3,9 +3,9 @@
     python tests/support/npu_instructions.py KV_HEADS GROUP BATCHxCONTEXT …
 
 It is compiled and scheduled for one sequence and two KV heads; a batch and more heads are as many such, for their tasks share
-nothing. The calibration is that of benchmarks/LOG.md: 30 cycles an instruction of the vector core and half a cycle a line of 256 bytes,
-48 cores at 1.8 GHz, 1.6 TB/s of memory. Loads and stores run beside them and are left out; so are cube cores, dispatch and what
-tasks wait for.
+nothing. The calibration is that of benchmarks/LOG.md: 30 cycles an instruction of the vector core and half a cycle a line of
+256 bytes, 48 cores at 1.8 GHz, 1.6 TB/s of memory. Loads and stores run beside them and are left out; so are cube cores,
+dispatch and what tasks wait for.
 """
 
 import sys
