@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from at_length import MORE_JUDGE, thinned
+from npu_families import CONFIGS
 from small_models import SMALL, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced
@@ -28,7 +29,17 @@ from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.slips import slips
 from haarkv.validation.layers.two_parts import Parts
 from haarkv.validation.layers.window_faults import WINDOWED, merging, window_faults
-from haarkv.validation.layers.windows import LONG, NOWHERE, SHORT, TWICE, edges, with_tail, without_unread
+from haarkv.validation.layers.windows import (
+    LONG,
+    NOWHERE,
+    SHORT,
+    SLIDES_LONG,
+    SLIDES_SHORT,
+    TWICE,
+    edges,
+    with_tail,
+    without_unread,
+)
 
 CONFIG = resized(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -312,6 +323,38 @@ def test_packed_tokens_that_end_too_late_in_prefill_alone_are_told_from_rounding
     assert f"times what {TWICE} changes" in first.detail
     monkeypatch.setattr(three_way, "edges", lambda *_: {})
     assert report().passed
+
+
+# -- Sliding windows, whose blocks go round ----------------------------------------------------------------------------------
+SLIDING = CONFIGS["gemma3"]
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_where_first_tokens_lay_a_ring_of_blocks_holds_newer_ones_that_are_read(drive):
+    """Sinks that nobody reads packed are not replaced there."""
+    model, spec = small_model(SLIDING, dtype=torch.bfloat16), KVSpec("tq4", tail=20, sink=4)
+    report = compared(model, DRIVES[drive](ReferenceExecutor(model)), spec, [random_tokens(SLIDING, 300)])
+    assert report.passed, report.first_divergence
+
+
+def test_what_a_sliding_window_changes_that_ends_a_token_early_or_late_is_known():
+    cache_ = new_cache(KVSpec("tq4").plan(SLIDING.num_layers), SLIDING, 2)
+    paging, generator = PagedSequences(2, cache_.block_size), torch.Generator().manual_seed(0)
+    batch = paging.batch([paging.add()], [100])
+    q, k, v = (
+        torch.randn(100, heads, SLIDING.heads.head_dim, generator=generator) for heads in (SLIDING.heads.num_heads, 1, 1)
+    )
+    k, v = (x.expand(-1, SLIDING.heads.num_kv_heads, -1).contiguous() for x in (k, v))
+    reference.store_kv(k, v, cache_, 0, batch)
+    known, right = edges(reference, q, cache_, 0, batch, 0.1), reference.paged_attention(q, cache_, 0, batch, 0.1)
+    assert list(known) == [SLIDES_SHORT, SLIDES_LONG]
+    sliding = cache_.shape(0).window
+    for name, by in ((SLIDES_SHORT, -1), (SLIDES_LONG, 1)):
+        other = reference.paged_attention(q, read_as(cache_, 0, sliding=sliding + by), 0, batch, 0.1)
+        torch.testing.assert_close(known[name], other - right)
+        assert known[name][sliding + 1 :].norm() > 0.1
+    reference.store_kv(k, v, cache_, 1, batch)
+    assert edges(reference, q, cache_, 1, batch, 0.1) == {}  # the second layer has none
 
 
 # -- What is exercised -------------------------------------------------------------------------------------------------------

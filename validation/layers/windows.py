@@ -63,6 +63,8 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
                 continue
             unread = _unread(window, batch.positions[queries], token, packed=part.packed)
             if part.packed:
+                if (ring := cache.ring(layer)) is not None:  # where older tokens lay, newer ones do
+                    unread &= token >= int(placed.seq_lens[row]) - ring * cache.block_size
                 unit, offset = placed.block_table[row, token // cache.block_size].long(), token % cache.block_size
             else:
                 unread &= token >= length - window.ring
