@@ -125,7 +125,7 @@ def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypa
 # -- What its tools say ------------------------------------------------------------------------------------------------------
 def test_what_is_not_there_says_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert collected(0.0, ["true"]) == {}
 
 
@@ -133,8 +133,8 @@ def test_npu_smi_plog_and_a_profile_are_collected(tool, tmp_path, monkeypatch):
     tool("npu-smi", 'echo "| 0 910B2 | OK |"')
     tool("msprof", 'for w; do case "$w" in --output=*) d=${w#--output=};; --application=*) a=${w#*=};; esac; done\n'
                    'mkdir -p "$d/PROF_1/out"; echo "$a" > "$d/PROF_1/out/op_statistic_1.csv"')  # fmt: skip
-    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path))
-    log = tmp_path / "debug/plog/plog-77_20261126.log"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    log = tmp_path / "ascend/log/debug/plog/plog-77_20261126.log"
     log.parent.mkdir(parents=True)
     log.write_text("\n".join(f"[ERROR] line {n}" for n in range(99)))
     found = collected(time.time() - 60, ["python", "-m", "tq", "generate", "--prompt", "import os"])
@@ -145,7 +145,7 @@ def test_npu_smi_plog_and_a_profile_are_collected(tool, tmp_path, monkeypatch):
 
 
 def test_a_tool_that_fails_says_so_in_its_place(tool, monkeypatch, tmp_path):
-    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     tool("npu-smi", "echo dcmi module initialize failed; exit 255")
     tool("msprof", "echo no permission >&2; exit 1")
     assert collected(0.0, ["true"]) == {

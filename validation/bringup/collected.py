@@ -5,7 +5,6 @@ Each is there or is not: a tool that fails says so in its place, and fails no ru
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import subprocess
@@ -35,7 +34,7 @@ def _npu_smi() -> list[str]:
 
 def _plog(since: float) -> list[str]:
     """The end of what CANN's runtime logged last."""
-    root = Path(os.environ.get("ASCEND_PROCESS_LOG_PATH") or Path.home() / "ascend" / "log")
+    root = Path.home() / "ascend" / "log"
     try:
         files = [(file.stat().st_mtime, file) for file in root.rglob("plog*.log")]
         newest = max((dated for dated in files if dated[0] >= since), default=None)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.emitted.folder import KERNELS, written
+from haarkv.tq_ops.npu.versions import sourced_from
 from haarkv.tq_ops.temporary import TemporaryFolder
 from haarkv.validation.bringup.result import Found
 from haarkv.validation.bringup.workbench import Workbench
@@ -26,7 +27,7 @@ def found_compiler() -> str | None:
     """The device's compiler: on the path, or within the toolkit that is sourced."""
     if found := shutil.which(COMPILER):
         return found
-    cann = os.environ.get("ASCEND_HOME_PATH")
+    cann = sourced_from()
     places = [Path(cann, below, COMPILER) for below in _BELOW_CANN] if cann else []
     return next((str(place) for place in places if os.access(place, os.X_OK)), None)
 
