@@ -28,7 +28,7 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
     ),
     "Model and machine": (
         "--model", "--executor", "--device", "--dtype", "--layers", "--threads", "--isa", "--activation-bits", "--reference",
-        "--tensor-parallel", "--rank-timeout",
+        "--tensor-parallel", "--rank-timeout", "--any-versions",
     ),
     "KV cache": (
         "--kv", "--kv-loss", "--calibration", "--kv-tail", "--kv-sink", "--kv-skip-layers", "--kv-plan", "--balance",

@@ -16,7 +16,9 @@ from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.kept import keeping, kept_shape
+from haarkv.tq_ops.npu.scopes import AttentionShape
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
 
 
@@ -131,3 +133,26 @@ def test_a_validation_passes():
     assert report.passed, report.first_divergence
     assert {row.phase for row in report.rows} == {"prefill", "decode", "verify"}
     assert "sinks that an earlier forward stored" in report.exercised
+
+
+@with_pypto
+def test_a_mask_that_ends_one_key_too_late_beside_a_tail_is_found(monkeypatch):
+    """Of 132 tokens the last few see one of their keys twice: as it is packed, and in BF16."""
+
+    def later(self):
+        right = mask(self)
+        return torch.cat([torch.zeros_like(right[:, :1]), right[:, :-1]], 1)
+
+    mask = AttentionShape.mask
+    monkeypatch.setattr(AttentionShape, "mask", later)
+    monkeypatch.setattr(bounds, "MOST_CONFIRMED", 0)
+    config = resized(CONFIG, num_layers=1)
+    model, plan = small_model(config, dtype=torch.bfloat16), KVSpec("tq4", tail=124, sink=4).plan(1)
+    candidate = catalog.create("npu", model, plan, "sim")
+    prompts = [random_tokens(config, 132, 1)]
+    report = validate(ReferenceExecutor(model), candidate, model, prompts, 0, plan, modes=("teacher-forced",))
+    first = report.first_divergence
+    assert (first.phase, first.step, first.layer, first.stage) == ("prefill", 1, 0, "attention_mlp")
+    assert first.error > 10 * first.bound
+    # No query of the first chunk sees a packed key, nor with that mask.
+    assert [row.passed for row in report.rows] == [True, False, False]

@@ -82,6 +82,19 @@ class PlantedKeys(Planted):
         return LayerProgram.build(self, **options)
 
 
+@dataclass(frozen=True)
+class PlantedSteps(Planted):
+    """A layer with another text at one place of a step of attention. To be built in a simulator of its own."""
+
+    def build(self, **options):
+        from haarkv.models.qwen3_14b.npu import layer_kernel
+        from haarkv.tq_ops.npu.kernels import attention
+
+        spoiled = self._spoiled(attention)
+        layer_kernel.attend_step, layer_kernel.softmaxes = spoiled.attend_step, spoiled.softmaxes
+        return LayerProgram.build(self, **options)
+
+
 def unordered(program):
     """A layer without the barrier between APPEND and UNIT: of a cache's many writers PyPTO's tables remember one."""
     return Planted.of(program, _BARRIER, "")
@@ -95,3 +108,10 @@ FAULTS = {
     "the first sequence's blocks": ("Place(block_table, sequence[first]", "Place(block_table, sequence[0]"),
 }
 """What a layer's attention may do wrong -> the text to spoil, and its fault."""
+NOT_SHRUNK = "what came before a larger maximum does not shrink"
+IN_STEPS = {
+    "the first head's scales for all": ("key_scales, place, head, shape)", "key_scales, place, 0, shape)"),
+    "V's tiles from K": ("matmul(scaled, value_tiles[head]", "matmul(scaled, key_tiles[head]"),
+    NOT_SHRUNK: ("self.value[:] = self.value * shrink + weigh(p)", "self.value[:] = self.value + weigh(p)"),
+}
+"""What a step of attention may do wrong, of two heads or more -> the text to spoil, and its fault; for `PlantedSteps`."""

@@ -66,7 +66,7 @@ def test_of_a_path_its_last_name_is_left(text, left):
 
 def test_a_failed_rung_is_named_with_its_place():
     failed = Result("layer", "failed", Found(False, "x", 1, where="tq4, layer 3, attention_mlp"), 1.0, "2026-11-22", {})
-    assert verdict([failed]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 10 rungs passed"
+    assert verdict([failed]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 13 rungs passed"
 
 
 def test_the_lowest_rung_needs_no_torch():

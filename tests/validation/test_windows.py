@@ -6,11 +6,13 @@ from functools import cache
 import pytest
 import torch
 from at_length import MORE_JUDGE, thinned
+from npu_families import CONFIGS
 from small_models import SMALL, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced
 import haarkv.validation.layers.forward as forward
 import haarkv.validation.layers.three_way as three_way
+import haarkv.validation.layers.windows as windows
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
@@ -24,8 +26,20 @@ from haarkv.validation.layers.faults import DRIVES, Layer, reordered, table_with
 from haarkv.validation.layers.parts import load, new_cache, put, quantized, read_as, snapshot, take
 from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.replay.shrink import OneRun, replay_of
-from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
-from haarkv.validation.layers.windows import LONG, SHORT, edges, with_tail, without_unread
+from haarkv.validation.layers.slips import slips
+from haarkv.validation.layers.two_parts import Parts
+from haarkv.validation.layers.window_faults import WINDOWED, merging, window_faults
+from haarkv.validation.layers.windows import (
+    LONG,
+    NOWHERE,
+    SHORT,
+    SLIDES_LONG,
+    SLIDES_SHORT,
+    TWICE,
+    edges,
+    with_tail,
+    without_unread,
+)
 
 CONFIG = resized(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -152,8 +166,8 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
     after = without_unread(cache_, AT, before, batch, batch.seq_lens, q)
     codes, other = (of["k"]["codes"][0].transpose(0, 1) for of in (before, after))
     slots = [token for token in range(128) if not torch.equal(codes[token], other[token])]
-    # Token 99 sees the newest 16 tokens and the first 4 in BF16, and all others packed.
-    assert slots == [*range(4), *range(84, 100)]
+    # Token 99 sees the newest 16 tokens and the first 4 in BF16, and all others packed; it is the last.
+    assert slots == [*range(4), *range(84, 128)]
     changed = (before["window.v"]["data"] != after["window.v"]["data"]).any(-1).any(1)[0].nonzero().flatten().tolist()
     # The ring of 80 holds tokens 20 to 99; none of them before 84 is read there.
     assert changed == sorted(token % 80 for token in range(20, 84))
@@ -201,6 +215,30 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
     assert report().passed
 
 
+@pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("bf16")], ids=lambda spec: spec.kv)
+def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(monkeypatch, spec):
+    """A place that nobody wrote to is nearly nothing beside 250 tokens."""
+    model = model_of("bfloat16")
+    one_more = next(fault for fault in slips(model, AT) if fault.name == "one token too many is seen").ops["paged_attention"]
+
+    def paged_attention(q, cache_, layer, batch, scale):
+        if len(q) > len(batch.seq_lens):
+            return reference.paged_attention(q, cache_, layer, batch, scale)
+        there = replace(batch, seq_lens=batch.seq_lens + 1)  # or the mask would show it first
+        return one_more(q, cache_, layer, there, scale)
+
+    def found():
+        candidate = DRIVES["layers"](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
+        return compared(model, candidate, spec, [random_tokens(CONFIG, 250)]).first_divergence
+
+    first = found()
+    assert (first.phase, first.layer, first.reason, first.stage) == ("decode", AT, "fault", "attention_mlp")
+    assert first.error > 10 * first.bound
+    if spec.kv == "tq4":
+        monkeypatch.setattr(windows, "_behind", lambda *_: None)
+        assert not found().fails
+
+
 def test_what_must_not_be_read_drowns_all_else():
     cache_, batch = stored()
     q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
@@ -209,8 +247,8 @@ def test_what_must_not_be_read_drowns_all_else():
     quiet = edges(reference, q, cache_, AT, batch, 0.1)
     load(cache_, AT, readable)
     loud = edges(reference, q, cache_, AT, batch, 0.1)
-    assert list(loud) == [SHORT, LONG]
-    for change, usual in zip(loud.values(), quiet.values(), strict=True):
+    assert list(loud) == [SHORT, LONG, TWICE, NOWHERE]
+    for change, usual in ((loud[name], quiet[name]) for name in (SHORT, LONG, TWICE)):
         assert (usual.norm(dim=-1) < right.norm(dim=-1)).all()
         assert (change.norm(dim=-1) > 10 * right.norm(dim=-1)).all()
 
@@ -243,6 +281,80 @@ def test_a_window_of_one_head_that_is_short_in_prefill_alone_is_told_from_roundi
     assert f"times what {SHORT} changes" in first.detail
     monkeypatch.setattr(three_way, "edges", lambda *_: {})
     assert report().passed
+
+
+@pytest.mark.parametrize(
+    ("slip", "name"),
+    [(TWICE, "the oldest token of the window counts twice"), (NOWHERE, "the token that leaves the window counts nowhere")],
+)
+def test_what_packed_tokens_change_that_end_too_late_or_early_is_known(slip, name):
+    cache_, batch = stored()
+    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
+    wrong = next(fault for fault in window_faults(model_of(), AT) if fault.name == name).ops["paged_attention"]
+    changed = wrong(q, cache_, AT, batch, 0.1) - reference.paged_attention(q, cache_, AT, batch, 0.1)
+    torch.testing.assert_close(edges(reference, q, cache_, AT, batch, 0.1)[slip], changed, rtol=1e-3, atol=1e-6)
+    assert changed.norm() > 1e-3
+
+
+def test_packed_tokens_that_end_too_late_in_prefill_alone_are_told_from_rounding(monkeypatch):
+    """By whole layers: nothing of what a chunk stores on its way can be replaced. An MLP that adds much hides the rest."""
+
+    def of(layer):
+        return layer.changed(lambda field, tensor: tensor * 24 if field == "down_proj" else tensor)
+
+    weights = model_of("bfloat16").weights
+    model = replace(model_of("bfloat16"), weights=replace(weights, layers=tuple(map(of, weights.layers))))
+    twice = "the oldest token of the window counts twice"
+    wrong = next(fault for fault in window_faults(model, AT) if fault.name == twice).ops["paged_attention"]
+
+    def paged_attention(q, cache_, layer, batch, scale):
+        out, new = reference.paged_attention(q, cache_, layer, batch, scale), batch.query_start_loc.diff()
+        some = batch.positions - WINDOWED.tail >= torch.repeat_interleave(batch.seq_lens - new, new)
+        if len(q) > len(new):
+            out[some] = wrong(q, cache_, layer, batch, scale)[some]
+        return out
+
+    def report():
+        candidate = DRIVES["layers"](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
+        return compared(model, candidate, replace(WINDOWED, kv="tq6"), [random_tokens(CONFIG, 250), PROMPTS[0]], steps=0)
+
+    first = report().first_divergence
+    assert (first.phase, first.layer, first.reason) == ("prefill", AT, "fault")
+    assert f"times what {TWICE} changes" in first.detail
+    monkeypatch.setattr(three_way, "edges", lambda *_: {})
+    assert report().passed
+
+
+# -- Sliding windows, whose blocks go round ----------------------------------------------------------------------------------
+SLIDING = CONFIGS["gemma3"]
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_where_first_tokens_lay_a_ring_of_blocks_holds_newer_ones_that_are_read(drive):
+    """Sinks that nobody reads packed are not replaced there."""
+    model, spec = small_model(SLIDING, dtype=torch.bfloat16), KVSpec("tq4", tail=20, sink=4)
+    report = compared(model, DRIVES[drive](ReferenceExecutor(model)), spec, [random_tokens(SLIDING, 300)])
+    assert report.passed, report.first_divergence
+
+
+def test_what_a_sliding_window_changes_that_ends_a_token_early_or_late_is_known():
+    cache_ = new_cache(KVSpec("tq4").plan(SLIDING.num_layers), SLIDING, 2)
+    paging, generator = PagedSequences(2, cache_.block_size), torch.Generator().manual_seed(0)
+    batch = paging.batch([paging.add()], [100])
+    q, k, v = (
+        torch.randn(100, heads, SLIDING.heads.head_dim, generator=generator) for heads in (SLIDING.heads.num_heads, 1, 1)
+    )
+    k, v = (x.expand(-1, SLIDING.heads.num_kv_heads, -1).contiguous() for x in (k, v))
+    reference.store_kv(k, v, cache_, 0, batch)
+    known, right = edges(reference, q, cache_, 0, batch, 0.1), reference.paged_attention(q, cache_, 0, batch, 0.1)
+    assert list(known) == [SLIDES_SHORT, SLIDES_LONG]
+    sliding = cache_.shape(0).window
+    for name, by in ((SLIDES_SHORT, -1), (SLIDES_LONG, 1)):
+        other = reference.paged_attention(q, read_as(cache_, 0, sliding=sliding + by), 0, batch, 0.1)
+        torch.testing.assert_close(known[name], other - right)
+        assert known[name][sliding + 1 :].norm() > 0.1
+    reference.store_kv(k, v, cache_, 1, batch)
+    assert edges(reference, q, cache_, 1, batch, 0.1) == {}  # the second layer has none
 
 
 # -- What is exercised -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +42,7 @@ _FIRST = "environment"
 @options.numbers("--contexts", "Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].")
 @options.count("--max-new-tokens", "Of greedy text [default: 32; 3 in the simulator].", metavar="N")
 @options.file("--out", "Where results, logs and page go.", metavar="FOLDER", required=True)
+@click.option("--any-versions", is_flag=True, help="Go on with versions that nobody published together; it is recorded.")
 @click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
 @options.json_option
 @click.pass_context
@@ -65,14 +68,15 @@ def command(context: click.Context, /, **given: Any) -> int:
         require_executor(given["executor"])
         out: Path = given["out"]
         folder = _folder(out, resume=given["resume"])
+        began = time.time()
         with telling() as tell:
             show = _Show(tell, quiet=given["as_json"])
-            rungs = ladder(_bench(given, show.tell), given["executor"], given["device"], _latency)
+            rungs = ladder(_bench(given, show.tell), given["executor"], given["device"], _latency, given["any_versions"])
             try:
                 results = climb(rungs, folder, on_begin=show.begin, on_result=show.result)
             finally:
                 # Failed or interrupted: what is known so far is worth looking at, and sending home.
-                kept = _leave(folder, show.results, context, given)
+                kept = _leave(folder, show.results, context, given, began)
         print(
             kept if given["as_json"] else f"{verdict(results)}\nlook at {out / 'index.html'}; send home {out / 'report.json'}"
         )
@@ -152,8 +156,9 @@ def _latency(bench: Workbench) -> Found:
     return Found(True, said, len(rows), "calls", facts=compiled, tables=(Table(title, columns, tuple(rows)),))
 
 
-def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any]) -> str:
+def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any], began: float) -> str:
     """Write the page and the file to send home; the latter's text."""
+    from haarkv.validation.bringup.collected import collected
     from haarkv.validation.bringup.report import PAGE, REPORT, page, report
     from tq import __version__
 
@@ -172,10 +177,23 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
         from haarkv.benchmarks.report import machine
 
         about |= {name: str(value) for name, value in machine().items()}
-    kept = report(results, about, folder)
-    folder.write(folder.path / PAGE, page(results, about))
+    said = collected(began, _profiled(given, results)) if given["executor"] == "npu" else {}
+    kept = report(results, about, folder, said)
+    folder.write(folder.path / PAGE, page(results, about, said))
     folder.write(folder.path / REPORT, kept)
     return kept
+
+
+def _profiled(given: dict[str, Any], results: list[Result]) -> list[str]:
+    """The command that is worth a profile: two tokens of a model that passed on a card; else none."""
+    from haarkv.validation.bringup.environment import SIMULATOR
+    from haarkv.validation.bringup.result import RUNGS
+
+    if given["device"] == SIMULATOR or len(results) < len(RUNGS) or any(result.verdict == "failed" for result in results):
+        return []
+    device = ["--device", given["device"]] if given["device"] else []
+    command = [sys.executable, "-m", "tq", "generate", "--model", given["model"], "--executor", "npu", *device]
+    return [*command, "--kv", "tq4", "--max-new-tokens", "2", "--prompt", "import os"]
 
 
 class _Show:

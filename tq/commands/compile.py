@@ -85,12 +85,7 @@ def _cells(program: Compiled) -> tuple[str, ...]:
 
 def _write(folder: Path, compiled: list[Compiled]) -> None:
     """All files or none."""
-    from haarkv.tq_ops.npu.emitted.folder import build_files
+    from haarkv.tq_ops.npu.emitted.folder import written
 
-    files = build_files({program.name: program.sources for program in compiled})
-    for program in compiled:
-        files.update({f"{program.name}/{path}": text for path, text in program.sources.items()})
     with whole_folder(folder) as half:
-        for path, text in files.items():
-            (half / path).parent.mkdir(parents=True, exist_ok=True)
-            (half / path).write_text(text, encoding="utf-8")
+        written(half, {program.name: program.sources for program in compiled})

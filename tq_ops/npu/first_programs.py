@@ -1,5 +1,5 @@
-"""The first programs to run on a new card: a sum, the look-up of every byte, and storing K and V as an op that can be held
-against the reference."""
+"""The first programs to run on a new card: a sum, a product, the look-up of every byte, and storing K and V as an op that can
+be held against the reference."""
 
 from __future__ import annotations
 
@@ -53,6 +53,38 @@ def add(runner: Runner, x: Tensor, y: Tensor) -> Tensor:
     out = torch.full_like(x, torch.nan).to(device)
     runner.call(program, ordered(program, {"x": x.to(device), "y": y.to(device), "out": out}))
     return out.cpu()
+
+
+@dataclass(frozen=True)
+class ProductProgram:
+    """out = x @ y.T, x [rows, inner] and y [columns, inner] FP16, out FP32: every tile of a cube core once or more."""
+
+    rows: int = 64
+    inner: int = 512
+    columns: int = 256
+    name: str = "product"
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        return Argument("x"), Argument("y"), Argument("out", output=True)
+
+    def build(self, **options: dict[str, Any]) -> Kernel:
+        from haarkv.tq_ops.npu.kernels import product_kernel
+
+        kernel: Kernel = product_kernel.build(self, options)
+        return kernel
+
+
+def product(runner: Runner) -> tuple[Tensor, Tensor]:
+    """A product of small whole numbers by a program, and what it should be, both on the host: FP32 sums of these are exact in
+    any order."""
+    program, device, generator = ProductProgram(), runner.device, torch.Generator().manual_seed(0)
+    x, y = (
+        torch.randint(-8, 9, (count, program.inner), generator=generator).half() for count in (program.rows, program.columns)
+    )
+    out = torch.full((program.rows, program.columns), torch.nan, device=device)
+    runner.call(program, ordered(program, {"x": x.to(device), "y": y.to(device), "out": out}))
+    return out.cpu(), x.float() @ y.float().T
 
 
 @dataclass(frozen=True)

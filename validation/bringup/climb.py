@@ -89,7 +89,9 @@ def _run(rung: Rung, folder: Folder) -> Result:
         log = folder.log(rung.name, "".join(traceback.format_exception(error)))
     if found.passed and not found.compared:
         found = replace(found, passed=False, said=f"it compared nothing, which proves nothing ({found.said})")
-    verdict: Verdict = "not on this executor" if found.passed is None else "passed" if found.passed else "failed"
+    verdict: Verdict = "passed" if found.passed else "failed"
+    if found.passed is None:
+        verdict = "not tried" if found.lacking else "not on this executor"
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Result(rung.name, verdict, found, time.perf_counter() - began, date, rung.inputs, log)
 
@@ -107,14 +109,16 @@ _MODEL = ("codebooks", "tq_ops", "models", "executors", "engine", "validation")
 
 
 def ladder(
-    bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], Found]
-) -> Iterator[Rung]:
+    bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], Found],
+    any_versions: bool = False,
+) -> Iterator[Rung]:  # fmt: skip
     """Every rung, made when those beneath it have passed.
 
     Args:
         bench: makes the workbench of the request.
         executor, device: of the request.
         latency: the highest rung; measuring is another room's.
+        any_versions: versions that nobody published together do not fail the lowest rung.
     Raises:
         InputError: whatever `bench` raises.
     """
@@ -122,16 +126,20 @@ def ladder(
     def load() -> object:
         return import_module("torch")
 
-    yield Rung("environment", lambda: environment(executor, device, load), versions(executor), always=True)
-    from haarkv.validation.bringup import rungs
+    yield Rung("environment", lambda: environment(executor, device, load, any_versions), versions(executor), always=True)
+    from haarkv.validation.bringup import compiler, rungs
 
     workbench = bench()
     below = workbench.below_a_model(*_OPS)
+    by_compiler = {**below, "formats": workbench.described, "device's compiler": compiler.found_compiler() or "none"}
+    yield Rung("compiler", lambda: compiler.by_the_device(workbench), by_compiler)
     yield Rung("add", lambda: rungs.smallest_kernel(workbench), below)
+    yield Rung("cube", lambda: rungs.smallest_product(workbench), below)
     yield Rung("look-up", lambda: rungs.every_byte(workbench), below)
     yield Rung("store", lambda: rungs.store(workbench), {**below, "formats": workbench.described})
     whole = workbench.of_the_model(*_MODEL, prompts=workbench.prompts_digest)
     yield Rung("layer", lambda: rungs.held(workbench, workbench.first_layer, "teacher-forced"), whole)
+    yield Rung("long-decode", lambda: rungs.long_decode(workbench), whole)
     yield Rung("head", lambda: rungs.held(workbench, workbench.first_layer, "free-running"), whole)
     yield Rung("teacher-forced", lambda: rungs.held(workbench, workbench.model, "teacher-forced"), whole)
     yield Rung("free-running", lambda: rungs.held(workbench, workbench.model, "free-running"), whole)

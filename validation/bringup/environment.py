@@ -44,23 +44,27 @@ def versions(executor: str) -> dict[str, str]:
     return found
 
 
-def environment(executor: str, device: str | None, load: Callable[[], object]) -> Found:
+def environment(executor: str, device: str | None, load: Callable[[], object], any_versions: bool = False) -> Found:
     """Compare what is installed with what is published to work, then load torch.
 
     Args:
         device: as the executor takes it.
         load: imports torch.
+        any_versions: versions that are not published together are named and do not fail.
     """
     installed = versions(executor)
     shown = {name: value for name, value in installed.items() if name in _SHOWN}
     said = ", ".join(f"{name} {value}" for name, value in shown.items())
-    problem = _missing(executor) or _unpublished(executor, device)
+    problem, allowed = _missing(executor), ""
+    if problem is None and (unpublished := _unpublished(executor, device)):
+        problem, allowed = (None, unpublished) if any_versions and device != SIMULATOR else (unpublished, "")
     if problem is None:
         try:
             load()
         except (ImportError, OSError, RuntimeError) as error:
             problem = f"torch cannot be imported: {' '.join(str(error).split())[:300]}"
-    return Found(problem is None, problem or said, len(installed), "versions", facts=installed)
+    said += f"; allowed by --any-versions: {allowed}" * bool(allowed)
+    return Found(problem is None, problem or said, len(installed), "versions", facts=installed, allowed=allowed)
 
 
 _SHOWN = ("python", "torch", "torch-npu", "pypto", "cann", "driver")

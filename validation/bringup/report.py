@@ -24,8 +24,12 @@ _STYLES = {"passed": "good", "failed": "bad"}
 # -- One file to send home -------------------------------------------------------------------------------------------------
 
 
-def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder) -> str:
-    """Everything that was found, with the ends of the logs, as JSON; of a path only its last name is left."""
+def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, collected: Mapping[str, Sequence[str]]) -> str:
+    """Everything that was found, with the ends of the logs, as JSON; of a path only its last name is left.
+
+    Args:
+        collected: what the machine's own tools say.
+    """
     rungs = []
     for result in results:
         plain = result.as_json()
@@ -34,7 +38,7 @@ def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder) 
             plain["log"] = text.splitlines()[-_LOG_LINES:]
         rungs.append(plain)
     missing = [name for name in RUNGS if name not in {result.name for result in results}]
-    whole = {"bringup": verdict(results), **about, "rungs": rungs, "not run": missing}
+    whole = {"bringup": verdict(results), **about, "rungs": rungs, "not run": missing, "collected": collected}
     return json.dumps(_public(whole), indent=1) + "\n"
 
 
@@ -72,6 +76,9 @@ def verdict(results: Sequence[Result]) -> str:
     passed = sum(result.verdict == "passed" for result in results)
     absent = [result.name for result in results if result.verdict == "not on this executor"]
     beside = f", not on this executor: {', '.join(absent)}" if absent else ""
+    untried = [f"{result.name} ({result.found.lacking})" for result in results if result.verdict == "not tried"]
+    beside += f", not tried: {', '.join(untried)}" if untried else ""
+    beside += ", with versions that nobody published" if any(result.found.allowed for result in results) else ""
     if failed := next((result for result in results if result.verdict == "failed"), None):
         where = f" at {failed.found.where}" if failed.found.where else ""
         return f"failed: {failed.name}{where}; {passed} of {len(RUNGS)} rungs passed{beside}"
@@ -80,8 +87,8 @@ def verdict(results: Sequence[Result]) -> str:
     return f"passed: {passed} of {len(RUNGS)} rungs{beside}"
 
 
-def page(results: Sequence[Result], about: Mapping[str, str]) -> str:
-    """One self-contained HTML page; the same arguments give the same page."""
+def page(results: Sequence[Result], about: Mapping[str, str], collected: Mapping[str, Sequence[str]] = {}) -> str:
+    """One self-contained HTML page; the same arguments give the same page. `collected` as in `report`."""
     said = verdict(results)
     word, where = said.partition(":")[0], about.get("device", "")
     title = f"Bring-up of executor {about.get('executor', '')}" + f" on {where}" * bool(where)
@@ -89,7 +96,8 @@ def page(results: Sequence[Result], about: Mapping[str, str]) -> str:
 {_rungs(results)}
 <h2>How it was made</h2>
 {facts({escape(name): escape(value) for name, value in about.items()})}
-{"".join(_section(result) for result in results)}"""
+{"".join(_section(result) for result in results)}
+{"".join(f"<h2>{escape(name)}</h2><pre>{escape(chr(10).join(lines))}</pre>" for name, lines in collected.items())}"""
     return document(title, word, _STYLES.get(word, "soft"), body, _WIDTH)
 
 

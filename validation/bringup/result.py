@@ -10,14 +10,17 @@ from typing import Any, Literal
 
 from haarkv.tq_ops.errors import InputError
 
-Verdict = Literal["passed", "failed", "not on this executor"]
+Verdict = Literal["passed", "failed", "not on this executor", "not tried"]
 
 RUNGS = {
     "environment": "versions that are published to work together",
-    "add": "the smallest kernel",
+    "compiler": "the C++ of decode through the device's own compiler",
+    "add": "the smallest kernel of a vector core",
+    "cube": "one product of a cube core",
     "look-up": "every byte restored to its centroids",
     "store": "K and V stored as the host stores them",
     "layer": "one decoder layer",
+    "long-decode": "decode over more than one step of keys",
     "head": "final norm and LM head",
     "teacher-forced": "every layer, fed the reference's input",
     "free-running": "every layer, fed the layer before",
@@ -59,6 +62,8 @@ class Found:
         compared: how many of `unit` were compared or run; a rung that passes without any has proved nothing.
         where: layer and stage, or the like, of a fault.
         facts: by name.
+        lacking: in words, what is lacking to try the rung; then `passed` is None.
+        allowed: in words, what would have failed the rung and was allowed by the request.
     """
 
     passed: bool | None
@@ -69,6 +74,8 @@ class Found:
     facts: Mapping[str, str] = field(default_factory=dict)
     tables: tuple[Table, ...] = ()
     drifts: tuple[Drift, ...] = ()
+    lacking: str = ""
+    allowed: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -12,16 +13,19 @@ import torch
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.device import Runner
-from haarkv.tq_ops.npu.first_programs import StoreByProgram, add, look_up
+from haarkv.tq_ops.npu.first_programs import StoreByProgram, add, look_up, product
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.bringup.result import Drift, Found, Table
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.evaluation import common_prefix
 from haarkv.validation.fidelity.greedy_diff import GreedyDiff, greedy_diff
+from haarkv.validation.layers.forward import Forward, Schedule
 from haarkv.validation.layers.judge import bounds_of
+from haarkv.validation.layers.parts import snapshot
 from haarkv.validation.layers.report import LayerRow, Mode, Report
-from haarkv.validation.layers.runner import count_rows, validate
+from haarkv.validation.layers.runner import count_rows, validate, validate_layer
 from haarkv.validation.ops.caches import CacheCase
 from haarkv.validation.ops.cases import BF16, Plain, Store
 
@@ -57,6 +61,22 @@ def _add(runner: Runner) -> Found:
             False, f"x + y is wrong in {len(wrong):,} of {x.numel():,} numbers", x.numel(), where=f"{first}", facts=facts
         )
     return Found(True, f"x + y: {x.numel():,} numbers equal bit for bit", x.numel(), facts=facts)
+
+
+def smallest_product(bench: Workbench) -> Found:
+    """A product by a cube core, bit for bit: its sums are exact in any order."""
+    if bench.programs is None:
+        return Found(None, _NOTHING)
+    ours, expected = product(bench.programs)
+    wrong = (ours != expected).nonzero()  # NaN is not equal to itself
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        said = (
+            f"x @ y.T is wrong in {len(wrong):,} of {ours.numel():,} numbers: the first is {ours[row, column].item():g} "
+            f"and not {expected[row, column].item():g}"
+        )
+        return Found(False, said, ours.numel(), where=f"({row}, {column})")
+    return Found(True, f"x @ y.T: {ours.numel():,} numbers equal bit for bit", ours.numel())
 
 
 def every_byte(bench: Workbench) -> Found:
@@ -146,7 +166,7 @@ def held(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
 def _report(bench: Workbench, model: DecoderModel, kv: str, mode: Mode) -> Report:
     # Cores that race give another result now and then.
     repeats = bench.repeats if model is bench.first_layer and mode == "teacher-forced" else 0
-    plan = replace(bench.plans[kv], layers=bench.plans[kv].layers[: model.config.num_layers])
+    plan = _of_layers(bench.plans[kv], model.config.num_layers)
     executor, token_ids = bench.executor(model, plan), bench.token_ids()
     total, done = count_rows(token_ids, bench.steps, plan, 1), 0
 
@@ -165,6 +185,59 @@ def _fault(report: Report) -> tuple[str, str]:
         return "the whole forward", "not every row lies within its bounds, or the head was not reached"
     where = f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage
     return where, f"{where} in {found.phase} {found.step}: {found.detail}"
+
+
+# Tokens of the longest sequence behind a whole step of keys, and of a short one beside it.
+_BEYOND, _FEW = 53, 17
+# Times which K and V behind the first step are as long: the maximum grows there, and what is read there decides.
+_LOUDER = (2.0, 8.0)
+
+
+def long_decode(bench: Workbench) -> Found:
+    """One decode step of the first layer in each format, over so many random K and V that it takes a second step of keys."""
+    step = bench.executor(bench.first_layer, _of_layers(next(iter(bench.plans.values())), 1)).decode_step
+    if step is None:
+        return Found(None, "its decode takes no steps of keys")
+    if step + _BEYOND > bench.longest:
+        return Found(None, f"this model has room for {bench.longest:,} tokens, and a step takes {step:,}", lacking="room")
+    rows: list[tuple[str, ...]] = []
+    for kv in bench.plans:
+        bench.tell(f"{kv}, decode behind {step + _BEYOND:,} tokens")
+        report = _over(bench, _of_layers(bench.plans[kv], 1), (step + _BEYOND, _FEW))
+        rows.append(_row(kv, report))
+        tables = (Table("The worst of all forwards", _COLUMNS, tuple(rows)),)
+        if not report.passed:
+            where, said = _fault(report)
+            return Found(False, f"{kv}: {said}", len(rows), "rows", f"{kv}, {where}", tables=tables)
+    said = f"{', '.join(bench.plans)}: a decode step behind {step + _BEYOND:,} and {_FEW} tokens, within its bounds"
+    return Found(True, said, len(rows), "rows", tables=tables)
+
+
+def _over(bench: Workbench, plan: KVPlan, lengths: Sequence[int]) -> Report:
+    """A decode step of the first layer behind so many stored tokens of each sequence."""
+    model, step = bench.first_layer, lengths[0] - _BEYOND
+    schedule = Schedule([[0] * (length + 1) for length in lengths], 0, plan)
+    cache, paging, generator = schedule.new_cache(model), schedule.paging(), torch.Generator().manual_seed(0)
+    heads = model.config.heads
+    for begin in range(0, max(lengths), piece := cache.most_new_tokens or schedule.chunk):
+        counts = {row: min(piece, length - begin) for row, length in enumerate(lengths) if length > begin}
+        batch = schedule.batch(paging, list(counts), list(counts.values()))
+        louder = (batch.positions >= step).view(-1, 1, 1)
+        k, v = (
+            torch.randn(len(batch.positions), heads.num_kv_heads, heads.head_dim, generator=generator)
+            * (1 + (by - 1) * louder)
+            for by in _LOUDER
+        )
+        cache.write(0, k, v, batch)
+    ids = torch.arange(len(lengths))
+    forward = Forward("decode", 0, ids, schedule.batch(paging, ids.tolist(), [1] * len(lengths)))
+    reference, executor = ReferenceExecutor(model), bench.executor(model, plan)
+    return validate_layer(reference, executor, model, plan, 0, model.embed(ids), snapshot(cache, 0), forward)
+
+
+def _of_layers(plan: KVPlan, count: int) -> KVPlan:
+    """The plan of the first so many layers."""
+    return replace(plan, layers=plan.layers[:count])
 
 
 _COLUMNS = (

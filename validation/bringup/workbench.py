@@ -79,9 +79,9 @@ class Workbench:
             catalog.check(request.executor, self.config, plan, self.device)
         if not self.readable:
             catalog.check(request.executor, self.config, plan_for(KVSpec(), self.config), self.device)
-        if request.contexts and max(request.contexts) > self._longest:
+        if request.contexts and max(request.contexts) > self.longest:
             wanted = max(request.contexts)
-            raise InputError(f"{request.model} has room for {self._longest} tokens and the calls that are timed, not {wanted}")
+            raise InputError(f"{request.model} has room for {self.longest} tokens and the calls that are timed, not {wanted}")
         if not all(request.prompts):
             raise InputError("a prompt is empty; give it some text, or leave --prompt out")
         self._executors: dict[int, Executor] = {}
@@ -155,10 +155,11 @@ class Workbench:
     def contexts(self) -> tuple[int, ...]:
         """Tokens in the cache of each measurement, as far as the model has room for them."""
         wanted = self.request.contexts or (_SIMULATED_CONTEXTS if self.simulated else _CONTEXTS)
-        return tuple(sorted({min(context, self._longest) for context in wanted}))
+        return tuple(sorted({min(context, self.longest) for context in wanted}))
 
     @property
-    def _longest(self) -> int:
+    def longest(self) -> int:
+        """Tokens behind which there is room for the calls of a measurement."""
         return self.config.max_position_embeddings - _ROOM
 
     # -- What runs it --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from haarkv.validation.layers.chance import Chances, expected, log10_of_so_many,
 from haarkv.validation.layers.parts import Part, Stored, parts_of
 from haarkv.validation.layers.report import Measured, Verdict
 from haarkv.validation.layers.three_way import Errors
-from haarkv.validation.layers.windows import LONG, SHORT
+from haarkv.validation.layers.windows import SLIPS
 
 _LIMIT = math.log10(bounds.CHANCE)
 _Key = tuple[str, int | None, str, str, int]
@@ -128,7 +128,7 @@ class Ledger:
         # Too large tells heads apart; too far off may be the same figure for all of them.
         too_large = [head for head, (gain, _) in enumerate(by_head) if gain > 1]
         guilty = too_large or [head for head, (_, share) in enumerate(by_head) if share > 1]
-        if worst[2] in (SHORT, LONG):  # a slip that is there is there once; of some heads it might be, and not be seen
+        if worst[2] in SLIPS:  # a slip that is there is there once; of some heads it might be, and not be seen
             parts = [self._errors[drive, layer, stage, worst[2], head] for head in range(len(by_head))]
             guilty = [head for head, part in enumerate(parts) if head in guilty or abs(part.gain - 1) <= part.limit]
         return replace(worst[1], head=guilty[0] if len(guilty) == 1 < len(by_head) else None)
@@ -226,7 +226,7 @@ _SUBJECT = {
 def _judge_errors(stage: str, name: str, total: Errors) -> tuple[float, Verdict]:
     """How far the sums are beyond what rounding explains: a share of the bound, and what to say of it."""
     share = total.share if math.isfinite(total.gain) else 0.0  # what is not finite is judged where it is compared
-    if name in (SHORT, LONG):
+    if name in SLIPS:
         words = f"attention is off by {total.gain:.2f} times what {name} changes; rounding explains {total.limit:.1e}"
     else:
         words = f"{_SUBJECT[name]} is {abs(total.gain):.1e} too {'large' if total.gain > 0 else 'small'} on average"

@@ -141,14 +141,14 @@ def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) ->
 def read_as(
     cache: PagedKVCache, layer: int, *, formats: tuple[KVFormat, KVFormat] | None = None,
     fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
-    windows: tuple[Kept | None, Kept | None] | None = None,
+    windows: tuple[Kept | None, Kept | None] | None = None, sliding: int | None = None,
 ) -> PagedKVCache:  # fmt: skip
-    """A layer of a cache for attention to read, K's and V's formats, fields or windows being others."""
+    """A layer of a cache for attention to read, K's and V's formats, fields or windows being others, or the sliding window."""
     formats = formats or (cache.k_format(layer), cache.v_format(layer))
     fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
     shape = cache.shape(layer)
     kept = windows or cache.kept(layer)
-    return PagedKVCache.over(formats, layer, fields, kept, shape.head_dim, shape.window, cache.ring(layer))
+    return PagedKVCache.over(formats, layer, fields, kept, shape.head_dim, sliding or shape.window, cache.ring(layer))
 
 
 def tensors_of(cache: PagedKVCache, layer: int) -> Stored:

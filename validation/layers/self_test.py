@@ -32,7 +32,8 @@ from haarkv.validation.layers.machine_faults import LONGEST, forward_faults, lay
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.slips import larger, slips, steeper
-from haarkv.validation.layers.window_faults import WINDOWED, Parts, merging, window_faults
+from haarkv.validation.layers.two_parts import Parts
+from haarkv.validation.layers.window_faults import WINDOWED, merging, window_faults
 
 __all__ = ["WholeLayers", "first_layers", "self_test", "sensitivity"]
 

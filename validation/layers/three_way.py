@@ -19,7 +19,7 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.chance import student_limit
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.windows import LONG, SHORT, edges
+from haarkv.validation.layers.windows import SLIPS, edges
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def guilty_head(found: dict[str, list[Errors]], ours: Tensor, theirs: Tensor) ->
     total = float((theirs.double() - ours.double()).square().sum())
     if alone and gains[most] ** 2 * of_heads[most].size > total / 4:
         return most
-    for name in (SHORT, LONG):
+    for name in SLIPS:
         there = [head for head, part in enumerate(found.get(name, [])) if abs(part.gain - 1) < 1 / 2]
         if len(there) == 1 and found[name][there[0]].size > total / 4:
             return there[0]

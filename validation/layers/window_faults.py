@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from haarkv.codebooks import haar_rotation
 from haarkv.models.base import DecoderModel
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.kept import Kept
@@ -19,7 +17,8 @@ from haarkv.validation.layers.faults import PACKED, Asked, Attend, Fault, Given,
 from haarkv.validation.layers.machine_faults import cut_off
 from haarkv.validation.layers.parts import Stored, parts_of, put, read_as, take, token_rows
 from haarkv.validation.layers.slips import last_positions
-from haarkv.validation.layers.windows import with_tail
+from haarkv.validation.layers.two_parts import Parts, in_parts
+from haarkv.validation.layers.windows import nowhere, twice, with_tail
 
 WINDOWED = KVSpec("tq4", tail=16, sink=4)
 """A plan for these faults. With prompts of more than 84 tokens the ring starts over."""
@@ -222,46 +221,6 @@ def _seen(at: Layer) -> Iterator[Fault]:
 
 
 # -- Packed tokens and those in BF16 become one softmax ------------------------------------------------------------------
-@dataclass(frozen=True)
-class Parts:
-    """Attention's two parts, packed tokens and those in BF16, before they are merged. Leading axes [B, Hkv, G*Q]; S tokens.
-
-    Attributes:
-        packed, exact: [B, 1, G*Q, S] bool, tokens that are seen packed; in BF16.
-        queries: [B, Hkv, G*Q, D], times the softmax scale.
-        packed_keys, packed_values, exact_keys, exact_values: [B, Hkv, S, D].
-        sinks: [S] bool.
-        future: [B, 1, G*Q, S] bool, tokens after a query.
-        rotation: [D, D], of the layer.
-    """
-
-    packed: Tensor
-    exact: Tensor
-    queries: Tensor
-    packed_keys: Tensor
-    packed_values: Tensor
-    exact_keys: Tensor
-    exact_values: Tensor
-    sinks: Tensor
-    future: Tensor
-    rotation: Tensor
-
-    def scores(self) -> list[Tensor]:
-        """Of each part; of tokens that it does not see -inf."""
-        each = (self.packed, self.packed_keys), (self.exact, self.exact_keys)
-        return [(self.queries @ keys.mT).masked_fill(~seen, -torch.inf) for seen, keys in each]
-
-    def merged(self) -> Tensor:
-        """One softmax over both."""
-        return torch.softmax(torch.cat(self.scores(), -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
-
-    def sums(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each part, against its own maximum: weighted values, and the sum of weights; 0 where it has no token."""
-        weights = [torch.exp(x - x.amax(-1, keepdim=True).nan_to_num(neginf=0.0)) for x in self.scores()]
-        out = [weights[0] @ self.packed_values, weights[1] @ self.exact_values]
-        return out, [w.sum(-1, keepdim=True) for w in weights]
-
-
 Merge = Callable[[Parts], Tensor]
 
 
@@ -269,26 +228,8 @@ def merging(merge: Merge) -> Attend:
     """Attention in two parts, in FP32, merged so; with `Parts.merged` it is right."""
 
     def attend(asked: Asked) -> Tensor:
-        cache, layer, batch = asked.cache, asked.layer, asked.batch
-        windows, shape = cache.kept(layer), cache.shape(layer)
-        if windows[0] is None or windows[1] is None:
-            return asked.again()
-        token, position, valid = reference.pad_queries(batch)
-        heads, group = shape.num_kv_heads, asked.q.shape[1] // shape.num_kv_heads
-        rows = asked.q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        k, v = cache.read(layer, cache.placed(layer, batch).block_table)
-        tokens = torch.arange(k.shape[2])
-        seen = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
-        future, behind = tokens > position.repeat(1, group)[:, None, :, None], tokens >= batch.seq_lens.unsqueeze(1)
-        exact_keys, exact_values = (window.read(batch, len(tokens)) for window in windows if window)
-        parts = Parts(
-            ~seen & ~future, seen & ~future, rows * asked.scale, k, v.masked_fill(behind[:, None, :, None], 0.0), exact_keys,
-            exact_values, tokens < windows[0].sink, future & ~behind[:, None, None],
-            haar_rotation(layer, shape.head_dim).float(),
-        )  # fmt: skip
-        out = merge(parts).view(*k.shape[:2], group, token.shape[1], -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        attended: Tensor = out[valid].to(asked.q.dtype)
-        return attended
+        parts = in_parts(asked.q, asked.cache, asked.layer, asked.batch, asked.scale)
+        return asked.again() if parts is None else parts.ungrouped(merge(parts)).to(asked.q.dtype)
 
     return attend
 
@@ -310,10 +251,8 @@ def _of_others(change: Callable[[Parts], dict[str, Tensor]]) -> Merge:
 
 _MERGES: dict[str, Merge] = {
     "tokens of the window are read packed as well": _of_others(lambda p: {"packed": p.packed | p.exact}),
-    "the oldest token of the window counts twice": _of_others(lambda p: {"packed": p.packed | p.exact & p.packed.roll(1, -1)}),
-    "the token that leaves the window counts nowhere": _of_others(
-        lambda p: {"packed": p.packed & ~(p.exact & ~p.sinks).roll(-1, -1)}
-    ),
+    "the oldest token of the window counts twice": _of_others(twice),
+    "the token that leaves the window counts nowhere": _of_others(nowhere),
     "sinks are read packed as well": _of_others(lambda p: {"packed": p.packed | p.exact & p.sinks}),
     "sinks count nowhere": _of_others(lambda p: {"exact": p.exact & ~(p.sinks & p.packed.any(-1, keepdim=True))}),
     "packed tokens and the window are merged without the maximum": _unmerged,

@@ -1,9 +1,11 @@
 """What attention may read of tokens that lie both packed and in BF16, and how it is made heard that it reads something else.
 
 Each query must read such a token in one of the two. The other is near the right one, and shows little when it is read by
-mistake. So it becomes what every query attends to most, with values that are far off (`without_unread`).
+mistake. So it becomes what every query attends to most, with values that are far off (`without_unread`); so does what lies
+behind a sequence's end.
 
-Where nothing can be replaced, the likeliest slip is a window that ends a token earlier or later. Rounding moves a layer's
+Where nothing can be replaced, the likeliest slip is a window that ends a token earlier or later, or packed tokens that do and
+leave a gap or a token that counts twice. Rounding moves a layer's
 output about as far as that, but in another direction: along the slip's own, an executor with it is off by once what the slip
 changes (`edges`), one without it by what rounding can give.
 """
@@ -11,6 +13,7 @@ changes (`edges`), one without it by what rounding can give.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,10 +24,14 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.parts import Part, Stored, parts_of, read_as
+from haarkv.validation.layers.two_parts import Parts, in_parts
 
 _LONGER, _LONGEST = 64.0, 2.0**15
 """Times which a vector's length is what it was; and the length up to which that is done: an FP16 scale holds 65,504."""
 SHORT, LONG = "a window one token short", "a window one token long"
+TWICE, NOWHERE = "a token both packed and in BF16", "a token that leaves the window unseen"
+SLIDES_SHORT, SLIDES_LONG = "a sliding window one token short", "a sliding window one token long"
+SLIPS = (SHORT, LONG, TWICE, NOWHERE, SLIDES_SHORT, SLIDES_LONG)
 
 
 def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch, lengths: Tensor, q: Tensor) -> Stored:
@@ -39,28 +46,30 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
         lengths: [B], tokens of each sequence that are stored.
         q: [T, Hq, D], the queries, not rotated.
     Returns:
-        packed tokens that all queries see in BF16, and those in BF16 that none sees there, replaced.
+        packed tokens that all queries see in BF16, those in BF16 that none sees there, and the rest of each last block,
+        replaced.
     """
     windows = dict(zip("kv", cache.kept(layer), strict=True))
-    if not any(windows.values()):
-        return stored
     changed = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in stored.items()}
     starts, placed = batch.query_start_loc.long(), cache.placed(layer, batch)
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
         toward, token = _toward(q[queries].float(), cache.shape(layer).num_kv_heads), torch.arange(length)
         for part in parts_of(cache, layer):
-            window = windows[part.side]
+            window, of = windows[part.side], toward if part.side == "k" else None
+            if part.packed and (behind := _behind(cache, layer, part, placed, row)) is not None:
+                _drown(part, changed[part.name], behind[:2], behind[2], of)
             if window is None or part.name.startswith("sink"):
                 continue
             unread = _unread(window, batch.positions[queries], token, packed=part.packed)
             if part.packed:
+                if (ring := cache.ring(layer)) is not None:  # where older tokens lay, newer ones do
+                    unread &= token >= int(placed.seq_lens[row]) - ring * cache.block_size
                 unit, offset = placed.block_table[row, token // cache.block_size].long(), token % cache.block_size
             else:
                 unread &= token >= length - window.ring
                 unit, offset = batch.rows[row].expand(length), token % max(window.ring, 1)
             if unread.any():
-                of = toward if part.side == "k" else None
                 _drown(part, changed[part.name], (unit[unread], offset[unread]), token[unread], of)
     return changed
 
@@ -74,6 +83,16 @@ def _unread(window: Kept, queries: Tensor, token: Tensor, packed: bool) -> Tenso
     by_first = torch.cat([window.seen(queries[:1], len(token))[0, :older], by_itself])
     by_last = window.seen(queries[-1:], len(token))[0]
     return by_first & by_last if packed else ~by_first & ~by_last
+
+
+def _behind(cache: PagedKVCache, layer: int, part: Part, placed: Batch, row: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Units, offsets and positions that a sequence's last block has room for behind its last token; None where there are none,
+    or where older tokens or several at once lie there."""
+    length, size = int(placed.seq_lens[row]), cache.block_size
+    token = torch.arange(length, -(-length // size) * size)
+    if not len(token) or cache.ring(layer) is not None or part.kv_format.group_tokens > 1:
+        return None
+    return placed.block_table[row, token // size].long(), token % size, token
 
 
 def _toward(q: Tensor, kv_heads: int) -> Tensor:
@@ -93,7 +112,7 @@ def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], pos
     if toward is None:
         far = opposite
     else:
-        far = part.kv_format.as_stored(torch.where(length == 0, 1.0, longer * length) * toward, part.layer, positions)
+        far = part.kv_format.as_stored(torch.where(length == 0, _LONGER, longer * length) * toward, part.layer, positions)
     for name, tensor in by_token(part.kv_format.quantize(far, part.layer)).items():
         fields[name][unit, :, offset] = tensor
 
@@ -106,15 +125,44 @@ def with_tail(window: Kept, tail: int) -> Kept:
     return changed
 
 
+def twice(parts: Parts) -> dict[str, Tensor]:
+    """What of `Parts` is another where packed tokens end one too late: the oldest in BF16 counts twice."""
+    return {"packed": parts.packed | parts.oldest}
+
+
+def nowhere(parts: Parts) -> dict[str, Tensor]:
+    """The same where they end one too early: the token that has just left the tail is not seen."""
+    return {"packed": parts.packed & ~parts.oldest.roll(-1, -1)}
+
+
 def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
-    """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty without a tail."""
-    windows = cache.kept(layer)
-    if not any(window and window.ring for window in windows):
+    """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty where no window ends."""
+    windows, sliding = cache.kept(layer), cache.shape(layer).window
+    has_tail = any(window and window.ring for window in windows)
+    slides = sliding is not None and bool((batch.positions >= sliding).any())
+    if not has_tail and not slides:
         return {}
 
-    def attended(by: int) -> Tensor:
+    def attended(by: int = 0, of_sliding: int = 0) -> Tensor:
         k, v = (with_tail(window, window.tail + by) if window and window.ring else window for window in windows)
-        return ops.paged_attention(q.float(), read_as(cache, layer, windows=(k, v)), layer, batch, scale)
+        read = read_as(cache, layer, windows=(k, v), sliding=sliding and sliding + of_sliding)
+        return ops.paged_attention(q.float(), read, layer, batch, scale)
 
-    right = attended(0)
-    return {SHORT: attended(-1) - right, LONG: attended(1) - right}
+    right = attended()
+    found = {SHORT: attended(-1) - right, LONG: attended(1) - right} if has_tail else {}
+    if slides:
+        found |= {SLIDES_SHORT: attended(of_sliding=-1) - right, SLIDES_LONG: attended(of_sliding=1) - right}
+    return found | (_gaps(q, cache, layer, batch, scale) if has_tail and _alike(*windows) else {})
+
+
+def _gaps(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
+    """The slips of packed tokens alone, which end too late or too early for those in BF16."""
+    parts = in_parts(q, cache, layer, batch, scale)
+    assert parts is not None
+    right = parts.merged()
+    wrong = {TWICE: twice(parts), NOWHERE: nowhere(parts)}
+    return {name: parts.ungrouped(replace(parts, **change).merged() - right) for name, change in wrong.items()}
+
+
+def _alike(k: Kept | None, v: Kept | None) -> bool:
+    return k is not None and v is not None and (k.tail, k.sink, k.group) == (v.tail, v.sink, v.group)

@@ -8,15 +8,20 @@ import torch
 from npu_layers import LAYER, layer_call, worst_token
 from npu_learned import learned_spec
 from npu_programs import needs_pypto
-from planted_programs import FAULTS, STALE, Planted
+from planted_programs import FAULTS, IN_STEPS, NOT_SHRUNK, STALE, Planted, PlantedSteps
 from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
+from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.validation import bounds
 from haarkv.validation.bounds import NPU_LAYER_ADDED
+from haarkv.validation.bringup.rungs import long_decode
+from haarkv.validation.bringup.workbench import Request, Workbench
 
 pytestmark = needs_pypto
 CONFIG = resized(SMALL, hidden_size=128, intermediate_size=128, num_layers=2)
@@ -24,6 +29,7 @@ CLEAR = 10
 """A fault must exceed the bound by this factor."""
 # In decode a second step of keys and a short sequence; in prefill a second sequence, whose blocks are others.
 CASES = {"decode": ([1, 1, 1], [299, 17, 130]), "prefill": ([20, 9], [250, 3])}
+TWO_STEPS = {"decode": ([1, 1], [511, 17]), "prefill": ([20, 9], [480, 3])}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,38 @@ def test_a_fault_in_attention_is_far_beyond_the_bound(kind, kv, model):
         error = error_of(MAKE[kind], CASES[kind], kv, model, plant)
         print(f"{name}: {error:.1e}")
         assert error > CLEAR * NPU_LAYER_ADDED, name
+
+
+@pytest.mark.parametrize("name", IN_STEPS)
+@pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.npu_long)])
+def test_a_fault_in_a_step_of_attention_is_far_beyond_the_bound(kind, name, model):
+    honest, faulty = IN_STEPS[name]
+    # A maximum that grows in the second step takes one as long as the first.
+    case = TWO_STEPS[kind] if name == NOT_SHRUNK else CASES[kind]
+    error = error_of(MAKE[kind], case, "tq4", model, partial(PlantedSteps.of, honest=honest, faulty=faulty))
+    print(f"{name}: {error:.1e}")
+    assert error > CLEAR * NPU_LAYER_ADDED
+
+
+BEHIND = {name: (PlantedSteps, *fault) for name, fault in IN_STEPS.items()} | {
+    name: (Planted, *fault) for name, fault in FAULTS.items() if "sequence" not in name
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == NOT_SHRUNK else pytest.mark.npu_long) for n in BEHIND])
+def test_a_bring_up_finds_it_in_a_decode_over_two_steps(name, monkeypatch):
+    """With `tiny`, its steps of 2,048 keys, and the bounds of `tq validate`."""
+    plant, honest, faulty = BEHIND[name]
+    call = SimRunner.call
+
+    def spoiled(self, program, tensors):
+        wrong = plant.of(program, honest, faulty) if isinstance(program, LayerProgram) else program
+        call(self, wrong, tensors)
+
+    monkeypatch.setattr(bounds, "MOST_CONFIRMED", 0)
+    monkeypatch.setattr(SimRunner, "call", spoiled)
+    found = long_decode(Workbench(Request("npu", "sim", "tiny"), lambda _: None))
+    assert (found.passed, found.where) == (False, "tq4, layer 0, attention_mlp"), found.said
 
 
 # The same fault in a second step of 256 keys is planted above.

@@ -72,6 +72,30 @@ def _flat(path):
     return parts
 
 
+def scopes(sources):
+    """Loops whose tasks a program's control flow launches, in the text's order, and `|` where all before must have ended."""
+    (control,) = (text for path, text in sources.items() if path.startswith("kernel_aicpu/controlFlow"))
+    found = re.findall(r"#name: TENSOR_(\w+?)_Unroll\w*_root\b|(RUNTIME_FUNCKEY_LOOP_BARRIER)", control)
+    return ["|" if barrier else scope for scope, barrier in found]
+
+
+def waits(sources):
+    """Whether attention begins when all has ended that stores what it reads."""
+    launched = scopes(sources)
+    stored = max(at for at, scope in enumerate(launched) if scope in ("APPEND", "KEEP", "ROTATE"))
+    return "|" in launched[stored : launched.index("KEYS")]
+
+
+@pytest.mark.parametrize("program", ["decode", "prefill"])
+def test_attention_waits_for_the_rows_that_its_tokens_store(emitted, program):
+    """Without the barrier PyPTO's tables remember one writer of many; what a device then reads is chance."""
+    sources = emitted[program]
+    assert scopes(sources)[:4] == ["QKV", "QUANTIZE", "APPEND", "ROTATE"]
+    assert waits(sources)
+    without = {path: re.sub(r".*LOOP_BARRIER.*\n", "", text) for path, text in sources.items()}
+    assert not waits(without)
+
+
 # -- Planted ----------------------------------------------------------------------------------------------------------------
 def test_a_where_of_strided_views_is_found(emitted_strided_where):
     """The fault that once wrote 919 of 2,048 code bytes wrong: right in the interpreter, named here with its line."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 from haarkv.tq_ops.errors import InputError
 
@@ -34,7 +36,7 @@ def compile_flags(source: str) -> str:
     return " ".join(words)
 
 
-def build_files(programs: dict[str, dict[str, str]]) -> dict[str, str]:
+def build_files(programs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """The Makefile and the page for a folder of emitted sources.
 
     Args:
@@ -55,7 +57,18 @@ def build_files(programs: dict[str, dict[str, str]]) -> dict[str, str]:
     return {"Makefile": _MAKEFILE.format(flags=lines), "README.md": _PAGE.format(programs=_listing(programs))}
 
 
-def _listing(programs: dict[str, dict[str, str]]) -> str:
+def written(folder: Path, programs: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the sources of some programs into an empty folder, with the Makefile and the page; arguments and errors as
+    `build_files`."""
+    files = build_files(programs)
+    for name, sources in programs.items():
+        files.update({f"{name}/{path}": text for path, text in sources.items()})
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+
+
+def _listing(programs: Mapping[str, Mapping[str, str]]) -> str:
     counts = {name: sum(path.startswith(KERNELS) for path in sources) for name, sources in programs.items()}
     return "\n".join(f"- `{name}/`: {count} kernel functions" for name, count in counts.items())
 

@@ -101,11 +101,11 @@ def _options(mode: Mode) -> dict[str, dict[str, Any]]:
         return {"runtime_options": _SIM}
     if mode is Mode.COMPILE:
         return {"runtime_options": _SIM, "host_options": {"compile_stage": stage.CODEGEN_INSTRUCTION}}
-    verify = {"enable_pass_verify": True, "pass_verify_save_tensor": True, "pass_verify_error_tol": _LOOSE}
+    # What there is a golden for is dumped all the same. All tensors are 5,700 files, 140 MB, in a prefill of SmolLM2's layer.
+    verify = {"enable_pass_verify": True, "pass_verify_save_tensor": False, "pass_verify_error_tol": _LOOSE}
     if mode is Mode.NUMBERS:
         verify["pass_verify_pass_filter"] = []
         return {"runtime_options": _SIM, "verify_options": verify, "host_options": {"compile_stage": stage.TENSOR_GRAPH}}
-    verify["pass_verify_save_tensor"] = False
     return {"runtime_options": _SIM, "verify_options": verify}
 
 

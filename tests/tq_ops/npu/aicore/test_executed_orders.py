@@ -6,11 +6,14 @@ from collections import Counter
 import pytest
 import torch
 from aicore.emission import Recorder, emit
-from npu_layers import layer_call, worst_token
+from npu_layers import LAYER, layer_call, worst_token
 from planted_programs import unordered
 from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu.kept import kept_shape
+from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 
 pytestmark = [pytest.mark.npu, pytest.mark.aicore]
@@ -19,14 +22,20 @@ ORDERS = 200
 FEW = 20
 
 
-@pytest.fixture(scope="module")
-def call():
+CACHES = {"packed": KVSpec("tq4"), "with a ring and sinks": KVSpec("tq4", tail=8, sink=3)}
+
+
+@pytest.fixture(scope="module", params=CACHES)
+def call(request):
     """Three sequences, one of them with a second step of keys: a small layer and short steps, quick to run many times."""
+    spec = CACHES[request.param]
     model = small_model(
         resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1), dtype=torch.bfloat16
     )
-    program = programs.decode_program(model.config, step_tokens=128)
-    return program, layer_call(program, [1, 1, 1], [130, 60, 5], model=model)
+    plan = spec.plan(model.config.num_layers)
+    sides, kept = sides_of(plan, LAYER), kept_shape(plan, LAYER)
+    program = programs.decode_program(model.config, *sides, kept, step_tokens=128)
+    return program, layer_call(program, [1, 1, 1], [130, 60, 5], model=model, spec=spec)
 
 
 def run_orders(program, case, toolchain, count):
