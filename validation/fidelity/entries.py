@@ -70,7 +70,7 @@ _OTHERS = {
     "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0, turned": "q4_0_rot", "tq3_0": "tq3_0",
     "tbq4_0": "tbq4_0", "FP8": "fp8_e4m3", "KIVI 4, groups of 64": "kivi4_g64", "KIVI 2, groups of 64": "kivi2_g64",
     "KVarN k4v4": "kvarn4", "KVarN k4v2": "k=kvarn4,v=kvarn2", "KVarN k2v2": "kvarn2", "OSCAR": "oscar2",
-    "ManthanQuant": "manthan3",
+    "ManthanQuant": "manthan3", "vLLM TurboQuant 4bit_nc": "vllm_nc4", "vLLM TurboQuant k8v4": "k=fp8_e4m3,v=vllm_nc4",
 }  # fmt: skip
 ENTRIES = (
     *(Entry(label, kv, OURS) for label, kv in _OURS.items()),

@@ -166,6 +166,7 @@ _FAMILIES = {
     "OSCAR": ("#8e44ad", "^", "OSCAR"),
     "KIVI": ("#c77700", "v", "KIVI"),
     "llama.cpp": ("#b3261e", "x", "llama.cpp"),
+    "vLLM": ("#0e7490", "P", "vLLM TurboQuant"),
     "": ("#6b7280", "+", "other"),
 }
 _LINES = ("by layer", "learned", "tq")
