@@ -7,7 +7,7 @@ on the model as it is; ours on the balanced one, as they generate.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -105,6 +105,11 @@ class Side(Session):
         return new_cache(
             self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device, chunk=CHUNK
         )
+
+
+def in_larger_chunks(session: Session) -> Side:
+    """The same session as a `Side`."""
+    return Side(**{field.name: getattr(session, field.name) for field in fields(session) if not field.name.startswith("_")})
 
 
 # -- Groups that are full when they come -------------------------------------------------------------------------------------

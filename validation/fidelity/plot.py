@@ -239,4 +239,4 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.margins(0.1)
-    axes.legend(frameon=False, loc="lower left", fontsize=8)
+    axes.legend(frameon=False, loc="best", fontsize=8)
