@@ -31,7 +31,7 @@ def test_each_format_is_one_of_those_or_the_kernels_of_the_cpu_read_it():
     """But for the published one, which the NPU's programs read."""
     assert RIVALS == [
         "manthan3", "tq3_0", "tbq4_0", "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128", "kvarn2",
-        "kvarn3", "kvarn4", "q4_0", "q4_0_rot", "q8_0", "fp8_e4m3",
+        "kvarn3", "kvarn4", "q4_0", "q4_0_rot", "q8_0", "fp8_e4m3", "vllm_nc4",
     ]  # fmt: skip
     assert set(formats.names()) == {*RIVALS, *readable(READS), "tq4_seed"}
     assert not {*RIVALS, "tq4_seed"} & {*readable(READS)}

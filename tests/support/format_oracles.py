@@ -280,6 +280,28 @@ def decode_kvarn(data, bits, side, head_dim):
     return np.array([hadamard(list(token), head_dim) for token in (tokens.T if side == "k" else tokens)], np.float32)
 
 
+# -- vLLM's turboquant_4bit_nc --------------------------------------------------------------------------------------------
+def encode_vllm_nc4(x, side, boundaries):
+    """Boundaries: 15 numbers between K's levels."""
+    if side == "v":
+        low = min(x)
+        scale = max(f32(f32(max(x) - low) / f32(15)), f32(1e-8))
+        levels = [min(15, max(0, int(f32(f32(f32(v - low) / scale) + f32(0.5))))) for v in x]
+        return bit_string(levels, 4) + np.float16(scale).tobytes() + np.float16(low).tobytes()
+    norm = f32(math.sqrt(add_up([f32(v * v) for v in x])))
+    turned = hadamard([f32(v * inverse(norm)) for v in x], len(x))
+    return bit_string([sum(f32(b) <= y for b in boundaries) for y in turned], 4) + np.float16(norm).tobytes()
+
+
+def decode_vllm_nc4(data, head_dim, side, centroids):
+    levels, numbers = levels_of(data, 4, head_dim), np.frombuffer(data[head_dim // 2 :], "<f2").astype(np.float32)
+    if side == "v":
+        return np.array([f32(f32(f32(level) * numbers[0]) + numbers[1]) for level in levels], np.float32)
+    c = [f32(centroids[level]) for level in levels]
+    length = f32(math.sqrt(add_up([f32(v * v) for v in c])))
+    return np.array([f32(v * numbers[0]) for v in hadamard([f32(v / length) for v in c], head_dim)], np.float32)
+
+
 # -- fp8_e4m3 --------------------------------------------------------------------------------------------------------------
 def e4m3_number(code):
     exponent, mantissa = (code >> 3) & 15, code & 7
@@ -346,7 +368,7 @@ def encode_tq_levels(levels, bits):
     return out
 
 
-SIDED = ("kivi", "kvarn", "q4_0_rot")
+SIDED = ("kivi", "kvarn", "q4_0_rot", "vllm")
 """Formats whose K and V differ."""
 ENCODERS = {
     name[7:]: encoder

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from haarkv.engine.plans import plan_for
 from haarkv.executors.npu import NpuExecutor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.fidelity.evaluation import Setup, make_workload
+from haarkv.validation.fidelity.evaluation import Setup, evaluate, make_workload
 from haarkv.validation.planning import auto, remembered
 from haarkv.validation.planning.calibrate import load_subject
-from haarkv.validation.planning.candidates import bits_per_value
-from haarkv.validation.planning.common_text import common_text
-from haarkv.validation.planning.estimates import Probes, Whole
+from haarkv.validation.planning.candidates import bits_per_value, cache_of
+from haarkv.validation.planning.common_text import common_text, prose
+from haarkv.validation.planning.estimates import Judge, Probes, Whole
 from haarkv.validation.planning.own_text import SEQUENCES, start_token, write
 from haarkv.validation.planning.planner import measure
 from tq.cli import main
@@ -42,7 +44,8 @@ def chosen(subject):
 def test_progress_counts_the_layers_that_tokens_go_through(chosen):
     """All but the caches that were not needed; a probe of the last layer is a sixth of one of the first."""
     judged = 6 * auto.JUDGED_BY
-    assert auto.steps("tiny") - sum(TOLD) in range(0, 7 * judged, judged)
+    left_out = auto.steps("tiny") - sum(TOLD)
+    assert left_out in range(0, 2 * auto._TRIED_AT_MOST * judged, judged)  # toys cut the prose into enough tokens
     probes = [tokens for tokens in TOLD if tokens in {auto.PROBED_BY * layers for layers in range(1, 7)}]
     assert probes == [auto.PROBED_BY * layers for layers in (6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1)]
 
@@ -147,11 +150,50 @@ def text(subject):
 
 def test_a_loss_is_estimated_as_it_is_measured(subject, text):
     base = subject.session(KVSpec("bf16", 124, 4))
-    whole = Whole(subject.model, base, text[:-1], first=128, every=1)
+    whole = Whole(subject.model, base, text, first=128, every=1)
+    setup, work = Setup(subject.model, base, {}, ""), make_workload(text.tolist(), 2048, window=len(text) - 1, prompts=0)
     for kv in ("tq2", "tq4"):
         plan = plan_for(KVSpec(kv, 124, 4), subject.config)
-        assert whole.kl(plan) == pytest.approx(whole.row(kv, plan, text).kl_mean, rel=0.25), kv
+        row = whole.row(kv, plan)
+        assert whole.kl(plan) == pytest.approx(row.kl_mean, rel=0.25), kv
+        # Before the first position that counts nothing is lost.
+        (all_of_it,) = evaluate(replace(setup, caches={kv: cache_of(base, plan)}), work)
+        assert row.kl_mean * (len(text) - 1 - 128) == pytest.approx(all_of_it.kl_mean * (len(text) - 1), rel=1e-3), kv
+        assert (row.kv, row.bits_per_value) == (kv, all_of_it.bits_per_value)
     assert whole.kl(base.plan) == 0
+
+
+class Text:
+    """A text on which each cache loses what a table says."""
+
+    tokens = 10
+
+    def __init__(self, **losses):
+        self.losses, self.asked = losses, []
+
+    def kl(self, plan):
+        self.asked.append(plan)
+        return self.losses[plan]
+
+    def row(self, name, plan):
+        return SimpleNamespace(kv=name, kl_mean=self.losses[plan])
+
+
+def test_the_worst_text_judges_and_one_that_loses_far_less_is_not_asked_again():
+    texts, told = {"far": Text(a=0.7), "near": Text(a=0.9, b=0.5), "worst": Text(a=1.0, b=0.4)}, []
+    judge = Judge(texts, 0.8, lambda what, tokens: told.append((what, tokens)), layers=3)
+    assert judge.estimate("a") == 1.0
+    assert judge.estimate("b", "tail 60") == 0.5
+    assert [text.asked for text in texts.values()] == [["a"], ["a", "b"], ["a", "b"]]
+    assert told == [("auto on far", 30), ("auto on near", 30), ("auto on worst", 30), ("tail 60 on near", 30),
+                    ("tail 60 on worst", 30)]  # fmt: skip
+    assert (judge.measure("b").kv, judge.measure("b").kl_mean) == ("near", 0.5)
+
+
+def test_the_prose_is_no_part_of_the_reference(subject):
+    ids = prose(subject.tokenizer)
+    assert len(ids) > auto.JUDGED_FROM + 500
+    assert subject.tokenizer.decode(ids[:40])[:30] not in subject.tokenizer.decode(common_text(subject.tokenizer, 10**6))
 
 
 def test_a_probe_costs_what_it_costs_when_all_layers_run(subject, text):

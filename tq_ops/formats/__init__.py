@@ -28,6 +28,7 @@ from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.formats.plain import FP8E4M3, ByStretches, Plain
 from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
+from haarkv.tq_ops.formats.vllm import EvenValues, NormCorrectedKeys
 
 Side = Literal["k", "v"]
 
@@ -48,6 +49,7 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     (RotatedBlockQ4(whole=True), RotatedBlockQ4(whole=False)),
     BlockQ8(),
     FP8E4M3(),
+    (NormCorrectedKeys(), EvenValues()),
     Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
     Plain("fp32", torch.float32, "exact, for checking fp32 runs"),
 )

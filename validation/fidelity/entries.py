@@ -7,7 +7,7 @@ on the model as it is; ours on the balanced one, as they generate.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ _OTHERS = {
     "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0, turned": "q4_0_rot", "tq3_0": "tq3_0",
     "tbq4_0": "tbq4_0", "FP8": "fp8_e4m3", "KIVI 4, groups of 64": "kivi4_g64", "KIVI 2, groups of 64": "kivi2_g64",
     "KVarN k4v4": "kvarn4", "KVarN k4v2": "k=kvarn4,v=kvarn2", "KVarN k2v2": "kvarn2", "OSCAR": "oscar2",
-    "ManthanQuant": "manthan3",
+    "ManthanQuant": "manthan3", "vLLM TurboQuant 4bit_nc": "vllm_nc4", "vLLM TurboQuant k8v4": "k=fp8_e4m3,v=vllm_nc4",
 }  # fmt: skip
 ENTRIES = (
     *(Entry(label, kv, OURS) for label, kv in _OURS.items()),
@@ -105,6 +105,11 @@ class Side(Session):
         return new_cache(
             self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device, chunk=CHUNK
         )
+
+
+def in_larger_chunks(session: Session) -> Side:
+    """The same session as a `Side`."""
+    return Side(**{field.name: getattr(session, field.name) for field in fields(session) if not field.name.startswith("_")})
 
 
 # -- Groups that are full when they come -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from haarkv.tq_ops.errors import InputError
@@ -118,7 +119,7 @@ def _ticks(axes: Axes, bf16: float, least: float) -> None:
 
 
 def _write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
-    """Write names beside points, where each covers no other name and no point as far as there is such a place.
+    """Write names beside points, where each covers no other name, no point and no line as far as there is such a place.
 
     Args:
         points: x, y, name and color of each; the first have the first choice of a place.
@@ -131,7 +132,7 @@ def _write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fo
     places = [axes.transData.transform(point[:2]) for point in points]
     marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
     legend = axes.get_legend()
-    taken = [*marks, legend.get_window_extent()] if legend else list(marks)
+    taken = [*marks, *_along_lines(axes), *([legend.get_window_extent()] if legend else [])]
     for (left, height, name, color), mark in zip(points, marks, strict=True):
         label = axes.annotate(
             name, (left, height), xytext=(0, 0), textcoords="offset points", va="center", fontsize=fontsize, color=color,
@@ -147,6 +148,21 @@ def _write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fo
         x, y, side = min(_PLACES, key=covered)  # of equals the first
         label.set(position=(x, y), ha=side)
         taken.append(label.get_window_extent())
+
+
+def _along_lines(axes: Axes) -> list[Bbox]:
+    """Small boxes along every line that joins points."""
+    from matplotlib.transforms import Bbox
+
+    boxes = []
+    for line in (line for line in axes.lines if line.get_linestyle() == "-"):
+        corners = axes.transData.transform(line.get_xydata())
+        for (x, y), (to_x, to_y) in pairwise(corners.tolist()):
+            steps = max(1, round(max(abs(to_x - x), abs(to_y - y)) / 4))
+            boxes += [
+                Bbox.from_bounds(x + (to_x - x) * i / steps - 2, y + (to_y - y) * i / steps - 2, 4, 4) for i in range(steps)
+            ]
+    return boxes
 
 
 def _overlap(a: Bbox, b: Bbox) -> float:
@@ -166,6 +182,7 @@ _FAMILIES = {
     "OSCAR": ("#8e44ad", "^", "OSCAR"),
     "KIVI": ("#c77700", "v", "KIVI"),
     "llama.cpp": ("#b3261e", "x", "llama.cpp"),
+    "vLLM": ("#0e7490", "P", "vLLM TurboQuant"),
     "": ("#6b7280", "+", "other"),
 }
 _LINES = ("by layer", "learned", "tq")
@@ -238,4 +255,4 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.margins(0.1)
-    axes.legend(frameon=False, loc="lower left", fontsize=8)
+    axes.legend(frameon=False, loc="best", fontsize=8)

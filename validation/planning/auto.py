@@ -1,14 +1,16 @@
 """The smallest cache whose loss on a model stays under a bound: `--kv auto`, layer by layer, K apart from V.
 
-    text         of every Python (`common_text`)
-    coordinates  of the model's keys, learned from two thirds of that text
+    texts        Python's reference, and prose that was written for this (`common_text`)
+    coordinates  of the model's keys, learned from the first part of the reference
     costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats are
                  taken to lose as many times more or less as their levels leave of a Gaussian. Layers with a sliding window
                  lose the same in any longer text, the others lose more: where a model has both, each kind is probed as a
                  whole, on a longer text, and takes one format for K and one for V.
     choice       the fewest bytes whose costs add up to no more than the bound
-    judgement    the whole cache on the rest of the text, beside the model's own bf16 cache. Costs do not quite add up, so
-                 what is allowed is raised or lowered by what was found, a few times over.
+    judgement    the whole cache on the next part of the reference and on the prose, beside the model's own bf16 cache; the
+                 worse of the two counts, and of each the tokens with 1,024 or more before them: a longer text loses as much,
+                 its beginning less. Costs do not quite add up, so what is allowed is raised or lowered by what was found, a
+                 few times over.
 
 Probes and all caches but those that may be taken are estimated (`estimates`): the head is not run for them. The cache that is
 taken was under the bound by all of its logits.
@@ -44,11 +46,12 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import misfit
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.validation.fidelity.entries import in_larger_chunks
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
 from haarkv.validation.planning.calibrate import Subject, load_subject
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
-from haarkv.validation.planning.common_text import common_text
-from haarkv.validation.planning.estimates import Probes, Whole
+from haarkv.validation.planning.common_text import common_text, prose
+from haarkv.validation.planning.estimates import Judge, Probes, Whole
 from haarkv.validation.planning.planner import choose as choose_within
 
 LOSS = 0.002
@@ -62,13 +65,21 @@ Names = Mapping[Side, tuple[str, ...]]
 TAILS = (TAIL, 92, 60)
 """Tails that are tried where layers have a sliding window."""
 LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 1024, 4096
-"""Tokens; sizes are those of a sequence of `CONTEXT` tokens."""
+"""Tokens; each text is judged by so many at most. Sizes are those of a sequence of `CONTEXT` tokens."""
+JUDGED_FROM = 1024
+"""Tokens with fewer before them do not count where a cache is judged: much of what they see is in BF16."""
 WINDOW = 1024
+TEXTS = ("Python's reference", "prose")
+"""That judge."""
 _EVERY = 2
 """One position of so many is looked at where a loss is estimated."""
+_ADDS_UP = 0.6
+"""What places' costs add up to, as a share of what the whole cache loses: where the search begins."""
 _TRIED_AT_MOST = 6
-_NEAR = 0.8
-"""A loss of so much of the bound is not spent any further."""
+_NEAR, _ENOUGH = 0.8, 0.92
+"""After a loss of so much of the bound one more cache is tried, and none."""
+_WORSE = 0.8
+"""A text on which a cache loses less than so much of what it loses on the worst is not asked again."""
 _BUDGETS = 0.02
 """Bits a value from one budget to the next."""
 
@@ -82,8 +93,8 @@ class Chosen:
         config: of the model.
         file: the same as a calibration file keeps it.
         costs: what each format was taken to cost at each place, in nats a token.
-        rows: of every cache that was judged, one after the other.
-        row: of the chosen one.
+        rows: of every cache that was judged, one after the other, each of the text that it loses most on.
+        row: of the chosen one, named by that text.
         loss: the bound.
         seconds: of learning, of probing and of judging.
     """
@@ -100,11 +111,10 @@ class Chosen:
     def __str__(self) -> str:
         plan = plan_for(self.spec, self.config)
         context = min(CONTEXT, self.config.max_position_embeddings)
-        judged = min(JUDGED_BY, self.config.max_position_embeddings)
         learned, probed, judging = self.seconds
         return (
             f"--kv auto takes {bits_per_value(plan, self.config, context):.2f} bits a value at {context:,} tokens "
-            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g} on {judged:,} tokens of Python's reference, under "
+            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g} on the worst of {len(TEXTS)} texts, {self.row.kv}, under "
             f"{self.loss:g} ({learned:.0f} s to learn, {probed:.0f} to probe, {judging:.0f} to judge)"
         )
 
@@ -140,18 +150,28 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
     file = subject.file_of(subject.learn(windows, (), on_step=on_step), {})
     times.append(time.monotonic())
-    rest = ids[LEARNED_FROM:][: context + 1]
-    base = subject.session(KVSpec("bf16", min(TAIL, context), SINKS))
-    costs = costs_of(_probed(subject, base, rest[:-1], file.calibration, on_step), file.calibration, names)
+    base = in_larger_chunks(subject.session(KVSpec("bf16", min(TAIL, context), SINKS)))
+    most = min(JUDGED_BY, context) + 1
+    reference, other = ids[LEARNED_FROM:][:most], torch.tensor(prose(subject.tokenizer)[:most])
+    probed = _probed(subject, base, reference[:-1], file.calibration, on_step)
+    costs = costs_of(probed, file.calibration, names)
     times.append(time.monotonic())
-    rows = list(_judged(subject, base, costs, file.calibration, rest, loss, on_step))
+    first = min(JUDGED_FROM, context // 2)
+    wholes = {
+        name: Whole(subject.model, base, text, first, _EVERY) for name, text in zip(TEXTS, (reference, other), strict=True)
+    }
+    on_step("bf16", config.num_layers * sum(text.tokens for text in wholes.values()))
+    judge = Judge(wholes, _WORSE, on_step, config.num_layers)
+    found = list(_judged(config, base.plan, costs, file.calibration, judge, loss))
     times.append(time.monotonic())
-    spec, row = min(((spec, row) for spec, row in rows if row.kl_mean <= loss), key=lambda found: found[1].bits_per_value)
+
+    def size(held: tuple[KVPlan, FidelityRow]) -> float:
+        return bits_per_value(held[0], config, min(CONTEXT, context))
+
+    plan, row = min(((plan, row) for plan, row in found if row.kl_mean <= loss), key=size)
+    spec = replace(spec_of(plan, file.calibration), made_for=file.shape, weights=file.fingerprint)
     learned, probing, judging = (b - a for a, b in pairwise(times))
-    return Chosen(
-        replace(spec, made_for=file.shape, weights=file.fingerprint), config, file, costs, tuple(row for _, row in rows), row,
-        loss, (learned, probing, judging),
-    )  # fmt: skip
+    return Chosen(spec, config, file, costs, tuple(row for _, row in found), row, loss, (learned, probing, judging))
 
 
 def require_loss(loss: float) -> float:
@@ -186,7 +206,7 @@ def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Ca
             costs[place] = {name: probes.cost(place, name, calibration)}
             on_step(f"{name} for {place[1].upper()} of layer {place[0]}", PROBED_BY * (base.config.num_layers - place[0]))
         return costs
-    whole = Whole(subject.model, base, text[:KINDS_PROBED_BY], TAIL + SINKS, _EVERY)
+    whole = Whole(subject.model, base, text[: KINDS_PROBED_BY + 1], TAIL + SINKS, _EVERY)
     found: dict[Place, dict[str, float]] = {}
     for group in alike:
         plan, name = base.plan, PROBES[group[0][1]]
@@ -219,41 +239,35 @@ def _left(name: str, place: Place, calibration: Calibration) -> float:
 
 
 def _judged(
-    subject: Subject, base: Session, costs: Costs, calibration: Calibration, text: torch.Tensor, loss: float, on_step: OnStep
-) -> Iterator[tuple[KVSpec, FidelityRow]]:
-    """Caches nearer and nearer to the bound, the last of them under it, each as it was measured."""
-    whole = Whole(subject.model, base, text[:-1], TAIL + SINKS, _EVERY)
-    judged = JUDGED_BY * base.config.num_layers
-    on_step("bf16", judged)
-    tails = {base.plan.recent or 0: 1.0}
-    allowed, trust, held, near, seen = loss, 1.0, False, False, list[KVPlan]()
+    config: ModelConfig, base: KVPlan, costs: Costs, calibration: Calibration, judge: Judge, loss: float
+) -> Iterator[tuple[KVPlan, FidelityRow]]:
+    """Caches nearer and nearer to the bound, those that seem to hold as they were measured; at least one holds."""
+    tails = {base.recent or 0: 1.0}
+    allowed, trust, held, near, seen = loss * _ADDS_UP, 1.0, False, False, list[KVPlan]()
     for _ in range(_TRIED_AT_MOST):
-        plan = smallest(costs, subject.config, allowed, calibration, tails)
+        plan = smallest(costs, config, allowed, calibration, tails)
         if plan in seen:
             break
         seen.append(plan)
-        found, predicted = whole.kl(plan) * trust, _predicted(costs, plan) * tails.get(plan.recent or 0, 1.0)
-        on_step("auto", judged)
+        found, predicted = judge.estimate(plan) * trust, _predicted(costs, plan) * tails.get(plan.recent or 0, 1.0)
         if found <= loss or len(seen) == _TRIED_AT_MOST:
-            row = whole.row("auto", plan, text)
-            yield spec_of(plan, calibration), row
+            row = judge.measure(plan)
+            yield plan, row
             trust, found, held = trust * (row.kl_mean / found if found > 0 else 1.0), row.kl_mean, held or row.kl_mean <= loss
         if found <= 0:
             return
-        if len(seen) == 1 and kinds(subject.config):
-            tails |= {
-                tail: whole.kl(replace(plan, recent=tail)) * trust / found for tail in TAILS if tail < (plan.recent or 0)
-            }
-            on_step("shorter tails", (len(TAILS) - 1) * judged)
-        elif near:
+        if len(seen) == 1 and kinds(config):
+            shorter = [tail for tail in TAILS if tail < (plan.recent or 0)]
+            tails |= {tail: judge.estimate(replace(plan, recent=tail), f"tail {tail}") * trust / found for tail in shorter}
+        elif near or _ENOUGH * loss <= found <= loss:
             return
         else:
             near = _NEAR * loss <= found <= loss
         # Costs add up to more or less than is found. Once a cache is near the bound, one is tried that uses it to the end.
         allowed = (1.0 if near else 0.95) * loss / found * predicted
     if not held:  # a cache that loses nothing
-        plan = replace(plan_for(KVSpec("bf16"), subject.config), recent=base.plan.recent, sink=SINKS)
-        yield KVSpec("bf16"), whole.row("auto", plan, text)
+        plan = plan_for(KVSpec("bf16"), config)
+        yield plan, judge.measure(plan)
 
 
 def _predicted(costs: Costs, plan: KVPlan) -> float:
@@ -315,7 +329,7 @@ def steps(model: str, num_layers: int | None = None) -> int:
     if alike is not None:
         probes = len(alike) * KINDS_PROBED_BY * layers
     judged = 1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (alike is not None)
-    return layers * LEARNED_FROM + probes + judged * JUDGED_BY * layers
+    return layers * LEARNED_FROM + probes + judged * len(TEXTS) * JUDGED_BY * layers
 
 
 def choose_for(

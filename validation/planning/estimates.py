@@ -11,7 +11,7 @@ bf16. All caches are compared by the same tokens at the same positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -144,41 +144,69 @@ class Whole:
 
     Args:
         model, base: the baseline.
-        tokens: [T] int64, the window.
-        first: the first position that counts; before it every query sees all in BF16.
-        every: one of so many positions is looked at.
+        text: [T + 1] int64, the window and the token behind it.
+        first: the first position that counts; at least one does.
+        every: one of so many positions is looked at where a loss is estimated.
     Attributes:
+        tokens: T.
         hidden: of each cache that was run, by its plan: [T, hidden] after all layers; of the baseline by its own.
     """
 
-    def __init__(self, model: DecoderModel, base: Session, tokens: Tensor, first: int, every: int) -> None:
-        self._model, self._base, self._tokens = model, base, tokens
+    def __init__(self, model: DecoderModel, base: Session, text: Tensor, first: int, every: int) -> None:
+        self._model, self._base, self._text, self.tokens = model, base, text, len(text) - 1
         self.hidden: dict[KVPlan, Tensor] = {}
-        self._scored = slice(min(first, len(tokens) - 1), None, every)
-        self._share = (len(tokens) - self._scored.start) / len(tokens)
-        self._estimator = Estimator(model, base, self._run(base)[self._scored])
+        self._first, self._every = min(first, self.tokens - 1), every
+        self._estimator = Estimator(model, base, self._counted(base.plan)[::every])
 
-    def _run(self, side: Session) -> Tensor:
-        if side.plan not in self.hidden:
-            layers = range(self._model.config.num_layers)
-            self.hidden[side.plan] = torch.cat(list(run_span(side, self._model.embed(self._tokens), layers)))
-        return self.hidden[side.plan]
+    def _counted(self, plan: KVPlan) -> Tensor:
+        """Hidden states of the positions that count."""
+        if plan not in self.hidden:
+            side, layers = cache_of(self._base, plan), range(self._model.config.num_layers)
+            self.hidden[plan] = torch.cat(list(run_span(side, self._model.embed(self._text[:-1]), layers)))
+        return self.hidden[plan][self._first :]
 
     def kl(self, plan: KVPlan) -> float:
-        """Mean KL in nats a token of the window, about."""
-        return self._share * self._estimator.kl(self._run(cache_of(self._base, plan))[self._scored])
+        """Mean KL in nats of the positions that count, about."""
+        return self._estimator.kl(self._counted(plan)[:: self._every])
 
-    def row(self, name: str, plan: KVPlan, text: Tensor) -> FidelityRow:
-        """A cache as it is measured, by all of its logits.
-
-        Args:
-            text: [T + 1] int64, the window and the token behind it.
-        """
-        side, exact = cache_of(self._base, plan), self._run(self._base)
-        window = Span(0, len(self._tokens))
-        workload = Workload(text, [window], [], 0)
-        found = score_window(name, workload, window, self._logits(exact), self._logits(self._run(side)))
-        return row_of(name, side, window.length, found)
+    def row(self, name: str, plan: KVPlan) -> FidelityRow:
+        """A cache as it is measured, by all of its logits; bytes are of the whole window."""
+        exact, found = self._counted(self._base.plan), self._counted(plan)
+        text, window = self._text[self._first :], Span(0, len(found))
+        scores = score_window(name, Workload(text, [window], [], 0), window, self._logits(exact), self._logits(found))
+        return row_of(name, cache_of(self._base, plan), self.tokens, scores)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         return (head_of(self._model, self._base, some) for some in torch.split(hidden, CHUNK))
+
+
+class Judge:
+    """What caches lose on the worst of several texts.
+
+    The first cache is run on all of them. A text on which it loses less than `share` of the most is not asked again.
+
+    Args:
+        texts: by name.
+        share: of the loss on the worst text.
+        on_step: told what has been done, and how many tokens it took, counted once in each layer.
+    """
+
+    def __init__(self, texts: Mapping[str, Whole], share: float, on_step: Callable[[str, int], None], layers: int) -> None:
+        self._texts, self._share, self._on_step, self._layers = dict(texts), share, on_step, layers
+        self._asked = False
+
+    def estimate(self, plan: KVPlan, what: str = "auto") -> float:
+        """Mean KL in nats, about."""
+        found = {}
+        for name, text in self._texts.items():
+            found[name] = text.kl(plan)
+            self._on_step(f"{what} on {name}", text.tokens * self._layers)
+        worst = max(found.values())
+        if not self._asked:
+            self._asked = True
+            self._texts = {name: text for name, text in self._texts.items() if found[name] >= self._share * worst}
+        return worst
+
+    def measure(self, plan: KVPlan) -> FidelityRow:
+        """By all logits; the row is named by the text."""
+        return max((text.row(name, plan) for name, text in self._texts.items()), key=lambda row: row.kl_mean)

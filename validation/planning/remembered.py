@@ -24,6 +24,7 @@ from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.planning.auto import (
     FORMATS,
     JUDGED_BY,
+    JUDGED_FROM,
     KINDS_PROBED_BY,
     LEARNED_FROM,
     LOSS,
@@ -35,7 +36,7 @@ from haarkv.validation.planning.auto import (
 )
 from haarkv.validation.planning.calibrate import unlearnable
 
-_VERSION = 4
+_VERSION = 5
 
 
 TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
@@ -98,6 +99,7 @@ def file_for(model: str, loss: float, layers: int | None = None, executor: str |
         PROBED_BY,
         KINDS_PROBED_BY,
         JUDGED_BY,
+        JUDGED_FROM,
     ]
     return home() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.safetensors"
 

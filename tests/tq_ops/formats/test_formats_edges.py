@@ -10,7 +10,7 @@ from small_models import SMALL, at_slots, new_cache, random_tokens, small_model
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, kvarn, manthan, plain, rotated, turboquant
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, kvarn, manthan, plain, rotated, turboquant, vllm
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
@@ -45,7 +45,8 @@ def test_names():
     assert set(formats.names()) == {
         "tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8", "manthan3", "tq3_0", "tbq4_0",
         "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128",
-        "kvarn2", "kvarn3", "kvarn4", "q4_0", "q4_0_rot", "q8_0", "fp8_e4m3", "bf16", "fp32",
+        "kvarn2", "kvarn3", "kvarn4", "q4_0", "q4_0_rot", "q8_0", "fp8_e4m3", "vllm_nc4", "bf16",
+        "fp32",
     }  # fmt: skip
     assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith(("kivi", "kvarn"))}
     for name in formats.names():
@@ -72,6 +73,8 @@ def test_names():
         ("kivi4_g128", "v", 64, "kivi4_g128 groups 128 channels of V and cannot hold head_dim 64"),
         ("tq3", "k", 100, "tq3 packs 8 coordinates together and needs a head_dim that 8 divides, not 100"),
         ("tq2", "k", 66, "tq2 packs 4 coordinates together and needs a head_dim that 4 divides, not 66"),
+        ("vllm_nc4", "k", 96, "vllm_nc4 needs a head_dim that is a power of two, not 96"),
+        ("vllm_nc4", "v", 65, "vllm_nc4 packs 2 values together and needs an even head_dim, not 65"),
         ("tq4", "k", 65, "tq4 packs 2 coordinates together and needs an even head_dim, not 65"),
     ],
 )
@@ -287,7 +290,7 @@ def test_reach_covers_what_noise_does(name):
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
-    for module in (blocks, plain, kivi, kvarn, manthan, rotated, turboquant):
+    for module in (blocks, plain, kivi, kvarn, manthan, rotated, turboquant, vllm):
         monkeypatch.setattr(module, "require_finite", lambda x: None)
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")

@@ -127,6 +127,19 @@ def test_the_rotation_before_q4_0_equals_the_slow_path(side, head_dim):
             np.testing.assert_array_equal(back, slow.decode_q4_0_rot(ours.tobytes(), head_dim, side))
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_vllms_preset_equals_the_slow_path(side, head_dim):
+    x, kv_format, book = fresh_rows(head_dim, 5), formats.get("vllm_nc4", side), lloyd_max(4, head_dim, "published")
+    fields = kv_format.quantize(x, 0)
+    packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
+    assert packed.shape[1] == kv_format.bytes_per_vector(head_dim)
+    with np.errstate(all="ignore"):
+        for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
+            assert ours.tobytes() == slow.encode_vllm_nc4(list(row), side, book.boundaries.tolist())
+            np.testing.assert_array_equal(back, slow.decode_vllm_nc4(ours.tobytes(), head_dim, side, book.centroids.tolist()))
+
+
 def test_k_and_v_are_rotated_by_matrices_of_their_own():
     """A number spreads over the whole of K's vector, and over 64 of V's."""
     x = torch.zeros(1, 256)
