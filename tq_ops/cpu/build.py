@@ -105,7 +105,7 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
         target: the file to write.
         werror: let a compiler warning fail the build.
         by: the compiler, the system's unless given.
-        alone: link what the compiler brings into the library, for machines that have older ones.
+        alone: link the compiler's libstdc++ into the library, for machines that have an older one.
     Returns:
         target.
     Raises:
@@ -122,7 +122,9 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
             for (name, flags), made in zip(units(found).items(), objects, strict=True)
         )
         linked = folder / target.name
-        brought = ("-static-libstdc++", "-static-libgcc") if alone else ()
+        # Without its unused parts: Debian 12's libstdc++ asks for glibc 2.36 to draw random numbers. libgcc would ask for glibc
+        # 2.35, and is on every machine that torch runs on.
+        brought = ("-static-libstdc++", "-Wl,--gc-sections") if alone else ()
         _run_all([[found, "-shared", "-pthread", *brought, *map(str, objects), "-ldl", "-o", str(linked)]])
         linked.replace(target)
     return target
