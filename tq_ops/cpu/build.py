@@ -122,9 +122,9 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
             for (name, flags), made in zip(units(found).items(), objects, strict=True)
         )
         linked = folder / target.name
-        # Without its unused parts: Debian 12's libstdc++ asks for glibc 2.36 to draw random numbers. libgcc would ask for 2.35
-        # and is wherever torch runs.
-        brought = ("-static-libstdc++", "-Wl,--gc-sections") if alone else ()
+        # Debian 12's libstdc++ asks for glibc 2.36 to draw random numbers: what nobody calls is left out. Linked in, libgcc
+        # would ask for 2.35; torch needs the machine's own anyway.
+        brought = ("-static-libstdc++", "-Wl,--exclude-libs,ALL,--gc-sections") if alone else ()
         _run_all([[found, "-shared", "-pthread", *brought, *map(str, objects), "-ldl", "-o", str(linked)]])
         linked.replace(target)
     return target
