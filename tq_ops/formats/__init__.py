@@ -48,7 +48,7 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     (RotatedBlockQ4(whole=True), RotatedBlockQ4(whole=False)),
     BlockQ8(),
     FP8E4M3(),
-    Plain("bf16", torch.bfloat16, "not quantized"),
+    Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
     Plain("fp32", torch.float32, "exact, to check FP32 runs"),
 )
 _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
