@@ -56,7 +56,7 @@ def command(head_dim: int, as_json: bool) -> None:
     print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)
     print_sentence("* to compare with: --executor reference and cpu run it, slowly; others refuse it")
     print_sentence(
-        "without --kv: a cache chosen for the model (auto); above a billion weights k=tq6,v=tq4 with a tail; of toys tq4"
+        "without --kv: auto, a cache chosen for the model; above a billion weights k=tq6,v=tq4 with a tail; for toys tq4"
     )
     if left_out:
         print(f"no layout for head_dim {head_dim}: {', '.join(left_out)}")

@@ -105,7 +105,7 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
         target: the file to write.
         werror: let a compiler warning fail the build.
         by: the compiler, the system's unless given.
-        alone: link what the compiler brings into the library, for machines that have older ones.
+        alone: link the compiler's libstdc++ into the library, for machines that have an older one.
     Returns:
         target.
     Raises:
@@ -122,7 +122,9 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
             for (name, flags), made in zip(units(found).items(), objects, strict=True)
         )
         linked = folder / target.name
-        brought = ("-static-libstdc++", "-static-libgcc") if alone else ()
+        # Debian 12's libstdc++ asks for glibc 2.36 to draw random numbers: what nobody calls is left out. Linked in, libgcc
+        # would ask for 2.35; torch needs the machine's own anyway.
+        brought = ("-static-libstdc++", "-Wl,--exclude-libs,ALL,--gc-sections") if alone else ()
         _run_all([[found, "-shared", "-pthread", *brought, *map(str, objects), "-ldl", "-o", str(linked)]])
         linked.replace(target)
     return target

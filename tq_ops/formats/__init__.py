@@ -37,9 +37,9 @@ PUBLISHED = TurboQuant4Seed()
 
 # One entry a format, or K's and V's where they are stored differently. tq4 comes first: what options mean that name none.
 _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
-    TurboQuant(4, "4 bits, rotated: the fastest to read"),
+    TurboQuant(4, "rotated; fastest to read"),
     PUBLISHED,
-    *(TurboQuant(bits, f"as tq4, {bits} bits") for bits in (2, 3, 5, 6, 8)),
+    *(TurboQuant(bits, f"as tq4, with {bits} bits") for bits in (2, 3, 5, 6, 8)),
     Manthan3(),
     HadamardTQ3(),
     HadamardTBQ4(),
@@ -51,7 +51,7 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     FP8E4M3(),
     (NormCorrectedKeys(), EvenValues()),
     Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
-    Plain("fp32", torch.float32, "exact, for checking fp32 runs"),
+    Plain("fp32", torch.float32, "exact, to check FP32 runs"),
 )
 _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
 

@@ -79,7 +79,7 @@ class BlockQ4(BlockFormat):
     """
 
     name = "q4_0"
-    purpose = "llama.cpp's 4-bit cache, to compare with"
+    purpose = "llama.cpp's 4-bit cache"
     block = 32
 
     def fields(self, head_dim: int) -> dict[str, Field]:
@@ -124,7 +124,7 @@ class RotatedBlockQ4(BlockQ4):
     """
 
     name = "q4_0_rot"
-    purpose = "llama.cpp's q4_0 with its attention rotation"
+    purpose = "llama.cpp's, rotated first"
     smallest = 64
 
     def __init__(self, *, whole: bool) -> None:
@@ -160,7 +160,7 @@ class BlockQ8(BlockFormat):
     """
 
     name = "q8_0"
-    purpose = "llama.cpp's 8-bit cache, to compare with"
+    purpose = "llama.cpp's 8-bit cache"
     block = 32
 
     def fields(self, head_dim: int) -> dict[str, Field]:
@@ -206,7 +206,7 @@ class HadamardTQ3(BlockFormat):
     """
 
     name = "tq3_0"
-    purpose = "llama.cpp's TQ3_0: Hadamard, 2 bits and a sign"
+    purpose = "a llama.cpp fork's TQ3_0"
     block = 32
     centroids = (-1.510, -0.4528, 0.4528, 1.510)
     boundaries = (-0.9814, 0.0, 0.9814)
@@ -259,7 +259,7 @@ class HadamardTBQ4(BlockFormat):
     """
 
     name = "tbq4_0"
-    purpose = "llama.cpp's TBQ4_0: Hadamard, 4 bits"
+    purpose = "a llama.cpp fork's TBQ4_0"
     block = 128
     _upper_centroids = (0.011353, 0.034311, 0.058069, 0.083317, 0.111065, 0.143047, 0.182907, 0.241556)
     _upper_boundaries = (0.022832, 0.046190, 0.070693, 0.097191, 0.127056, 0.162977, 0.212232)

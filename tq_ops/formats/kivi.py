@@ -55,7 +55,7 @@ class Kivi(KVFormat):
 
     def __init__(self, bits: int, group: int, *, keys: bool) -> None:
         self.name = f"kivi{bits}" if group == 32 else f"kivi{bits}_g{group}"  # groups of 32 need not be named
-        self.purpose = f"KIVI, {bits} bits by groups of {group}: K per channel, V per token"
+        self.purpose = f"KIVI, groups of {group}"
         self.bits, self.group, self.keys = bits, group, keys
         self.group_tokens = group if keys else 1
 

@@ -136,7 +136,7 @@ class LearnedFormat(RotatedFormat):
         self.head_dim = bases[0].head_dim
         if self.head_dim % LEAST_DIM:
             raise InputError(f"{PREFIX}{bits} takes a head_dim that {LEAST_DIM} divides, and this model's is {self.head_dim}")
-        super().__init__(f"{PREFIX}{bits}", f"{bits} bits, keys only: learned coordinates", bits, self._at_head_dim)
+        super().__init__(f"{PREFIX}{bits}", "keys, learned coordinates", bits, self._at_head_dim)
         self._bases = bases
         self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer]))
         transform = Transform(

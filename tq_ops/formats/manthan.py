@@ -39,7 +39,7 @@ class Manthan3(KVFormat):
     """
 
     name = "manthan3"
-    purpose = "3 bits, no rotation: outlier channels ruin it"
+    purpose = "ManthanQuant, not rotated"
     to_compare = True
 
     def fields(self, head_dim: int) -> dict[str, Field]:

@@ -56,7 +56,7 @@ class FP8E4M3(KVFormat):
     """
 
     name = "fp8_e4m3"
-    purpose = "8-bit floats without a scale, to compare with"
+    purpose = "8-bit floats, no scale"
     to_compare = True
 
     def fields(self, head_dim: int) -> dict[str, Field]:

@@ -94,7 +94,7 @@ class TurboQuant4Seed(KVFormat):
     """
 
     name = "tq4_seed"
-    purpose = "the published Qwen3-14B layout, to compare with"
+    purpose = "published Qwen3-14B layout"
 
     def __init__(self, rotation: Rotation = haar_rotation) -> None:
         self._transform = Transform(rotation, per_layer=True)
