@@ -47,7 +47,7 @@ def command(
       tq serve tiny --kv-plan plan.safetensors
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
-    from haarkv.models.catalog import TINY
+    from haarkv.models.catalog import TINY, path_of
     from haarkv.serving.serve import Cache, require_vllm, serve
 
     if model.endswith(".gguf") and Path(model).expanduser().is_file():
@@ -79,9 +79,9 @@ def command(
         kv, kv_plan = None, _remembered(model, kv_loss, kv == "auto", notes)
     elif kv_loss is not None:
         raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
-    if model == "tiny":
-        # Clients call it tiny too. A flag of the user comes later, and the last one counts.
-        model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
+    if model in ("tiny", "tiny-hybrid"):
+        # Clients call it so too. A flag of the user comes later, and the last one counts.
+        model, flags = str(path_of(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
     learned, plan = (None if file is None else Path(file) for file in (calibration, kv_plan))
     cache = Cache(
         kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail,
