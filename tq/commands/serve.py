@@ -37,7 +37,7 @@ def command(
     kv_sink: int | None, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
     kv_metrics_per_layer: bool,
 ) -> None:  # fmt: skip
-    """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny or a folder in Hugging Face format.
+    """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny, tiny-hybrid or a folder in Hugging Face format.
 
     The server listens on this machine alone, unless --host says otherwise. All other flags go to vLLM unchanged:
 
