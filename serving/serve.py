@@ -24,7 +24,15 @@ from haarkv.serving.vllm_plugin import (
     SKIP_LAYERS,
     TAIL,
 )
-from haarkv.serving.vllm_plugin.chosen import exact_pair, plan_of, sliding_layers, spec_from, tail_tokens
+from haarkv.serving.vllm_plugin.chosen import (
+    exact_pair,
+    plan_of,
+    shape_of,
+    sliding_layers,
+    spec_from,
+    state_layers,
+    tail_tokens,
+)
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -182,6 +190,11 @@ def _stored_as(config: Any) -> str:
     if sliding := sliding_layers(model):
         ours = f"K and V are kept in {plan.describe()}"
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
+    if states := state_layers(model):
+        shapes = shape_of(config).layers
+        taken, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
+        ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {taken:,.0f} bytes a token"
+        return f"{ours}, {bf16 / taken:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
     shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
     taken, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
     each = f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token"
@@ -244,6 +257,11 @@ def _parsed(args: Sequence[str]) -> tuple[Namespace, Any]:
 def _first_reason(error: Exception) -> str:
     """The sentence that matters: a validation error brings a list, each with what it was about."""
     reasons: Any = getattr(error, "errors", None)
-    if callable(reasons) and (listed := reasons()):
-        return str(listed[0].get("msg", error)).removeprefix("Value error, ")
-    return str(error)
+    listed = reasons() if callable(reasons) else None
+    said = str(listed[0].get("msg", error)).removeprefix("Value error, ") if listed else str(error)
+    if "failed to be inspected" in said and find_spec("torchvision") is None:
+        return (
+            "vLLM imports torchvision for this model, even to serve text; install its build for CPUs beside torch's: "
+            "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
+        )
+    return said

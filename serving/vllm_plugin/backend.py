@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
 from haarkv.serving.vllm_plugin.balance import scales_here
-from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of
+from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of, state_layers
 from haarkv.serving.vllm_plugin.kernels import Places, kernels_on
 from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported
 from haarkv.tq_ops.kv.batch import Batch
@@ -306,7 +306,8 @@ class RotatedAttentionBackend(AttentionBackend):
         """
         pairs, config = [default_pair()], get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:
-            layers = list(plan_of(config).layers)
+            states = state_layers(config.model_config)
+            layers = [pair for layer, pair in enumerate(plan_of(config).layers) if layer not in states]
             pairs = layers + pairs if config.speculative_config is not None else layers
         return with_content(spec, max(content_bytes(pair, spec.head_size, spec.head_size_v) for pair in pairs))
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from haarkv.engine import plans
+from haarkv.models.catalog import read_config
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SINK, SKIP_LAYERS, TAIL
 from haarkv.tq_ops import formats
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 Pair = tuple[KVFormat, KVFormat]
 """K's format and V's."""
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_OF_DRAFT_MODEL = "draft_model."
-"""What vLLM calls the layers of a draft model by, before their own names."""
+_SLIDING, _FULL, _STATE = "sliding_attention", "full_attention", "linear_attention"
+_HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+_OF_DRAFT = ("draft_model.", "mtp.")
+"""What the names begin with that vLLM gives the layers of a draft model, and those of a Qwen3.5's own drafts."""
 
 
 def spec_of(vllm_config: VllmConfig) -> KVSpec:
@@ -67,10 +70,22 @@ def sliding_layers(model: ModelConfig) -> tuple[int, ...]:
 
     Also () where the config does not say it of each layer.
     """
+    return () if model.get_sliding_window() is None else _layers_of(model, _SLIDING)
+
+
+def state_layers(model: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the layers that keep a state and no K and V, beside some that attend to all tokens; () if there are none.
+
+    Also () where the config does not say it of each layer, or the model is of another family than Qwen3.5.
+    """
+    known = getattr(model.hf_text_config, "model_type", None) in _HYBRIDS
+    return _layers_of(model, _STATE) if model.is_hybrid and known else ()
+
+
+def _layers_of(model: ModelConfig, kind: str) -> tuple[int, ...]:
+    """Numbers of the layers of a kind, where the config names the kind of each, and all others are of full attention."""
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    if model.get_sliding_window() is None or set(kinds) != {_SLIDING, _FULL}:
-        return ()
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
+    return tuple(layer for layer, found in enumerate(kinds) if found == kind) if set(kinds) == {kind, _FULL} else ()
 
 
 def pair_of(vllm_config: VllmConfig, layer_name: str) -> Pair:
@@ -85,9 +100,9 @@ def pair_of(vllm_config: VllmConfig, layer_name: str) -> Pair:
 
 
 def is_of_draft(vllm_config: VllmConfig, layer_name: str) -> bool:
-    """Whether a layer is a draft's: a draft model's layers are numbered from 0, too, and an EAGLE head's from the last on."""
+    """Whether a layer is a draft's: some drafts' layers are numbered from 0, too, and an EAGLE head's from the last on."""
     layers = vllm_config.model_config.get_total_num_hidden_layers()
-    return layer_name.startswith(_OF_DRAFT_MODEL) or _index_in(layer_name) >= layers
+    return layer_name.startswith(_OF_DRAFT) or _index_in(layer_name) >= layers
 
 
 def _index_in(layer_name: str) -> int:
@@ -135,12 +150,24 @@ def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
 
 
 def shape_of(vllm_config: VllmConfig) -> ModelShape:
-    """The shapes that a plan names its model by."""
+    """The shapes that a plan names its model by.
+
+    Raises:
+        InputError: a hybrid of a kind that is not known here.
+    """
     model = vllm_config.model_config
+    if model.is_hybrid:
+        return _hybrid_shape(model.model)
     return ModelShape.uniform(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size(), model.get_hidden_size(),
         model.get_vocab_size(),
     )  # fmt: skip
+
+
+@cache
+def _hybrid_shape(model: str) -> ModelShape:
+    # vLLM's configuration has one shape for all layers.
+    return plans.shape_of(read_config(model))
 
 
 def _plan_here(vllm_config: VllmConfig) -> KVPlan:

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from haarkv.models.catalog import read_config, stream_tensors
 from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.serving.vllm_plugin import HOST_MEMORY
-from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, words_of
+from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, state_layers, words_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import STRETCH
@@ -22,9 +22,13 @@ from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
-# Drafts that were run. vLLM keeps attention layers that they bring in BF16, by its own backend, unless it is told otherwise.
-_DRAFTS = ("ngram", "draft_model", "eagle3")
-_WINDOWS = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
+_STATES, _WINDOWS, _TAIL = "layers that keep a state", "sliding windows", "a tail in BF16"
+# Drafts that were run, by what is kept beside packed pages. vLLM keeps attention layers that they bring in BF16, by its own
+# backend, unless it is told otherwise. With states its own code ends where a step checks fewer drafts than the one before
+# kept, as steps of n-grams do.
+_DRAFTS = {None: ("ngram", "draft_model", "eagle3"), _STATES: ("mtp",), _WINDOWS: ("ngram",), _TAIL: ()}
+_FULL_ATTENTION = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
+_HYBRIDS = "of these, Qwen3.5 is served, on CPUs"
 # Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
 _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 
@@ -60,19 +64,32 @@ def _model(vllm_config: VllmConfig) -> str | None:
     model = vllm_config.model_config
     if model.use_mla:
         return "it has multi-head latent attention (MLA), which caches one latent vector and no K and V"
-    if model.is_hybrid or model.is_attention_free:
-        return "it is a hybrid model with layers that keep a state and no K and V"
+    if (model.is_hybrid or model.is_attention_free) and (reason := _states(vllm_config)):
+        return reason
     if model.is_encoder_decoder:
         return "it is an encoder-decoder model; decoders alone are served"
     if model.runner_type != "generate":
         return "it generates no text; pooling models keep no KV cache"
     if (window := model.get_sliding_window()) is not None and not (sliding_layers(model) and _on_cpu()):
-        return f"it has sliding-window attention (of {window} tokens); {_WINDOWS}"
+        return f"it has sliding-window attention (of {window} tokens); {_FULL_ATTENTION}"
     if model.attention_chunk_size is not None:
         return "it has chunked local attention; full attention alone is served"
     if cap := getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return f"its attention caps logits at {cap}, which the kernels do not"
     return wrong_head_dim(reads_here(), model.get_head_size())
+
+
+def _states(vllm_config: VllmConfig) -> str | None:
+    """What stands in the way of a model with layers that keep a state."""
+    if not state_layers(vllm_config.model_config):
+        return f"it is a hybrid model with layers that keep a state and no K and V; {_HYBRIDS}"
+    if not _on_cpu():
+        return "models with layers that keep a state are served on CPUs alone"
+    try:
+        shape_of(vllm_config)
+    except InputError as error:
+        return f"its layers are not known: {error}"
+    return None
 
 
 def _on_cpu() -> bool:
@@ -159,16 +176,26 @@ def _options(vllm_config: VllmConfig) -> str | None:
         return "context parallelism is not supported; --tensor-parallel-size is"
     if vllm_config.kv_transfer_config is not None and (reason := _transfer(vllm_config.kv_transfer_config)):
         return reason
-    if drafts is not None and drafts.method not in _DRAFTS:
-        *others, last = _DRAFTS
-        return f"speculative decoding by {drafts.method} is not supported; by {', '.join(others)} and {last} it is"
-    tail, windows = plan_of(vllm_config).keeps_tokens, bool(sliding_layers(vllm_config.model_config))
-    if not tail and not windows:
-        return None
-    beside = {
-        "speculative decoding": drafts, "offloading": vllm_config.kv_transfer_config,
+    kept = _kept_beside(vllm_config)
+    if drafts is not None and drafts.method not in _DRAFTS[kept]:
+        *all_but, last = _DRAFTS[kept] or ("",)
+        tried = f"by {' and '.join(filter(None, (', '.join(all_but), last)))} it is" if last else "leave it out"
+        return f"speculative decoding by {drafts.method} is not supported{f' with {kept}' if kept else ''}; {tried}"
+    if kept == _STATES and drafts is not None and cache.enable_prefix_caching:
+        return f"on a CPU vLLM cannot keep prefixes with drafts and {kept}; give --no-enable-prefix-caching"
+    untried = {
+        "offloading": vllm_config.kv_transfer_config,
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "a tail in BF16": tail and windows,
+        _TAIL: plan_of(vllm_config).keeps_tokens and kept != _TAIL,
     }  # fmt: skip
-    what = "sliding windows" if windows else "a tail in BF16"
-    return next((f"{flag} was not tried with {what}; leave it out" for flag, given in beside.items() if given), None)
+    return next((f"{flag} was not tried with {kept}; leave it out" for flag, given in untried.items() if kept and given), None)
+
+
+def _kept_beside(vllm_config: VllmConfig) -> str | None:
+    """What the model keeps in blocks of its own beside packed ones, by name."""
+    model = vllm_config.model_config
+    if state_layers(model):
+        return _STATES
+    if sliding_layers(model):
+        return _WINDOWS
+    return _TAIL if plan_of(vllm_config).keeps_tokens else None

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from haarkv.serving.vllm_plugin import PER_LAYER
-from haarkv.serving.vllm_plugin.chosen import LEAST_TOKENS, exact_pair, plan_of, sliding_layers
+from haarkv.serving.vllm_plugin.chosen import LEAST_TOKENS, exact_pair, plan_of, sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -46,8 +46,9 @@ class RotatedStatLogger(StatLoggerBase):
         self._recomputed: Counter | None = None
         if is_asked_for(vllm_config):
             self._recomputed = _metric(Counter, *_RECOMPUTED, "model_name", "engine")
-            if sliding_layers(vllm_config.model_config):
-                return  # a block then holds more tokens of some layers than of others
+            model = vllm_config.model_config
+            if sliding_layers(model) or state_layers(model):
+                return  # a block then holds more tokens of some layers than of others, or none
             kept = plan_of(vllm_config).keeps_tokens
             said = {name: text for name, text in _GAUGES.items() if name in _OF_BYTES or not kept}
             self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in said.items()}

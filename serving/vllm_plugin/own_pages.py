@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
-from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
 from haarkv.serving.vllm_plugin.chosen import content_bytes, pair_of, plan_of
@@ -32,7 +32,7 @@ class OwnPages:
         with set_current_vllm_config(self.vllm_config):
             specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
         specs = {name: self._own(name, spec) for name, spec in specs.items() if not name.endswith(SUFFIX)}
-        return fitted(specs) | self._tails(specs)
+        return fitted(self._alike(specs)) | self._tails(specs)
 
     def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
         plan, layers = plan_of(self.vllm_config), self.vllm_config.compilation_config.static_forward_context
@@ -45,9 +45,24 @@ class OwnPages:
             layers[name].impl.keep_newest(tails[name + SUFFIX])
         return {name: tail.spec for name, tail in tails.items()}
 
-    def _own(self, name: str, spec: Any) -> KVCacheSpec:
+    def _alike(self, specs: dict[str, Any]) -> dict[str, Any]:
+        """Packed pages of one size, where some layers keep a state.
+
+        A state takes a whole page, so vLLM makes all pages as large as it; layers whose pages differ would be groups with
+        block tables of their own.
+        """
+        ours = [name for name in specs if self._is_packed(name)]
+        if not ours or not any(isinstance(spec, MambaSpec) for spec in specs.values()):
+            return specs
+        content = max(specs[name].state_content_bytes for name in ours)
+        return specs | {name: with_content(specs[name], content) for name in ours}
+
+    def _is_packed(self, name: str) -> bool:
         layer = self.vllm_config.compilation_config.static_forward_context[name]
-        if layer.get_attn_backend() is not RotatedAttentionBackend:
+        return layer.get_attn_backend() is RotatedAttentionBackend
+
+    def _own(self, name: str, spec: Any) -> KVCacheSpec:
+        if not self._is_packed(name):
             return spec
         return with_content(spec, content_bytes(pair_of(self.vllm_config, name), spec.head_size, spec.head_size_v))
 

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, HOST_MEMORY
-from haarkv.serving.vllm_plugin.chosen import sliding_layers
+from haarkv.serving.vllm_plugin.chosen import sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
 from haarkv.tq_ops.cpu import library
 
@@ -49,10 +49,26 @@ class RotatedCpuPlatform(CpuPlatform):
         if is_asked_for(vllm_config):
             require_supported(vllm_config)
             _leave_windows_to_vllm(vllm_config)
+            _pack_drafts_of_a_hybrid(vllm_config)
             library.load()  # or its reason, before anything is started
             if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
                 vllm_config.parallel_config.worker_cls = CPU_WORKER
             _offload_on_the_host(vllm_config)
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        from vllm.config import set_current_vllm_config  # its module asks for this platform
+
+        # Of a model with layers that keep a state this asks our backend for the size of a page, which follows from the plan.
+        with set_current_vllm_config(vllm_config):
+            super().update_block_size_for_backend(vllm_config)
+
+
+def _pack_drafts_of_a_hybrid(vllm_config: VllmConfig) -> None:
+    """Give the layer that drafts, where it is the model's own, to our backend: as BF16 it would make all pages as large."""
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.method == "mtp" and state_layers(vllm_config.model_config):
+        drafts.attention_backend = drafts.attention_backend or AttentionBackendEnum.CUSTOM
 
 
 def _offload_on_the_host(vllm_config: VllmConfig) -> None:

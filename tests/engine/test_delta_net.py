@@ -9,7 +9,7 @@ from said_again import Often
 from small_models import small_model
 
 from haarkv.engine.generation import generate
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import needed, shape_of
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
@@ -18,6 +18,7 @@ from haarkv.models.caches import new_cache
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.delta_net import DeltaNet
+from haarkv.models.footprint import WeightBytes
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import Recurrent
@@ -145,6 +146,15 @@ def test_a_cache_file_goes_on_with_the_state(tmp_path):
     other.paging.free(other.sequence)
     other.sequence = put(cache_file.load_for(tmp_path / "c", origin, other.plan), other.cache, other.paging)
     assert torch.equal(other.read(TEXT[41:50]), whole(TEXT[:50], "experts")[41:])
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_what_is_allocated_is_what_was_announced_with_the_state_that_pads_a_batch(sequences):
+    config, plan = MODELS["dense"].config, Run().plan
+    cache, _ = new_cache(config, plan, sequences=sequences, tokens=200)
+    states = sum(state.nbytes for layer, state in cache.states.items() if layer in config.state_shapes)
+    assert states == (sequences + 1) * config.state_bytes
+    assert cache.nbytes == needed(config, plan, 200, WeightBytes(), sequences).kv
 
 
 def test_without_drafts_two_versions_are_kept_and_what_is_stored_fits_both(tmp_path):

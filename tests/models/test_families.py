@@ -9,6 +9,7 @@ import torch
 import transformers
 from at_length import MORE, rest, thinned
 from checkpoints import byte_tokenizer
+from refusals import assert_refused
 from transformers_judge import draw_weights, worst_error
 
 from haarkv.executors.cpu import CpuExecutor
@@ -21,6 +22,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
+from tq.cli import main
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -212,6 +214,14 @@ def test_what_is_not_built_is_refused_by_name(saved, tmp_path, name, entries, wo
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(InputError, match=word):
         read_hf_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2"])
+def test_a_family_that_is_not_built_is_refused_by_its_name(tmp_path, capsys, model_type):
+    raw = json.loads((TINY / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    code = main(["generate", "--model", str(tmp_path), "--prompt", "a"])
+    assert_refused((code, *capsys.readouterr()), f"config.json is a {model_type} model; this project")
 
 
 def windows(config):

@@ -208,6 +208,18 @@ def test_what_is_not_built_is_refused_by_name(saved, tmp_path, capsys, name, ext
     assert_refused((code, *capsys.readouterr()), *words)
 
 
+def test_gpt_oss_is_refused_by_its_name(tmp_path, capsys):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gpt-oss")
+    writer.add_block_count(2)
+    writer.add_expert_count(4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    code = main(["generate", "--model", str(tmp_path / "m.gguf"), "--prompt", "a"])
+    assert_refused((code, *capsys.readouterr()), "m.gguf is a gpt-oss with experts model")
+
+
 @pytest.mark.parametrize(
     ("entries", "words"),
     [

@@ -67,7 +67,7 @@ FOREIGN = {
             "FalconH1ForCausalLM", "falcon_h1", head_dim=128, mamba_d_ssm=64, mamba_d_state=16, mamba_n_heads=4,
             mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=128, mamba_d_conv=4,
         ),
-        "it is a hybrid model with layers that keep a state and no K and V",
+        "it is a hybrid model with layers that keep a state and no K and V; of these, Qwen3.5 is served, on CPUs",
     ),
     "chunked": (
         small(

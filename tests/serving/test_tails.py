@@ -200,7 +200,10 @@ def test_a_planted_fault_is_seen(config, monkeypatch, plant):
 # -- What is refused ------------------------------------------------------------------------------------------------------
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 REFUSED = {
-    "drafts": ({"speculative_config": NGRAM}, "speculative decoding was not tried with a tail in BF16; leave it out"),
+    "drafts": (
+        {"speculative_config": NGRAM},
+        "speculative decoding by ngram is not supported with a tail in BF16; leave it out",
+    ),
     "offloading": (offloading(), "offloading was not tried with a tail in BF16; leave it out"),
     "one table": (
         {"disable_hybrid_kv_cache_manager": True},

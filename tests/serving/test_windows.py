@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import statistics
@@ -91,6 +92,21 @@ def test_the_text_is_that_of_vllms_own_cache_and_that_of_another_window_is_not(t
     assert tokens["tq4"] > 1.2 * tokens["bf16"]
 
 
+@pytest.mark.vllm_server
+def test_drafts_change_no_text_but_at_near_ties(tmp_path):
+    """With drafts, several tokens of a sequence are checked at once, in blocks of windows too."""
+    model, asked = checkpoint(tmp_path / "model"), [prompt + prompt[-40:] for prompt in ASKED]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    answers = {}
+    for name, flags in (("plain", ()), ("drafts", ("--speculative-config", json.dumps(drafts)))):
+        with serving(tmp_path / f"{name}.log", *flags, kv="tq8", model=model, cache_bytes=2**25) as server:
+            answers[name] = server.complete(asked, NEW_TOKENS)
+            assert (server.metrics().get("vllm:spec_decode_num_draft_tokens_total", 0) > NEW_TOKENS) == bool(flags)
+    off = error(answers["plain"], answers["drafts"])
+    print(off)
+    assert off < 0.05  # windows of another length: 0.39
+
+
 @pytest.mark.vllm_short
 def test_layers_with_a_window_stay_with_vllm(tmp_path):
     config = configure(write(tmp_path / "model", CONFIG))
@@ -102,9 +118,10 @@ def test_layers_with_a_window_stay_with_vllm(tmp_path):
 @pytest.mark.vllm_short
 def test_what_was_not_tried_with_windows_is_refused(tmp_path):
     folder = write(tmp_path / "model", CONFIG)
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    drafts = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}
+    refused = "speculative decoding by draft_model is not supported with sliding windows; by ngram it is"
+    assert_refused(folder, refused, speculative_config=drafts)
     for what, options in (
-        ("speculative decoding", {"speculative_config": ngram}),
         ("offloading", offloading()),
         ("--disable-hybrid-kv-cache-manager", {"disable_hybrid_kv_cache_manager": True}),
     ):

@@ -27,7 +27,7 @@ CANDIDATES = 5
 _STARTS_IN_S, _ANSWERS_IN_S = 300, 300
 _FLAGS = ("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--host", "127.0.0.1")
 # One machine without network, and no report of use.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT),
 }  # fmt: skip
@@ -148,7 +148,7 @@ def serving(
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
-            env={**inherited, **_ENVIRONMENT, **environment},
+            env={**inherited, **ENVIRONMENT, **environment},
         )  # fmt: skip
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:

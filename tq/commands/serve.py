@@ -37,7 +37,7 @@ def command(
     kv_sink: int | None, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
     kv_metrics_per_layer: bool,
 ) -> None:  # fmt: skip
-    """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny or a folder in Hugging Face format.
+    """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny, tiny-hybrid or a folder in Hugging Face format.
 
     The server listens on this machine alone, unless --host says otherwise. All other flags go to vLLM unchanged:
 
@@ -47,7 +47,7 @@ def command(
       tq serve tiny --kv-plan plan.safetensors
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
-    from haarkv.models.catalog import TINY
+    from haarkv.models.catalog import TINY, path_of
     from haarkv.serving.serve import Cache, require_vllm, serve
 
     if model.endswith(".gguf") and Path(model).expanduser().is_file():
@@ -79,9 +79,9 @@ def command(
         kv, kv_plan = None, _remembered(model, kv_loss, kv == "auto", notes)
     elif kv_loss is not None:
         raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
-    if model == "tiny":
-        # Clients call it tiny too. A flag of the user comes later, and the last one counts.
-        model, flags = str(TINY), ("--served-model-name", "tiny", *flags)
+    if model in ("tiny", "tiny-hybrid"):
+        # Clients call it so too. A flag of the user comes later, and the last one counts.
+        model, flags = str(path_of(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
     learned, plan = (None if file is None else Path(file) for file in (calibration, kv_plan))
     cache = Cache(
         kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail,

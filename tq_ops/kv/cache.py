@@ -316,14 +316,16 @@ class PagedKVCache:
 
 
 def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:
-    """Bytes that a `PagedKVCache` allocates for sequences of so many tokens each: whole blocks, and the tokens in BF16.
+    """Bytes that a `PagedKVCache` allocates for sequences of so many tokens each: whole blocks, the tokens in BF16, and states
+    of one sequence more, whose row is for tokens that pad a batch.
 
     Args:
         state_bytes: of one sequence, what layers remember beside K and V.
     """
     blocks = blocks_for(tokens)
     each_token, in_rings = plan.bytes_per_token(shapes), plan.ring_bytes(shapes, blocks)
-    return sequences * round(blocks * BLOCK_SIZE * each_token + in_rings + plan.kept_bytes(shapes) + state_bytes)
+    keys_and_values = sequences * round(blocks * BLOCK_SIZE * each_token + in_rings + plan.kept_bytes(shapes))
+    return keys_and_values + (sequences + 1) * state_bytes
 
 
 def tokens_that_fit(plan: KVPlan, room: float, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:

@@ -1,0 +1,112 @@
+"""Plain decoding: one token at a time by our own engine, which texts served in any other way are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from vllm_judge import DTYPE, NEAR_TIE
+from vllm_soak import Request
+
+from haarkv.engine.generation import generate
+from haarkv.executors.base import verify
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.models.caches import new_cache
+from haarkv.models.catalog import load_model
+from haarkv.tq_ops.kv.plan import KVSpec
+
+LONGEST_PERIOD, LEAST_TIMES, LEAST_TOKENS = 16, 4, 24
+"""A text repeats itself that ends in so many equal pieces of so many tokens at most, and in so many tokens of them."""
+
+
+def repeats(text: Sequence[int]) -> bool:
+    """Whether a text ends in pieces that are all the same."""
+    for period in range(1, LONGEST_PERIOD + 1):
+        tokens = max(LEAST_TOKENS, period * LEAST_TIMES)
+        end = text[-tokens:]
+        if len(end) == tokens and list(end[period:]) == list(end[:-period]):
+            return True
+    return False
+
+
+@dataclass
+class Compared:
+    """Texts beside those of plain decoding.
+
+    Attributes:
+        texts: how many.
+        equal: of them, those that are plain decoding's token for token.
+        gaps: of the others, how much better plain decoding likes another token than one that was served, at worst, in
+            standard deviations of its logits.
+        repeating: texts that end in a repetition where plain decoding's does not.
+        wrong: what is wrong with them, a sentence each.
+    """
+
+    texts: int = 0
+    equal: int = 0
+    gaps: list[float] = field(default_factory=list)
+    repeating: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        largest = f", largest gap {max(self.gaps):.3f} of {NEAR_TIE}" if self.gaps else ""
+        return (
+            f"{self.equal} of {self.texts} texts equal, {self.repeating} repeat themselves{largest}; {len(self.wrong)} wrong"
+        )
+
+
+@dataclass
+class Plain:
+    """A model with its cache in a format; what it wrote once it remembers."""
+
+    model: str
+    kv: str
+    _texts: dict[Request, list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def _executor(self) -> CpuExecutor:
+        return CpuExecutor(load_model(self.model, DTYPE))
+
+    def texts(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Greedy continuations, past any end of text."""
+        if new := [request for request in dict.fromkeys(requests) if request not in self._texts]:
+            config, most = self._executor.config, max(request.new_tokens for request in new)
+            longest = max(len(request.prompt) for request in new) + most
+            plan = KVSpec(self.kv).plan(config.num_layers)
+            cache, paging = new_cache(config, plan, sequences=len(new), tokens=longest)
+            prompts = [request.prompt for request in new]
+            done, _ = generate(self._executor, cache, paging, prompts, max_new_tokens=most, max_context=longest)
+            for request, text in zip(new, done, strict=True):
+                self._texts[request] = list(text.token_ids)[: request.new_tokens]
+        return [self._texts[request] for request in requests]
+
+    def compare(self, requests: Sequence[Request], served: Sequence[Sequence[int]]) -> Compared:
+        """Judge texts: each is plain decoding's, or parts from it where that likes both tokens nearly best, and goes on with
+        tokens that it likes nearly best as well, fed the same text."""
+        found = Compared()
+        for request, plain, text in zip(requests, self.texts(requests), served, strict=True):
+            found.texts += 1
+            if len(text) != request.new_tokens:
+                found.wrong.append(f"{len(text)} of {request.new_tokens} tokens")
+            elif list(text) == plain:
+                found.equal += 1
+            else:
+                at = next(i for i, (one, other) in enumerate(zip(text, plain, strict=True)) if one != other)
+                gaps = self._gaps(request.prompt, text)
+                found.gaps.append(max(gaps))
+                if max(gaps) > NEAR_TIE:
+                    found.wrong.append(f"token {at} is another, and one of them is liked {max(gaps):.2f} deviations less")
+                if repeats(text) and not repeats(plain):
+                    found.repeating += 1
+        return found
+
+    def _gaps(self, prompt: Sequence[int], text: Sequence[int]) -> list[float]:
+        """Of each token of a text, the best logit at its place less its own, in standard deviations of the logits there."""
+        fed, config = torch.tensor([*prompt, *text[:-1]]), self._executor.config
+        plan = KVSpec(self.kv).plan(config.num_layers)
+        cache, paging = new_cache(config, plan, sequences=1, tokens=len(fed))
+        logits = verify(self._executor, fed, paging.batch([paging.add()], [len(fed)]), cache)[len(prompt) - 1 :]
+        chosen = logits.gather(-1, torch.tensor(text)[:, None])[:, 0]
+        return ((logits.amax(-1) - chosen) / logits.std(-1)).tolist()
