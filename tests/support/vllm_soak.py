@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -206,7 +207,11 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         requests = [Request(prompt, new) for prompt, new in asked["requests"]]
-        served = _run(Way(**asked["way"]), requests, asked["fault"])
+        try:
+            served = _run(Way(**asked["way"]), requests, asked["fault"])
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # threads of an engine that failed may wait for ever
         print(_ANSWER + json.dumps(asdict(served)), flush=True)
         cleanup_dist_env_and_memory()
         # Once is enough for a process, and a second time it stumbles over a module that n-gram drafts import.

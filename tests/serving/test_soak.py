@@ -1,0 +1,115 @@
+"""A soak: drafts, prefix cache, chunked prefill, preemption and formats, of `tiny` every two of them together; each text is
+plain decoding's.
+
+The fault that it looks for, drafts verified by lengths that are not theirs, is planted and found.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations, product
+
+import pytest
+from vllm_judge import prompts
+from vllm_plain import Plain, repeats
+from vllm_soak import FAULTS, Request, Served, Servers, Way
+
+CHUNK = 64
+REQUESTS = {"tiny": 50, "tiny-hybrid": 25}
+LENGTHS = (7, 40, 110, 150, 230, 290)
+NEW_TOKENS = (32, 56, 80, 40)
+"""Most requests take one block more as they go on, and some one less than others."""
+KV = {"tiny": ("tq4", "tq3", "k=tq6,v=tq4", "tq8", "tq2"), "tiny-hybrid": ("tq4", "k=tq6,v=tq4", "tq3")}
+DRAFTS = {"tiny": ("", "ngram", "draft_model", "eagle3"), "tiny-hybrid": ("", "mtp")}
+# Whether prefixes are cached, prompts come in chunks and room is little, way by way.
+SWITCHES = {
+    "tiny": (5, 3, 2, 0, 1, 6, 7, 4, 7, 0, 7, 5, 2, 5, 0, 3, 0, 3, 4, 6),
+    # With drafts vLLM keeps no prefixes of it, and none of its blocks is ever full here.
+    "tiny-hybrid": (1, 0, 2, 2, 3, 0),
+}
+
+
+def ways(model: str) -> list[Way]:
+    """Every format with every draft."""
+    pairs = [(kv, drafts) for kv in KV[model] for drafts in DRAFTS[model]]
+    return [
+        Way(model, kv, drafts, prefix=bool(bits & 1), chunk=CHUNK * bool(bits & 2), small=bool(bits & 4))
+        for (kv, drafts), bits in zip(pairs, SWITCHES[model], strict=True)
+    ]
+
+
+WAYS = [way for model in KV for way in ways(model)]
+
+
+@cache
+def plain(model: str, kv: str) -> Plain:
+    return Plain(model, kv)
+
+
+def requests(count: int) -> list[Request]:
+    """Each prompt twice, the second time when its first blocks may be known."""
+    asked = [
+        Request(tuple(prompt), NEW_TOKENS[i % len(NEW_TOKENS)]) for i, prompt in enumerate(prompts(-(-count // 2), LENGTHS))
+    ]
+    return (asked + asked)[:count]
+
+
+def assert_shown(way: Way, served: Served) -> None:
+    """It was really served so."""
+    said = served.figures
+    assert (said["vllm:num_preemptions"] > 0) == way.small, said
+    assert (said.get("vllm:prefix_cache_hits", 0) > 0) == (way.prefix and way.model == "tiny"), said
+    drafted, accepted = (said.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted"))
+    assert (drafted > 0) == bool(way.drafts), said
+    if way.drafts in ("ngram", "draft_model", "mtp"):
+        assert accepted > 0, said
+
+
+@pytest.mark.vllm_short
+def test_every_two_settings_meet():
+    rows = [(way.kv, way.drafts, way.prefix, way.chunk, way.small) for way in ways("tiny")]
+    for a, b in combinations(range(5), 2):
+        values = ({row[i] for row in rows} for i in (a, b))
+        assert {(row[a], row[b]) for row in rows} == set(product(*values))
+
+
+@pytest.mark.vllm_short
+def test_what_repeats_itself_is_found():
+    text = list(range(50))
+    assert not repeats(text)
+    assert not repeats([7] * 23)
+    assert repeats(text + [7] * 24)
+    assert repeats(text + [1, 2, 3] * 8)
+    assert repeats(list(range(16)) * 4)
+    assert not repeats([*[1, 2, 3] * 8, 4])
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    running = Servers(tmp_path_factory.mktemp("soak") / "log")
+    yield running
+    running.stop()
+
+
+@pytest.mark.vllm_server
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_text_is_that_of_plain_decoding(servers, way, record_property):
+    asked = requests(REQUESTS[way.model])
+    served = servers.serve(way, asked)
+    found = plain(way.model, way.kv).compare(asked, served.texts)
+    record_property("compared", str(found))
+    print(f"{way}: {found}; started in {served.seconds[0]:.0f} s, served in {served.seconds[1]:.0f} s; {served.figures}")
+    assert not found.wrong, f"{found}: {found.wrong}"
+    assert not found.repeating, found
+    assert_shown(way, served)
+
+
+@pytest.mark.vllm_server
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("drafts", ["ngram", "draft_model"])
+def test_drafts_verified_by_other_lengths_are_found(servers, drafts, fault, record_property):
+    asked = requests(20)
+    found = plain("tiny", "tq4").compare(asked, servers.serve(Way(drafts=drafts), asked, fault).texts)
+    record_property("compared", str(found))
+    print(f"{drafts}, {fault}: {found}")
+    assert len(found.wrong) > 5, found
