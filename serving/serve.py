@@ -261,7 +261,7 @@ def _first_reason(error: Exception) -> str:
     said = str(listed[0].get("msg", error)).removeprefix("Value error, ") if listed else str(error)
     if "failed to be inspected" in said and find_spec("torchvision") is None:
         return (
-            "vLLM imports torchvision for this model, even to serve text; install it from where torch came from, as a build for "
-            "CPUs if torch is one"
+            "vLLM imports torchvision for this model, even to serve text; install it from where torch came from, as a build "
+            "for CPUs if torch is one"
         )
     return said
