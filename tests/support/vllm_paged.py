@@ -46,7 +46,7 @@ def configuration(layers: int = 6, shape: Shape | None = None, ranks: int = 1, *
     """
     shape = shape or Shape()
     model = SimpleNamespace(
-        model="a model", hf_text_config=SimpleNamespace(), get_sliding_window=lambda: None,
+        model="a model", is_hybrid=False, hf_text_config=SimpleNamespace(), get_sliding_window=lambda: None,
         get_total_num_hidden_layers=lambda: layers, get_total_num_kv_heads=lambda: shape.kv_heads,
         get_num_kv_heads=lambda parallel: max(1, shape.kv_heads // parallel.tensor_parallel_size),
         get_head_size=lambda: shape.head_dim, get_hidden_size=lambda: 256, get_vocab_size=lambda: 4096, max_model_len=128,
