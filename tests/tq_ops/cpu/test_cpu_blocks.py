@@ -73,6 +73,18 @@ def test_the_error_is_that_of_x_in_integers(table, kind):
 
 
 @every_type
+def test_long_rows_are_cut_where_a_token_alone_would_not_notice(kind):
+    """Of more than 4,096 inputs up to twelve tokens meet a row in parts; more meet it whole, to the same bits."""
+    ops = CpuOps()
+    for inputs, outputs in ((4096, 3), (4352, 70), (12544, 33)):
+        for bits in (16, 8):
+            weight, x = rounding_to(made(kind, outputs, inputs), bits), drawn(16, inputs)
+            whole = ops.linear(x, weight)
+            for tokens in (1, 3, 12):
+                assert torch.equal(ops.linear(x[:tokens], weight), whole[:tokens]), (inputs, bits, tokens)
+
+
+@every_type
 def test_instructions_for_bytes_give_the_bits_that_others_give(kind):
     """Of one token, some, and panels; of groups of blocks that are cut short. `portable` has no fused products."""
     tables = [CpuOps(isa) for isa in library.isas()[1:]]
