@@ -73,8 +73,8 @@ def test_the_error_is_that_of_x_in_integers(table, kind):
 
 
 @every_type
-def test_long_rows_are_cut_where_a_token_alone_would_not_notice(kind):
-    """Of more than 4,096 inputs up to twelve tokens meet a row in parts; more meet it whole, to the same bits."""
+def test_few_tokens_get_the_bits_of_many_by_long_rows_too(kind):
+    """Of 12,544 inputs x does not fit the first cache in 16 bits."""
     ops = CpuOps()
     for inputs, outputs in ((4096, 3), (4352, 70), (12544, 33)):
         for bits in (16, 8):
