@@ -98,7 +98,7 @@ Weight = Tensor | Blocks
 
 
 def rounding_to(weight: Weight, bits: int) -> Weight:
-    """The same weight; a kernel may round what it multiplies with blocks to integers of so many bits."""
+    """The same weight; a kernel may round what it multiplies with blocks to integers of `bits` bits."""
     return replace(weight, x_bits=bits) if isinstance(weight, Blocks) and weight.x_bits != bits else weight
 
 

@@ -18,7 +18,7 @@ from haarkv.models.catalog import load_model
 from haarkv.tq_ops.kv.plan import KVSpec
 
 LONGEST_PERIOD, LEAST_TIMES, LEAST_TOKENS = 16, 4, 24
-"""A text repeats itself that ends in so many equal pieces of so many tokens at most, and in so many tokens of them."""
+"""A text repeats itself if it ends in equal pieces: the longest piece, the fewest pieces, and the fewest tokens in all."""
 
 
 def repeats(text: Sequence[int]) -> bool:

@@ -53,7 +53,7 @@ def _amount(value: str) -> int:
     "--weights", "mix", metavar="TYPE",
     help="Count weights as a GGUF file of this type, such as q4_k_m or q8_0 [default: as they are loaded here].",
 )  # fmt: skip
-@click.option("--context", type=IntRange(1, 2**31), help="Also tell what weights and a cache of so many tokens take.")
+@click.option("--context", type=IntRange(1, 2**31), help="Also tell what weights and a cache of this many tokens take.")
 @options.executor_option()
 @options.dtype_option()
 @options.layers_option

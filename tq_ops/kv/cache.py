@@ -316,7 +316,7 @@ class PagedKVCache:
 
 
 def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:
-    """Bytes that a `PagedKVCache` allocates for sequences of so many tokens each: whole blocks, the tokens in BF16, and states
+    """Bytes that a `PagedKVCache` allocates for sequences of `tokens` each: whole blocks, the tokens in BF16, and states
     of one sequence more, whose row is for tokens that pad a batch.
 
     Args:

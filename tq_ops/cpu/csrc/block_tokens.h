@@ -25,7 +25,7 @@ template <bool BYTES> struct BlockPanel {
 
 inline TokenPanels block_panels(int64_t tokens) { return TokenPanels(tokens, tokens <= kFewTokens ? 1 : kBlockPanelTokens); }
 
-// 32 numbers of x to integers [32] of so many bits, and their step.
+// 32 numbers of x to integers [32] of 16 or 8 bits, and their step.
 template <class Simd> inline void to_integers(const float* x, int bits, int16_t* q, float* step) {
     typedef typename Simd::F F;
     F most = Simd::zero(), total = Simd::zero();
