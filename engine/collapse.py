@@ -1,6 +1,6 @@
 """Whether a cache would lose so much of K or V that text suffers: judged by the weights, and by the first tokens of a prompt.
 
-Limits are where `tiny` with faults planted in every layer began to suffer and to collapse (docs/fidelity.md): its perplexity
+Limits are where `tiny` with faults planted in every layer began to suffer and to collapse (benchmarks/LOG.md): its perplexity
 rose by 1 % at logits that are off by about 0.5, by a tenth to a third at 1.5 to 2.5. A few layers beyond that do not spoil the
 text: Qwen2.5-Coder-0.5B has 3 of 24 in tq4, and still writes correct programs at a mean KL of 0.3.
 """

@@ -37,7 +37,7 @@ COLUMNS = {
     4: (column((0, 6), (2, 4), (5, 3), (6, 3)), column((1, 5), (7, 3)), column((3, 4), (4, 4))),
     5: (column((0, 6), (2, 5), (3, 5)), column((1, 6), (4, 5), (5, 5)), column((6, 4), (7, 4))),
 }
-"""How the levels of eighths lie in bytes, by B: docs/learned.md says how the widths were chosen."""
+"""How the levels of eighths lie in bytes, by B: benchmarks/LOG.md says how the widths were chosen."""
 LEAST_DIM = 32
 """A unit of two bytes, and eighths of whole words: D is a multiple of so many."""
 GAINS = (1.0, 7 / 8, 19 / 16)

@@ -3,7 +3,7 @@
 RoPE turns pairs of a key's numbers by angles that grow with its position. What keys of a model have in common, which learned
 coordinates live on, is lost as these angles spread. So a text is cut into stretches of 1,024 positions, and a key is turned
 back by the position where its stretch begins. A query is turned back by as much before it meets the keys of a stretch: their
-product stays what it was. docs/learned.md says what this gains.
+product stays what it was. benchmarks/LOG.md says what this gains.
 """
 
 from __future__ import annotations

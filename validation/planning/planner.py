@@ -7,7 +7,7 @@
     verified = verify(setup, unseen, best.plan, rivals_of(...))   # on another text, beside uniform formats
 
 A *place* is K or V of one layer. That the costs of places add up is an assumption; it ranks the plans of one tail, and
-nothing else is made of it. docs/fidelity.md says how far it holds.
+nothing else is made of it. benchmarks/LOG.md says how far it holds.
 """
 
 from __future__ import annotations
