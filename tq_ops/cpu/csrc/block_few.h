@@ -119,6 +119,17 @@ inline __attribute__((always_inline)) void add_any(const uint8_t* group, int n, 
         add_group<Words, Type, N>(group, n, block, tokens, chains);
 }
 
+// Fetches the bytes a page behind a group of rows: what the hardware fetches by itself ends with a page. Where tokens fill the
+// first cache, these bytes would drive them out of it, and go to the second.
+template <class Type> inline void fetch_ahead(const uint8_t* group, bool to_first) {
+    constexpr int kPage = 4096;
+    for (int i = 0; i < Type::group_bytes; i += kLine)
+        if (to_first)
+            __builtin_prefetch(group + kPage + i, 0, 3);
+        else
+            __builtin_prefetch(group + kPage + i, 0, 2);
+}
+
 // Rows begin ... end - 1 by TOKENS tokens from `first` on, each a panel of its own.
 template <class Words, class Type, bool BYTES, int TOKENS>
 void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64_t end) {
@@ -129,13 +140,17 @@ void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64
         const BlockPanel<BYTES> x(p.prepared, p.in, first + t, 1);
         tokens[t] = {x.words, x.totals, x.firsts, x.lasts, x.steps, x.negatives};
     }
+    constexpr int64_t kBesideRows = 10240;  // bytes of tokens that stay in a first cache of 32 KB while rows pass
+    const bool to_first = TOKENS * p.in * (BYTES ? 1 : 2) <= kBesideRows;
     for (int64_t i = begin; i < end; ++i) {
         typename Words::F chains[TOKENS];
         for (int t = 0; t < TOKENS; ++t) chains[t] = Floats::zero();
         const uint8_t *row = rows.row(i), *group = row;
         int64_t block = 0;
-        for (int64_t g = 0; g < rows.groups; ++g, group += Type::group_bytes, block += kGroup)
+        for (int64_t g = 0; g < rows.groups; ++g, group += Type::group_bytes, block += kGroup) {
+            fetch_ahead<Type>(group, to_first);
             add_any<Words, Type, kGroup, BYTES>(group, kGroup, block, tokens, chains);
+        }
         if constexpr (!Type::whole_groups) {
             uint8_t copy[Type::group_bytes];
             if (rows.rest > kGroup / 2)

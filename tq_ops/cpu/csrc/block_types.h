@@ -9,12 +9,6 @@
 // `bytes` makes the same 32 levels as unsigned bytes, less nothing: 2**`byte_shift` too large where that is not 0. Where 16
 // numbers have a scale of their own (`halves`), it is not in them.
 
-template <class T> inline T read_as(const void* p) {
-    T x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-
 // The first n of eight scales: zero behind them, even where a NaN lies.
 template <class Words> inline __attribute__((always_inline)) typename Words::F first_scales(int n, typename Words::F x) {
     return n < 8 ? Words::Floats::first(n, x, Words::Floats::zero()) : x;
@@ -152,14 +146,8 @@ template <class Words, int BYTES> struct SuperBlocks {
 
     static void scales(const uint8_t* group, int, F& d, F& m) {
         typedef typename Words::Floats Floats;
-        const uint32_t x = read_as<uint32_t>(group + 4), y = read_as<uint32_t>(group + 8), z = read_as<uint32_t>(group + 12);
-        constexpr uint32_t kSix = 0x3f3f3f3f, kFour = 0x0f0f0f0f, kTwo = 0x30303030;
-        auto eight = [](uint32_t low, uint32_t high) { return low | static_cast<uint64_t>(high) << 32; };
-        const uint64_t of_d = eight(x & kSix, (z & kFour) | (x >> 2 & kTwo));
-        const uint64_t of_m = eight(y & kSix, (z >> 4 & kFour) | (y >> 2 & kTwo));
-        const float scale = half_to_float(read_as<uint16_t>(group)), least = half_to_float(read_as<uint16_t>(group + 2));
-        d = Floats::mul(Words::byte_floats(of_d), Floats::set1(scale));
-        m = Floats::mul(Words::byte_floats(of_m), Floats::set1(least));
+        Words::six_bits(group + 4, d, m);
+        d = Floats::mul(d, Words::half(group)), m = Floats::mul(m, Words::half(group + 2));
     }
 };
 
@@ -227,6 +215,6 @@ template <class Words> struct Q6_K {
     }
     static int half_scale(const uint8_t* group, int i) { return static_cast<int8_t>(group[192 + i]); }
     static void scales(const uint8_t* group, int, F& d, F&) {
-        d = Words::Floats::set1(half_to_float(read_as<uint16_t>(group + 208)));
+        d = Words::half(group + 208);
     }
 };

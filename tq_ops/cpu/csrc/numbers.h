@@ -7,17 +7,15 @@
 namespace haarkv {
 namespace {
 
-inline uint32_t bits_of(float x) {
-    uint32_t u;
-    std::memcpy(&u, &x, 4);
-    return u;
-}
-
-inline float float_of(uint32_t u) {
-    float x;
-    std::memcpy(&x, &u, 4);
+template <class T> inline T read_as(const void* p) {
+    T x;
+    std::memcpy(&x, p, sizeof x);
     return x;
 }
+
+inline uint32_t bits_of(float x) { return read_as<uint32_t>(&x); }
+
+inline float float_of(uint32_t u) { return read_as<float>(&u); }
 
 inline float bf16_to_float(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 

@@ -62,7 +62,19 @@ struct Words256 {
         return _mm256_cvtph_ps(_mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)));
     }
     static I bytes(uint64_t x) { return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(x))); }
-    static F byte_floats(uint64_t x) { return floats(bytes(x)); }
+    // An FP16 number, in all lanes.
+    static F half(const uint8_t* p) { return _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(read_as<uint16_t>(p)))); }
+    // Twice eight integers of six bits from 12 bytes. Bytes 0 to 3 have the first four, 4 to 7 of the second eight the first
+    // four; of the others 8 to 11 have four bits each, and the upper two of bytes 0 to 7 their upper two.
+    static void six_bits(const uint8_t* p, F& first, F& second) {
+        const __m128i all = sixteen(p - 4), own = _mm_shuffle_epi32(all, 0xa5), fours = _mm_shuffle_epi32(all, 0xff);
+        const __m128i lower = _mm_and_si128(_mm_srlv_epi32(own, _mm_setr_epi32(0, 2, 0, 2)),
+                                            _mm_setr_epi32(0x3f3f3f3f, 0x30303030, 0x3f3f3f3f, 0x30303030));
+        const __m128i upper = _mm_and_si128(_mm_srlv_epi32(fours, _mm_setr_epi32(0, 0, 0, 4)),
+                                            _mm_setr_epi32(0, 0x0f0f0f0f, 0, 0x0f0f0f0f));
+        const __m128i each = _mm_or_si128(lower, upper);
+        first = floats(_mm256_cvtepu8_epi32(each)), second = floats(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(each, each)));
+    }
     // 2**(x - 128), of eight bytes.
     static F powers(uint64_t x) {
         const I e = bytes(x), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);

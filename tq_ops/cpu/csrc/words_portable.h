@@ -83,10 +83,13 @@ struct WordsPortable {
         for (int i = 0; i < 8; ++i) y[i] = half_to_float(static_cast<uint16_t>((i < 4 ? low : high) >> i % 4 * 16));
         return y;
     }
-    static F byte_floats(uint64_t x) {
-        F y;
-        for (int i = 0; i < 8; ++i) y[i] = static_cast<float>(x >> 8 * i & 0xff);
-        return y;
+    static F half(const uint8_t* p) { return Floats::set1(half_to_float(read_as<uint16_t>(p))); }
+    static void six_bits(const uint8_t* p, F& first, F& second) {
+        for (int i = 0; i < 4; ++i) {
+            first[i] = static_cast<float>(p[i] & 0x3f), second[i] = static_cast<float>(p[i + 4] & 0x3f);
+            first[i + 4] = static_cast<float>((p[i + 8] & 0xf) | (p[i] >> 2 & 0x30));
+            second[i + 4] = static_cast<float>(p[i + 8] >> 4 | (p[i + 4] >> 2 & 0x30));
+        }
     }
     static F powers(uint64_t x) {
         F y;
