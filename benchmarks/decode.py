@@ -28,10 +28,10 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import load_model
+from haarkv.models.catalog import load_model, maps_file, read_config, weights_of
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
-from haarkv.models.parallel import ALONE, Ranks
+from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.tq_ops.errors import InputError
 
 SIMULATED = "simulated: its times mean nothing, so that none is given"
@@ -52,6 +52,7 @@ class Request:
         stored: tokens before a prompt whose attention is measured.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
         activation_bits: as of `load_model`.
+        mmap: as of `engine.loading.load`; copied unless given, where one of the executors reads weights in place.
         ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
     """
 
@@ -72,6 +73,7 @@ class Request:
     repeats: int = 7
     isa: str | None = None
     activation_bits: int = 16
+    mmap: bool | None = None
     ranks: Ranks = ALONE
 
     @property
@@ -83,6 +85,20 @@ class Request:
     def steps(self) -> int:
         """Tokens that a whole-step measurement appends to each sequence."""
         return self.repeats + 2
+
+
+def _model(request: Request, progress: Progress | None) -> DecoderModel:
+    """A request's model, its weights where its executors are fastest with them."""
+    kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
+    maps = request.mmap
+    if maps is None and any(catalog.reads_in_place(name, request.device) for name in request.executors):
+        ranks, config = request.ranks, read_config(request.model, request.layers)
+        split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
+        maps = maps_file(weights_of(request.model, config, request.dtype, split, kept), None, ranks.size)
+    return load_model(
+        request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept,
+        activation_bits=request.activation_bits, mmap=maps is not False,
+    )  # fmt: skip
 
 
 def measure(
@@ -98,11 +114,7 @@ def measure(
     if request.ranks.size > 1 and (request.peers or tuple(request.kinds) != ("step",)):
         raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
     if model is None:
-        kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
-        model = load_model(
-            request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept,
-            activation_bits=request.activation_bits,
-        )  # fmt: skip
+        model = _model(request, progress)
     longest, limit = max(request.contexts), model.config.max_position_embeddings - request.steps
     if {"layer", "prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(

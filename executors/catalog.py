@@ -230,6 +230,17 @@ def bytes_in_order(name: str) -> Mapping[str, float]:
     return _entry(name).in_order
 
 
+def reads_in_place(name: str, device: str | None) -> bool:
+    """Whether an executor multiplies with weights where they lie in this machine's memory, in every forward.
+
+    Args:
+        device: where it is to run; its default unless given.
+    Raises:
+        InputError: no such executor.
+    """
+    return bool(block_types(name, device)) and not bytes_in_order(name) and on_host(name, device)
+
+
 def on_host(name: str, device: str | None) -> bool:
     """Whether an executor computes in this machine's own memory.
 

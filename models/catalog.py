@@ -27,6 +27,7 @@ from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.memory import available_memory
 from haarkv.tq_ops.weight import Weight, rounding_to
 
 TINY = Path(__file__).parent / "tiny_qwen3"
@@ -139,6 +140,7 @@ def load_model(
     lent: Mapping[str, Weight] = NOTHING_LENT,
     keep_blocks: KeptBlocks = False,
     activation_bits: int = 16,
+    mmap: bool = True,
 ) -> DecoderModel:
     """Load a model by name onto the host; of several ranks, each its part.
 
@@ -146,7 +148,7 @@ def load_model(
         name, layers: as in `read_config`.
         dtype: of weights and hidden states, float32 or bfloat16.
         progress: called as weights come in.
-        lent, keep_blocks: as in `load_weights`.
+        lent, keep_blocks, mmap: as in `load_weights`.
         activation_bits: `Blocks.x_bits` of the blocks that are kept.
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
@@ -156,7 +158,7 @@ def load_model(
     if source is None:
         weights = random_weights(config, of_weights, progress=progress, split=split)
     else:
-        weights = load_weights(source, config, of_weights, progress, split, lent, keep_blocks)
+        weights = load_weights(source, config, of_weights, progress, split, lent, keep_blocks, mmap)
         weights = weights.placed(partial(rounding_to, bits=activation_bits))
     part = split.part if split else config
     return DecoderModel.of(part, weights, ranks)
@@ -180,6 +182,19 @@ def weights_of(
     if source is None:
         return random_bytes(config, _dtype(dtype), split)
     return weight_bytes(held_for(source, config), config, _dtype(dtype), split, keep_blocks, in_order)
+
+
+def maps_file(weights: WeightBytes, asked: bool | None, processes: int = 1) -> bool:
+    """Whether weights stay in their file's pages, for an executor that reads them from there with each forward.
+
+    Memory of the process is read faster; so they are copied to it where twice as much is free.
+
+    Args:
+        weights: of one process, as mapped.
+        asked: what was asked for, if anything was.
+        processes: that hold as much each, on this machine.
+    """
+    return asked if asked is not None else 2 * processes * weights.copied().own > available_memory()
 
 
 def restored_types(name: str | Path, kept: KeptBlocks) -> list[str]:

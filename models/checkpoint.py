@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
 from types import MappingProxyType
@@ -12,20 +13,22 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes, keeps, random_bytes, weight_bytes
+from haarkv.models.footprint import WeightBytes, in_file_pages, is_picked, keeps, random_bytes, weight_bytes
 from haarkv.models.large_pages import LargePages
 from haarkv.models.parallel import Split
 from haarkv.models.source import Empty, Held, KeptBlocks, Source
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.memory import require_memory
-from haarkv.tq_ops.weight import Weight
+from haarkv.tq_ops.memory import forget_pages, require_memory
+from haarkv.tq_ops.weight import Blocks, Weight
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
 
 NOTHING_LENT: Mapping[str, Weight] = MappingProxyType({})
 
+_AT_ONCE = 2**24
+"""Bytes of a file's pages that are in memory beside their copy, about."""
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
@@ -84,11 +87,12 @@ def load_weights(
     split: Split | None = None,
     lent: Mapping[str, Weight] = NOTHING_LENT,
     keep_blocks: KeptBlocks = False,
+    mmap: bool = True,
 ) -> Weights:
     """Load what a source holds.
 
-    Files are memory-mapped: a tensor whose dtype is already `dtype` stays in the file's pages and takes no memory of its
-    own; others are converted one at a time.
+    Files are memory-mapped: a tensor that needs no conversion stays in the file's pages and takes no memory of its own; others
+    are converted one at a time.
 
     Args:
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
@@ -96,11 +100,14 @@ def load_weights(
         lent: tensors of another model by name, for those that this checkpoint leaves out.
         keep_blocks: leave matrices that are stored in quantised blocks as they are, instead of restoring them now: all, or
             those of some types, by name.
+        mmap: leave in the file's pages what needs no conversion. False copies what a forward reads whole into memory of this
+            process, from which it is read faster.
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
     converted = stored_tensors(
         source, config, dtype, split, before=_require_room, lent=lent, empty=LargePages().empty, keep_blocks=keep_blocks,
+        mmap=mmap,
     )  # fmt: skip
     return _gathered(config, converted, progress)
 
@@ -120,14 +127,15 @@ def stored_tensors(
     lent: Mapping[str, Weight] = NOTHING_LENT,
     empty: Empty | None = None,
     keep_blocks: KeptBlocks = False,
+    mmap: bool = True,
 ) -> Iterator[tuple[str, Any]]:
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Args:
         wanted: of a tensor's name, whether it is read; all are unless given.
         before: called once, before the first comes, with what all will take.
-        lent, keep_blocks: as in `load_weights`; what is lent comes as it is.
-        empty: makes room for each that is converted; torch unless given.
+        lent, keep_blocks, mmap: as in `load_weights`; what is lent comes as it is.
+        empty: makes room for each that is converted or copied; torch unless given.
     Raises:
         InputError: as `load_weights`.
     """
@@ -137,7 +145,8 @@ def stored_tensors(
     _compare(source.path, shapes, held, tied=config.tied)
 
     if before:
-        before(weight_bytes(held, config, dtype, split, keep_blocks))
+        counted = weight_bytes(held, config, dtype, split, keep_blocks)
+        before(counted if mmap else counted.copied())
     for name, tensor in checkpoint_tensors(config).items():
         if wanted and not wanted(name):
             continue
@@ -145,9 +154,25 @@ def stored_tensors(
             yield name, lent[name]
         else:
             part = split.of(tensor.axes) if split else None
-            blocks = source.blocks(name, dtype, part) if keeps(held[name], keep_blocks) else None
-            kept = tensor.kept_as(dtype)
-            yield name, tensor.in_memory(source.read(name, kept, part, empty), dtype) if blocks is None else blocks
+            loaded: Weight | None = source.blocks(name, dtype, part) if keeps(held[name], keep_blocks) else None
+            blocks = loaded is not None
+            if loaded is None:
+                loaded = tensor.in_memory(source.read(name, tensor.kept_as(dtype), part, empty), dtype)
+            if not mmap and not is_picked(name, config) and in_file_pages(held[name], tensor, dtype, blocks, split is None):
+                loaded = _copied(loaded, empty)
+            yield name, loaded
+
+
+def _copied(weight: Weight, empty: Empty | None) -> Weight:
+    """A weight from pages of a file in memory of this process; the pages are not read again."""
+    data = weight.data if isinstance(weight, Blocks) else weight
+    own = torch.empty(data.shape, dtype=data.dtype) if empty is None else empty(tuple(data.shape), data.dtype)
+    rows = max(1, _AT_ONCE * len(data) // data.nbytes)
+    for source, copy in zip(torch.split(data, rows), torch.split(own, rows), strict=True):
+        copy.copy_(source)
+        if source.is_contiguous():
+            forget_pages(source.data_ptr(), source.nbytes)
+    return replace(weight, data=own) if isinstance(weight, Blocks) else own
 
 
 def held_for(source: Source, config: ModelConfig) -> Mapping[str, Held]:

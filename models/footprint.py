@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -47,6 +47,10 @@ class WeightBytes:
         """What is computed with."""
         return self.own + self.kept
 
+    def copied(self) -> WeightBytes:
+        """The same weights once what a forward reads whole was copied from the file's pages into memory of the process."""
+        return replace(self, own=self.own + self.kept - self.picked, kept=self.picked)
+
     @property
     def mapped(self) -> int:
         """Of the file's pages, what was read when the model is loaded."""
@@ -71,6 +75,23 @@ def keeps(held: Held, keep_blocks: KeptBlocks) -> bool:
     return held.blocks is not None and (keep_blocks if isinstance(keep_blocks, bool) else held.blocks in keep_blocks)
 
 
+def in_file_pages(held: Held, tensor: StoredTensor, dtype: torch.dtype, blocks: bool, whole: bool) -> bool:
+    """Whether a tensor as it is loaded lies in the pages of its file.
+
+    Args:
+        dtype: that weights are loaded as.
+        blocks: it is kept in blocks. Some rows and columns of them are a view; a part of dense rows is copied.
+        whole: no part of it is taken.
+    """
+    as_it_is = blocks or (held.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
+    return as_it_is and held.in_place and (blocks or whole)
+
+
+def is_picked(name: str, config: ModelConfig) -> bool:
+    """Whether a forward reads some rows of a tensor alone: of an embedding that is not the head as well."""
+    return name == EMBEDDING and not config.tied
+
+
 def weight_bytes(
     held: Mapping[str, Held],
     config: ModelConfig,
@@ -93,17 +114,15 @@ def weight_bytes(
             continue
         share = _share(tensor, split)
         blocks = keeps(of, keep_blocks)
-        as_it_is = blocks or (of.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
         in_file = round(of.nbytes * share)
         of_number = in_order.get(of.blocks or "") if blocks else None
-        if of_number is not None and (name != EMBEDDING or config.tied):
+        if of_number is not None and not is_picked(name, config):
             own += round(math.prod(tensor.shape) * share * of_number)
             passed += in_file
             continue
-        # Blocks of some rows and columns are a view; a part of dense rows is copied.
-        if as_it_is and of.in_place and (blocks or share == 1):
+        if in_file_pages(of, tensor, dtype, blocks, whole=share == 1):
             kept += in_file
-            if name == EMBEDDING and not config.tied:
+            if is_picked(name, config):
                 picked, rows = in_file, round(tensor.shape[0] * share)
         else:
             own += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.kept_as(dtype).itemsize

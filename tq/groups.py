@@ -27,8 +27,8 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
         "--stop",
     ),
     "Model and machine": (
-        "--model", "--executor", "--device", "--dtype", "--layers", "--threads", "--isa", "--activation-bits", "--reference",
-        "--tensor-parallel", "--rank-timeout", "--any-versions",
+        "--model", "--executor", "--device", "--dtype", "--layers", "--threads", "--isa", "--activation-bits", "--mmap",
+        "--reference", "--tensor-parallel", "--rank-timeout", "--any-versions",
     ),
     "KV cache": (
         "--kv", "--kv-loss", "--calibration", "--kv-tail", "--kv-sink", "--kv-skip-layers", "--kv-plan", "--balance",

@@ -80,6 +80,10 @@ activation_option = click.option(
     "--activation-bits", type=click.Choice([16, 8]), default=16, show_default=True,
     help="8: cpu rounds what meets quantised weights to 8 bits, as llama.cpp does; faster, less exact.",
 )  # fmt: skip
+mmap_option = click.option(
+    "--mmap/--no-mmap", default=None, show_default="copied on cpu where twice the memory is free",
+    help="Leave weights in the file's pages, or copy them into memory, which cpu reads faster.",
+)  # fmt: skip
 layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
 device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.")
 threads_option = click.option("--threads", type=IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
@@ -104,7 +108,9 @@ resume_option = file("--resume", "Save progress here; resume from it if it exist
 
 # -- Sessions --------------------------------------------------------------------------------------------------------------
 
-session_options = together(kv_options(), balance_option, collapse_option, executor_option(), run_options(), activation_option)
+session_options = together(
+    kv_options(), balance_option, collapse_option, executor_option(), run_options(), activation_option, mmap_option
+)
 """What `open_session` takes, but for `--model`."""
 
 seed_option = click.option("--seed", type=IntRange(0, 2**62), default=0, show_default=True)
@@ -191,7 +197,7 @@ def open_session(given: Mapping[str, Any], **others: Any) -> Session:
         Sampling(**sampling_of(given))
         if filters := sampling_of(given):
             require_drawn(generation_settings(given["model"]), filters)
-        names = ("executor", "device", "dtype", "layers", "allow_collapse", "activation_bits")
+        names = ("executor", "device", "dtype", "layers", "allow_collapse", "activation_bits", "mmap")
         return load(
             given["model"], kv=spec, progress=progress, on_program=compiling, on_warning=warn, draft=draft,
             balance=given["balance"] == "auto", **{name: given[name] for name in names}, **others,

@@ -131,6 +131,21 @@ def mapped_memory(path: Path) -> int:
     return found
 
 
+def forget_pages(address: int, nbytes: int) -> None:
+    """Take pages of a file out of this process's memory: those that lie whole in a range that is mapped from it, and was not
+    written to. Whoever reads there again reads the file.
+
+    Args:
+        address: where the range begins, of this process.
+        nbytes: how long it is.
+    """
+    page = mmap.PAGESIZE
+    begin, end = -(-address // page) * page, (address + nbytes) // page * page
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    if begin < end and advice is not None:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+
+
 def hand_back() -> None:
     """Let malloc give back to the system what it keeps for later, where it is glibc's. It takes some milliseconds.
 

@@ -211,7 +211,8 @@ def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
     assert row["cost"]["flops"] * sum(range(1, 41)) == result["rows"][0]["cost"]["flops"] * sum(range(11, 51))
 
 
-GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None, "activation_bits": 16}
+GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None}
+GIVEN |= {"activation_bits": 16, "mmap": None}
 
 
 @pytest.mark.parametrize(

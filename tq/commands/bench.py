@@ -53,7 +53,7 @@ _dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), def
 _of_a_layer = options.together(
     options.model_option("random:0.6b"), _kvs("bf16,tq4"), options.executor_option(multiple=True),
     options.run_options("bfloat16"), _contexts("1024,4096"), _batches("1"), _repeats(7), _isa, _save,
-    options.activation_option, options.json_option,
+    options.activation_option, options.mmap_option, options.json_option,
 )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def request_of(given: dict[str, Any], **more: Any) -> Request:
     _require_known(*given["executors"])
     executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
     options.say_if_interpreted(*executors, device=given["device"])
-    names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa", "activation_bits")
+    names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa", "activation_bits", "mmap")
     return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
 
 

@@ -72,8 +72,8 @@ def command(
     what does not fit; Python, torch and the tokenizer come on top.
     """
     from haarkv.engine.generation import PREFILL_CHUNK
-    from haarkv.executors.catalog import block_types, bytes_in_order, default_dtype, select
-    from haarkv.models.catalog import DTYPES, read_config, source_of, weights_of
+    from haarkv.executors.catalog import block_types, bytes_in_order, default_dtype, reads_in_place, select
+    from haarkv.models.catalog import DTYPES, maps_file, read_config, source_of, weights_of
     from haarkv.models.checkpoint import held_for
     from haarkv.models.footprint import random_bytes, work_bytes
     from haarkv.models.gguf_mix import mixed_bytes
@@ -91,6 +91,8 @@ def command(
         weights, how = mixed_bytes(config, mix.lower()), f"in a file of {mix.lower()}"
     elif held:
         weights = weights_of(model, config, chosen, keep_blocks=block_types(here), in_order=bytes_in_order(here))
+        if reads_in_place(here, None) and not maps_file(weights, None):
+            weights = weights.copied()
         how = f"in memory on {here}"
     else:
         weights, how = random_bytes(config, DTYPES[chosen]), f"in {chosen} on {here}"
