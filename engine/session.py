@@ -46,12 +46,14 @@ class Loaded:
     Attributes:
         weights: that were about to be read.
         before: bytes that the process had, with torch, its code and the tokenizer.
+        restored: bytes of blocks that were restored at a time to see how even channels are.
         seconds: until the model was ready.
     """
 
     weights: WeightBytes
     before: int
     seconds: float = 0.0
+    restored: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -310,7 +312,8 @@ class Session:
         weights = self.loaded.weights
         of_run = needed(self.config, self.plan, max_context, weights, sequences)
         mapped = weights.mapped_by((token for prompt in ids for token in prompt), new_tokens * sequences)
-        return self.loaded.before + CODE + of_run.own + mapped + drafts
+        more = max(of_run.own + drafts, weights.own + self.loaded.restored)  # they come one after the other
+        return self.loaded.before + CODE + more + mapped
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
         config, ranks = self.config, self.ranks.size

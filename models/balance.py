@@ -9,7 +9,8 @@ cache loses of it is less. Every executor runs it, for it is a model like any ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import read_config, source_of
 from haarkv.models.checkpoint import stored_tensors
+from haarkv.models.config import ModelConfig
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_tensors
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -118,6 +120,7 @@ def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moment
     return Moments(use, _row_squares(tensors, "v_proj").view(heads, dim), bias)
 
 
+_NORMED = {"q_proj", "k_proj", "v_proj"}
 _READ = {"input_norm", *(f"{name}_proj" for name in "qkvo"), "q_norm", "k_norm", *(f"{name}_bias" for name in "qkv")}
 
 
@@ -244,7 +247,20 @@ def describe(uneven: Sequence[Uneven]) -> str:
 
 def _attention_of(layer: LayerWeights) -> dict[str, Tensor]:
     """What a layer's moments are made of, restored."""
-    return {field: layer[field] for field in layer if field in _READ}
+    return {field: layer[field] for field in _read_of(layer)}
+
+
+def _read_of(fields: Iterable[str]) -> set[str]:
+    """Fields of a layer that its moments are made of: where K is normed, its projections say nothing."""
+    there = _READ.intersection(fields)
+    return there - {"q_proj", "k_proj"} if "k_norm" in there else there
+
+
+def restored_bytes(config: ModelConfig) -> int:
+    """What `balance` restores of a model in blocks at a time, FP32: the matrices of one layer, and one times its norm."""
+    layers = [layer_tensors(config, index) for index, shape in enumerate(config.kv_shapes) if shape is not None]
+    sizes = [{field: 4 * math.prod(layer[field].shape) for field in _read_of(layer)} for layer in layers]
+    return max((sum(of.values()) + max(of[field] for field in of if field in _NORMED) for of in sizes), default=0)
 
 
 def _bias(tensors: Mapping[str, Tensor], name: str, projection: Tensor) -> Tensor:

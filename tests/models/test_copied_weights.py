@@ -88,3 +88,15 @@ def test_a_session_maps_or_copies_as_asked(tmp_path, option, asked, capsys):
         assert main([*given, *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def test_what_balancing_restores_is_counted(tmp_path, monkeypatch):
+    """Of the largest layer at a time, in FP32: projections of Q and K too, where K has no norm."""
+    made = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 263})
+    session = tq.load(convert(made, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary()), kv="tq4", executor="cpu")
+    layer, restored = session.executor.weights.layers[0], 0
+    read = {name: 4 * layer[name].numel() for name in ("o_proj", "v_proj", "input_norm", "q_norm", "k_norm") if name in layer}
+    restored = sum(read.values()) + read["v_proj"]
+    assert "k_norm" in read
+    assert session.loaded.restored == restored
+    assert tq.load(made, kv="tq4", executor="cpu").loaded.restored == 0
