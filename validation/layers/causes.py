@@ -19,9 +19,10 @@ from haarkv.validation import bounds
 from haarkv.validation.layers import slack
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.faults import OF_DELTA, OUT, SEEN_AS, Fault, Layer
-from haarkv.validation.layers.forward import MadeLayer, Reference
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer

@@ -25,8 +25,9 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight
 from haarkv.validation import bounds
-from haarkv.validation.layers.forward import MadeLayer, Moved
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import parts_of
+from haarkv.validation.layers.reference import Moved
 
 _ULP = 2.0**-24
 _THETA = torch.linspace(0.05, 14.0, 120, dtype=torch.float64)

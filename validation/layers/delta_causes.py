@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from haarkv.validation import bounds
-from haarkv.validation.layers.forward import MadeLayer, Reference
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import load
 from haarkv.validation.layers.record import Call
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.states import CONV, MEMORY, SEEN, STATE, Fields, begins, spoil, state_of
 from haarkv.validation.layers.trial import Run

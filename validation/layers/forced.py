@@ -18,7 +18,7 @@ from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.delta_causes import explain_delta, explain_delta_layer, of_sums
-from haarkv.validation.layers.forward import MadeLayer, Reference
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.judge import (
     StoredComparison,
     beside,
@@ -31,6 +31,7 @@ from haarkv.validation.layers.judge import (
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, snapshot, take
 from haarkv.validation.layers.record import Call, replay
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Verdict, first
 from haarkv.validation.layers.states import STATE, state_of
 from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head

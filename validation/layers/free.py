@@ -22,10 +22,11 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.block_steps import most
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forced import Forced
-from haarkv.validation.layers.forward import Forward, Reference
+from haarkv.validation.layers.forward import Forward
 from haarkv.validation.layers.judge import judge_logits, judge_op, judge_strays
 from haarkv.validation.layers.parts import Stored, load, parts_of, snapshot, take
 from haarkv.validation.layers.record import Call, replay
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, state_of
 from haarkv.validation.layers.trial import Outcome, Repeats, Run, Trial, differing, differing_forward

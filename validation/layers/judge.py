@@ -13,9 +13,10 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
-from haarkv.validation.layers.forward import MadeLayer, Noise
+from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
+from haarkv.validation.layers.reference import Noise
 from haarkv.validation.layers.report import Reason, Verdict
 from haarkv.validation.layers.slack import nearer
 from haarkv.validation.layers.states import STATE, StateComparison, compare_states, state_of

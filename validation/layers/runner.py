@@ -19,11 +19,12 @@ from haarkv.validation.layers.block_steps import BlockSteps
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import Forced
-from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
+from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
 from haarkv.validation.layers.free import Free
 from haarkv.validation.layers.judge import StoredComparison, bounds_of, compare_both, for_width
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import Stored, load, poison
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import (
     LayerRow,
     LogitRow,

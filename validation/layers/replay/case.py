@@ -23,9 +23,10 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.forward import Forward, MadeLayer, Reference, Schedule
+from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
 from haarkv.validation.layers.judge import bounds_of, compare_both, judge_hidden, judge_stored
 from haarkv.validation.layers.parts import Stored, load
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Report, Verdict
 from haarkv.validation.layers.runner import validate_layer
 
