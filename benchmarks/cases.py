@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -19,6 +20,7 @@ from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -197,7 +199,7 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
     """Caches from lists of them, each once: a format, or several that layers take in turn, with tokens in BF16 beside them.
 
         list := cache {"," cache}
-        cache := pair {"/" pair} {"+tail" N | "+sink" N}
+        cache := FILE of a plan | pair {"/" pair} {"+tail" N | "+sink" N}
         pair := NAME | "k=" NAME ",v=" NAME
 
     >>> parse_caches(["tq4,k=tq4,v=tq3+tail128", "k=tq4,v=tq3/bf16"])
@@ -210,6 +212,9 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
     for spec in specs:
         parts = iter(part.strip() for part in spec.split(","))
         for whole in parts:
+            if is_file(whole):
+                found[whole] = None
+                continue
             while whole.count("k=") != whole.count("v="):
                 following = next(parts, None)
                 if following is None:
@@ -222,9 +227,19 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
     return list(found)
 
 
+def is_file(kv: str) -> bool:
+    """Whether a cache is the file of a plan, from `tq plan` or as `tq generate --kv auto` keeps it."""
+    return kv.endswith((".json", ".safetensors"))
+
+
+def name_of(kv: str) -> str:
+    """A cache as rows name it: a file without its folder."""
+    return Path(kv).name if is_file(kv) else kv
+
+
 def plain(kv: str) -> bool:
     """Whether a cache is one pair of formats for all layers, with nothing beside it."""
-    return not set(kv) & set("+/")
+    return not is_file(kv) and not set(kv) & set("+/")
 
 
 def plan_of(kv: str, config: ModelConfig) -> KVPlan:
@@ -233,6 +248,8 @@ def plan_of(kv: str, config: ModelConfig) -> KVPlan:
     Raises:
         InputError: as `parse_caches`, or it does not fit the model.
     """
+    if is_file(kv):
+        return plan_for(plan_file.load(kv), config)
     pairs, tail, sink = _split(kv)
     named = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
     if not any(map(formats.needs_calibration, pairs)):
@@ -255,5 +272,5 @@ def _split(kv: str) -> tuple[list[str], int | None, int]:
 def _unreadable(spec: str) -> InputError:
     return InputError(
         f"cannot read --kv {spec!r}; write caches with commas between, each NAME or k=NAME,v=NAME, or several with / between "
-        "for layers that take turns; then +tailN and +sinkN"
+        "for layers that take turns, then +tailN and +sinkN; or the file of a plan"
     )

@@ -170,7 +170,7 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
             if reason := executor.supports(model.config, plan):
                 refused = f"executor {name} cannot run {kv}: {reason}"
             else:
-                sides[f"{name} {kv}"] = (executor, plan)
+                sides[f"{name} {cases.name_of(kv)}"] = (executor, plan)
     if not sides:
         raise InputError(refused)
     return sides

@@ -11,17 +11,20 @@ from functools import partial
 import pytest
 import torch
 from machines import has_only
+from refusals import assert_refused
 from small_models import SMALL, resized, small_model, without_numbers
 
 from haarkv.benchmarks import attention, cases, decode_peers, neighbours, report, timing
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
+from haarkv.engine.plans import shape_of
 from haarkv.executors.base import verify
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.commands.bench import request_of
 
@@ -182,6 +185,20 @@ def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
     for who in ("tq4/k=tq4,v=tq3+tail8", "k=lr3,v=tq4"):
         assert f"reference {who} at 40 tokens: " in out
     assert out.count("of reference tq4's time") == 2
+
+
+def test_the_file_of_a_plan_is_a_cache(run, tmp_path):
+    config = read_config(tmp_path / "checkpoint")
+    plan = plan_of("k=tq6,v=tq4/tq4+tail8+sink2", config)
+    file = tmp_path / "mine.json"
+    file.write_text(plan_file.dumps(plan, shape_of(config)), encoding="utf-8")
+    assert plan_of(str(file), config) == plan
+    code, out, _ = run("decode", "--kv", f"tq4,{file}", "--only", "step", "--no-peers")
+    assert code == 0
+    assert "reference mine.json at 40 tokens: " in out
+    assert str(file) not in out
+    code, out, err = run("decode", "--kv", f"{tmp_path / 'none.json'}", "--only", "step", "--no-peers")
+    assert_refused((code, out, err), "none.json cannot be read")
 
 
 def test_a_cache_of_the_benchmark_becomes_its_plan():

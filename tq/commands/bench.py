@@ -35,7 +35,7 @@ def command() -> None:
 def _kvs(default: str) -> Callable[..., Any]:
     about = (
         "Caches, separated by commas; repeatable. Each a format, or several with / between that layers take in turn, and "
-        f"+tailN and +sinkN for tokens in BF16 [default: {default}]."
+        f"+tailN and +sinkN for tokens in BF16; or the file of a plan [default: {default}]."
     )
     return click.option("--kv", "kvs", multiple=True, metavar="LIST", help=about)
 
