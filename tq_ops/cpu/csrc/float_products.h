@@ -1,29 +1,44 @@
-// Q.K and P.V of nibbles in FP32: the products of R rows, as `attend_rows` and passes call them.
+// Q.K of nibbles and of levels of several widths, and P.V of nibbles, in FP32: the products of R rows, as `attend_rows` and
+// passes call them.
 
 template <class Simd, class Narrow, int R> struct FloatProducts {
     const Cache& cache;
     const int stride;       // keys of a row in scratch
     float* const q;         // [k.levels, R]
+    float* const repeated;  // `repeat_centroids`
     uint8_t* const spaced;  // [stride, 4 * Narrow::width], vectors shorter than a narrow register, and a word past them
     const float* taken;     // by `weigh`
 
     // Whether these products take a side's keys as they are stored.
-    static bool scores(const Side& k) { return k.cell == kNibble; }
+    static bool scores(const Side& k) { return k.cell == kNibble || k.cell == kMixed; }
 
     static int64_t floats(const Cache& cache) {
-        return R * cache.k.levels + (is_short(cache) ? padded(cache.block_size) * Narrow::width + kLine / 4 : 0);
+        return R * cache.k.levels + 4 * kRepeated +
+               (is_short(cache) ? padded(cache.block_size) * Narrow::width + kLine / 4 : 0);
     }
 
     FloatProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
-        : cache(cache), stride(stride), q(scratch), spaced(reinterpret_cast<uint8_t*>(scratch + R * cache.k.levels)) {
-        if (cache.k.cell != kNibble) return;
+        : cache(cache),
+          stride(stride),
+          q(scratch),
+          repeated(q + R * cache.k.levels),
+          spaced(reinterpret_cast<uint8_t*>(repeated + 4 * kRepeated)) {
+        if (!scores(cache.k)) return;
+        if (cache.k.columns) {
+            repeat_centroids(cache.k, repeated);
+            float* to = q;
+            each_level_in_steps(cache.k, [&](int level) {
+                for (int r = 0; r < R; ++r) *to++ = tile.q[r][level];
+            });
+            return;
+        }
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < cache.k.levels; ++i) q[i * R + r] = tile.q[r][i];
     }
 
     void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
                const uint8_t* later) const {
-        score_block<Simd, R>(cache, at, n, q, softmax_scale, stride, words, scale, logits, ahead, later);
+        score_block<Simd, R>(cache, at, n, q, repeated, softmax_scale, stride, words, scale, logits, ahead, later);
     }
 
     // Adds n vectors to the sums, and prefetches K's codes of as many at `ahead`. Each register prefetches its share.
@@ -51,10 +66,16 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
 
     // Centroids of up to kKeysTogether keys.
     static void look_up_keys(const Cache& cache, const uint8_t* codes, int n, uint32_t* words, float* found) {
-        const int count = cache.k.levels / 8;
+        const int count = key_words(cache.k);
         for (int i = 0; i < n; i += Simd::width)
             Simd::transpose(codes + i * count * 4, count, smaller(n - i, Simd::width), words + i, kSlabKeys);
-        look_up_words<Simd>({words, kSlabKeys, Simd::table(cache.k.centroids)}, count, found);
+        if (!cache.k.columns) return look_up_words<Simd>({words, kSlabKeys, Simd::table(cache.k.centroids)}, count, found);
+        float tables[4 * kRepeated];
+        repeat_centroids(cache.k, tables);
+        constexpr int kTiles = kSlabKeys / Simd::width;
+        each_step<Simd, kTiles>(cache.k, tables, words, kSlabKeys, [&](const typename Simd::F* value) {
+            for (int t = 0; t < kTiles; ++t, found += Simd::width) Simd::store(found, value[t]);
+        });
     }
 
     // Logits of those keys.

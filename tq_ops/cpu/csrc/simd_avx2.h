@@ -70,6 +70,7 @@ struct Avx2 {
     static Table table(const float* centroids) { return {load(centroids), load(centroids + 8)}; }
     static I load_words(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
     template <int N> static I shift(I x) { return N ? _mm256_srli_epi32(x, N) : x; }
+    static I shift_by(I x, int bits) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
     static F lookup(const Table& t, I x) {
 #ifdef __AVX512VL__
         return _mm256_permutex2var_ps(t.low, x, t.high);
@@ -83,6 +84,10 @@ struct Avx2 {
     template <int BITS> static const float* wide_table(const float* centroids) { return centroids; }
     template <int BITS> static F lookup_bytes(const float* table, const uint8_t* level) {
         return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(level))), 4);
+    }
+    // By the lowest BITS bits.
+    template <int BITS> static F lookup_wide(const float* table, I x) {
+        return _mm256_i32gather_ps(table, _mm256_and_si256(x, _mm256_set1_epi32((1 << BITS) - 1)), 4);
     }
     template <int BYTES> static I repeated(const uint8_t* p) {
         if constexpr (BYTES == 8) return _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

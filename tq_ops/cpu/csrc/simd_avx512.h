@@ -69,6 +69,7 @@ struct Avx512 {
     static Table table(const float* centroids) { return load(centroids); }
     static I load_words(const void* p) { return _mm512_loadu_si512(p); }
     template <int N> static I shift(I x) { return N ? _mm512_srli_epi32(x, N) : x; }
+    static I shift_by(I x, int bits) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
     static F lookup(Table t, I x) { return _mm512_permutexvar_ps(x, t); }
     // Numbers by levels of BITS bits, a byte each: as many registers as hold up to 64 of them, or memory.
     template <int BITS> struct WideTable {
@@ -85,6 +86,10 @@ struct Avx512 {
     template <int BITS> static F lookup_bytes(const WideTable<BITS>& t, const uint8_t* level) {
         const I x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(level)));
         if constexpr (BITS > 6) return _mm512_i32gather_ps(x, t.all, 4);
+        if constexpr (BITS <= 6) return lookup_wide<BITS>(t, x);
+    }
+    // By the lowest BITS bits, 5 or 6.
+    template <int BITS> static F lookup_wide(const WideTable<BITS>& t, I x) {
         const F low = _mm512_permutex2var_ps(t.part[0], x, t.part[1]);
         if constexpr (BITS == 5) return low;
         [[maybe_unused]] const __mmask16 upper = _mm512_test_epi32_mask(x, _mm512_set1_epi32(32));

@@ -84,6 +84,7 @@ struct Portable {
         return x;
     }
     template <int N> static I shift(I x) { return x >> N; }
+    static I shift_by(I x, int bits) { return x >> bits; }
     static F lookup(const Table& t, I x) {
         F y;
         for (int i = 0; i < 8; ++i) y[i] = t.value[x[i] & 15u];
@@ -94,6 +95,12 @@ struct Portable {
     template <int BITS> static F lookup_bytes(const float* table, const uint8_t* level) {
         F y;
         for (int i = 0; i < 8; ++i) y[i] = table[level[i]];
+        return y;
+    }
+    // By the lowest BITS bits.
+    template <int BITS> static F lookup_wide(const float* table, I x) {
+        F y;
+        for (int i = 0; i < 8; ++i) y[i] = table[x[i] & ((1u << BITS) - 1u)];
         return y;
     }
     static void store_words(int32_t* p, I x) { std::memcpy(p, &x, sizeof x); }
