@@ -40,6 +40,13 @@ class TestScales:
         # Rounding an exponent costs (sinh(ln 2) / ln 2)**2 = 1.17 where exponents lie anywhere between two whole numbers.
         assert (found > 0.83 * best).all()
 
+    def test_cost_at_most_what_the_inequality_allows_and_nearly_that_in_the_worst_case(self):
+        exponents = torch.tensor([-0.499] * 32 + [0.0] + [0.499] * 32)
+        use, size = torch.exp2(2 * exponents), torch.exp2(-2 * exponents)
+        scales = channel_scales(use, size)
+        assert (scales == 1).all()
+        assert 1.5 < error_ratio(use, size, (use / size) ** 0.25) / error_ratio(use, size, scales) <= ((0.5 + 2) / 2) ** 2
+
     @pytest.mark.parametrize(("use", "size"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1e-30, 1e30)])
     def test_of_channels_that_are_never_seen_or_always_0(self, use, size):
         uses, sizes = torch.ones(1, 32), torch.ones(1, 32)
