@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from checkpoints import write_checkpoint
 from places import ROOT
 from sources import sources
 
@@ -146,6 +147,22 @@ def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked
     else:
         assert (cache.kv, cache.plan) == (None, file)
         assert capsys.readouterr().err.splitlines()[0].startswith("tq: this is the cache that --kv auto chose")
+
+
+@pytest.mark.parametrize(("model", "kv"), [("tiny", "tq4"), ("model", "k=tq6,v=tq4"), ("org/name", "k=tq6,v=tq4")])
+def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(monkeypatch, tmp_path, capsys, model, kv):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    if model == "model":
+        monkeypatch.setattr(remembered, "TOY", 0)  # small as it is, no toy
+    write_checkpoint(tmp_path / "model")
+    taken = []
+    monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (taken.append(cache), say("it starts")))
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())
+    assert main(["serve", model]) == 0
+    [cache] = taken
+    assert (cache.kv, cache.plan, cache.tail) == (kv, None, None)
+    assert f"no cache was chosen for this model, so it gets {kv}; " in capsys.readouterr().err
 
 
 def test_a_tail_and_sinks_reach_vllm():

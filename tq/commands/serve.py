@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -76,7 +77,8 @@ def command(
     if kv == "auto" or (kv_plan is None and not any(value is not None for value in given.values())):
         if kv == "auto" and (others := [option for option, value in given.items() if value is not None and option != "--kv"]):
             raise click.UsageError(f"--kv auto sets the whole cache; leave out {others[0]}")
-        kv, kv_plan = None, _remembered(model, kv_loss, kv == "auto", notes)
+        kv_plan = _remembered(model, kv_loss, kv == "auto", notes)
+        kv = _unchosen(model, notes) if kv_plan is None else None
     elif kv_loss is not None:
         raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
     if model in ("tiny", "tiny-hybrid"):
@@ -109,9 +111,30 @@ def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -
     if file is not None and chosen_before(file) is not None:
         notes.append("this is the cache that --kv auto chose for this model before; --kv tq4 is the plain one")
         return str(file)
-    more = "" if loss is None else f" --kv-loss {loss:g}"
-    how = f"`tq generate --model {model} --kv auto{more} --prompt Hello` chooses one"
     if asked or loss is not None:
+        how = _how(model, "" if loss is None else f" --kv-loss {loss:g}")
         raise InputError(f"no cache was chosen for {model} yet; {how}, which tq serve then takes")
-    notes.append(f"no cache was chosen for this model, so it gets tq4; {how}")
     return None
+
+
+def _unchosen(model: str, notes: list[str]) -> str:
+    """The format for a model that no cache was chosen for: what loses little on any, without a tail, which much of vLLM cannot
+    have; of toys `tq4`.
+
+    Args:
+        notes: get a sentence on it.
+    """
+    from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.validation.planning.remembered import default_cache
+
+    kv = "k=tq6,v=tq4"
+    with suppress(InputError):  # as above
+        if default_cache(model) == KVSpec():
+            kv = KVSpec.kv
+    notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
+    return kv
+
+
+def _how(model: str, more: str = "") -> str:
+    return f"`tq generate --model {model} --kv auto{more} --prompt Hello` chooses one"
