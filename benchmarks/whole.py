@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from haarkv.benchmarks import decode_peers, gguf_file, llama_process
-from haarkv.benchmarks.cases import Case, kv_numbers, new_cache, new_pages, random_prompts, token_bytes
+from haarkv.benchmarks.cases import Case, kv_numbers, new_pages, random_prompts, token_bytes
 from haarkv.benchmarks.decode_cost import Cost, CostRow, step_cost, whole_prompt_cost
 from haarkv.benchmarks.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 from haarkv.benchmarks.timing import Machine, OnTurn, spread
-from haarkv.engine.generation import prefill_in_chunks
+from haarkv.engine.generation import prefill_in_chunks, tail_chunk
 from haarkv.executors.base import Executor, verify
 from haarkv.models.base import DecoderModel
+from haarkv.models.caches import new_cache
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.temporary import TemporaryFolder
@@ -72,7 +73,10 @@ class Ours(Side):
         self._executor, self._plan = executor, plan
 
     def open(self, context: int) -> None:
-        self._cache, _ = new_cache(self._plan, self._executor.config, context, device=self._executor.device)
+        self._cache, _ = new_cache(
+            self._executor.config, self._plan, sequences=1, tokens=context, device=self._executor.device,
+            chunk=tail_chunk(self._executor),
+        )  # fmt: skip
 
     def prompt(self, ids: Sequence[int]) -> float:
         self._paging = new_pages(self._cache)

@@ -17,6 +17,7 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
 from haarkv.tq_ops.words import counted
@@ -78,6 +79,16 @@ class Timing:
     def decode_tokens_per_s(self) -> float | None:
         """New tokens a second, of all sequences together; None without a decode step."""
         return self.decode_tokens / self.decode_s if self.decode_s else None
+
+
+def tail_chunk(executor: Executor) -> int:
+    """New tokens of a sequence that a cache with a tail should take at once.
+
+    A whole prompt's chunk, which is faster, where logits do not depend on how a sequence is cut; a few beside sliding windows,
+    which would keep room for them for good.
+    """
+    windows = any(shape is not None and shape.window for shape in executor.config.kv_shapes)
+    return PREFILL_CHUNK if executor.batches_alike and not windows else KEPT_CHUNK
 
 
 def prefill_in_chunks(

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from haarkv.engine.arguments import require_arguments
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource, report_of
-from haarkv.engine.generation import OnPrefill, generate
+from haarkv.engine.generation import OnPrefill, generate, tail_chunk
 from haarkv.engine.plans import needed, shape_of
 from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result
@@ -109,7 +109,10 @@ class Session:
         """
         self.plan.require_context(max_context)
         self._require_room(sequences, max_context)
-        return new_cache(self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device)
+        return new_cache(
+            self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device,
+            chunk=tail_chunk(self.executor),
+        )  # fmt: skip
 
     def encode(
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None
