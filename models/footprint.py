@@ -92,7 +92,7 @@ def weight_bytes(
         if (of := held.get(name)) is None or (config.tied and name == HEAD):
             continue
         share = _share(tensor, split)
-        blocks = keeps(of, keep_blocks)
+        blocks = keeps(of, keep_blocks) and not (split and of.cuts(split.axis(tensor.axes[-1])))
         as_it_is = blocks or (of.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
         in_file = round(of.nbytes * share)
         of_number = in_order.get(of.blocks or "") if blocks else None
