@@ -113,7 +113,7 @@ def weight_bytes(
         if (of := held.get(name)) is None or (config.tied and name == HEAD):
             continue
         share = _share(tensor, split)
-        blocks = keeps(of, keep_blocks)
+        blocks = keeps(of, keep_blocks) and not (split and of.cuts(split.axis(tensor.axes[-1])))
         in_file = round(of.nbytes * share)
         of_number = in_order.get(of.blocks or "") if blocks else None
         if of_number is not None and not is_picked(name, config):

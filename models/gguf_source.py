@@ -60,12 +60,12 @@ class GGUFSource:
 
     def tensors(self) -> Mapping[str, Held]:
         self._places = self._places or self._found()
-        return {
-            name: Held(
-                place.shape, place.tensor.dtype, place.nbytes, self.path, place.tensor.fault, place.blocks, place.in_place
-            )
-            for name, place in self._places.items()
-        }  # fmt: skip
+        return {name: self._held(place) for name, place in self._places.items()}
+
+    def _held(self, place: Place) -> Held:
+        tensor, kind = place.tensor, place.blocks
+        block = 1 if kind is None else block_type(tensor.kind).numbers
+        return Held(place.shape, tensor.dtype, place.nbytes, self.path, tensor.fault, kind, place.in_place, block)
 
     def _found(self) -> dict[str, Place]:
         """Every tensor by Hugging Face's name; one that has none keeps its own, for whoever refuses it."""
@@ -171,9 +171,9 @@ class GGUFSource:
             return None
         kind, stored = block_type(place.tensor.kind), self._file.stored_rows(place.tensor)
         rows, columns = place.wanted(part)
-        begin, end, _ = columns.indices(place.shape[1])
-        if begin % kind.numbers or end % kind.numbers:
+        if self._held(place).cuts(columns):
             return None
+        begin, end, _ = columns.indices(place.shape[1])
         # In the file's pages, but where their order is another.
         data = stored[rows] if place.heads or place.order else stored[int(rows[0]) : int(rows[-1]) + 1]
         return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)

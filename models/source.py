@@ -39,6 +39,7 @@ class Held:
         fault: what is wrong with it, to stand behind its name; None if it can be read.
         blocks: name of their type, where there are such and they can be kept as they are.
         in_place: what is kept as it is stays in the file's pages; else it is copied, into another order.
+        block: numbers of one block, which lie in a row; 1 where there are none.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +49,12 @@ class Held:
     fault: str | None = None
     blocks: str | None = None
     in_place: bool = True
+    block: int = 1
+
+    def cuts(self, columns: slice) -> bool:
+        """Whether some columns of a matrix begin or end within a block: such a part is restored."""
+        begin, end, _ = columns.indices(self.shape[-1])
+        return bool(begin % self.block or end % self.block)
 
 
 @dataclass(frozen=True)

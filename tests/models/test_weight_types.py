@@ -16,8 +16,9 @@ from haarkv.executors.catalog import create
 from haarkv.models.balance import balance, folded
 from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, read_config, source_of
-from haarkv.models.checkpoint import stored_tensors
+from haarkv.models.checkpoint import load_weights, stored_tensors
 from haarkv.models.fingerprint import fingerprint
+from haarkv.models.footprint import weight_bytes
 from haarkv.models.fused.weights import fuse
 from haarkv.models.parallel import Split
 from haarkv.models.weights import checkpoint_tensors
@@ -143,6 +144,16 @@ def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
         down = "mlp.experts.1.down_proj" if name == "qwen3_moe" else "mlp.down_proj"
         # 160 of 320 columns are five blocks; 48 of 96 are one and a half, and restored.
         assert isinstance(parts[f"model.layers.0.{down}.weight"], Blocks) == (name != "qwen3_moe")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_what_a_rank_restores_is_counted_as_numbers(file_of, name, dtype):
+    config, source = read_config(file_of(name)), source_of(file_of(name))
+    for rank in range(2):
+        split = Split(config, rank, 2)
+        counted = weight_bytes(source.tensors(), config, dtype, split, keep_blocks=True)
+        assert counted.total == load_weights(source, config, dtype, split=split, keep_blocks=True).nbytes
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

@@ -203,6 +203,7 @@ def test_a_fork_does_not_remove_what_its_parent_uses(tmp_path):
 # -- Whole commands -------------------------------------------------------------------------------------------------------
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
+UNSEEN = "while True:\n    say('Ekke Ekke Ekke Ekke Ptang Zoo Boing!')\n"  # one text cannot judge what it chose
 SMALL = (
     "--text", "text.txt", "--verify", "unseen.txt", "--tokens", "60", "--verify-tokens", "60", "--resume", "run", "--force",
 )  # fmt: skip
@@ -220,8 +221,8 @@ INPUTS = ["checkpoint", "text.txt", "unseen.txt"]
 def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
     """Thirteen times each, at moments spread over the time that it takes; then it is run to its end."""
     write_checkpoint(tmp_path / "checkpoint")
-    for name in ("text.txt", "unseen.txt"):
-        (tmp_path / name).write_text(TEXT * 2, encoding="utf-8")
+    for name, text in (("text.txt", TEXT), ("unseen.txt", UNSEEN)):
+        (tmp_path / name).write_text(text * 2, encoding="utf-8")
     options, made = COMMANDS[command]
     model = "tiny" if command == "export" else "checkpoint"
     line = [sys.executable, "-m", "tq", command, "--model", model, *options]
