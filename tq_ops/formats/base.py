@@ -177,6 +177,15 @@ class KVFormat(Protocol):
         """Length [...] fp64 of stored vectors as the scale keeps it, whatever the levels: in its own norm, if it has one."""
         return lengths_of(self.dequantize(fields, layer))
 
+    def length_reach(self, x: Tensor, layer: int, noise: float | Tensor) -> Tensor:
+        """How far that length may move when a vector moves a little, relative to it: [...], or one number for all.
+
+        Args:
+            x: [..., D] fp32.
+            noise: as in `choice`; where it is one for all, the bounds of lengths have room for it.
+        """
+        return noise.squeeze(-1) if isinstance(noise, Tensor) and noise.ndim > 1 else torch.zeros(())
+
 
 def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fields of heads and tokens as fields of tokens and heads, and the other way round: [a, b, *] -> [b, a, *]."""

@@ -113,8 +113,7 @@ def compare_stored(
         compared = LevelComparison(levels.numel(), int((levels != other).sum()), found.unexplained, found.guilty)
     lengths = [kv_format.lengths(fields, layer) for fields in (ours, theirs)]
     off = _ratio((lengths[1] - lengths[0]).abs(), lengths[0])
-    if isinstance(noise, Tensor) and noise.ndim > 1:
-        off = (off - noise.squeeze(-1)).clamp(min=0.0)
+    off = (off - kv_format.length_reach(x, layer, noise)).clamp(min=0.0)
     return compared, float(off.max())
 
 

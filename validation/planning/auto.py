@@ -271,8 +271,9 @@ def _judged(
 
 
 def _predicted(costs: Costs, plan: KVPlan) -> float:
-    """What a plan's formats are taken to cost together beside the usual tail."""
-    return math.fsum(by_name[plan.layers[layer][side == "v"].name] for (layer, side), by_name in costs.items())
+    """What a plan's formats are taken to cost together beside the usual tail; `bf16` costs nothing, chosen or not."""
+    named = {(layer, side): plan.layers[layer][side == "v"].name for layer, side in costs}
+    return math.fsum(0.0 if named[place] == "bf16" else by_name[named[place]] for place, by_name in costs.items())
 
 
 def smallest(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from npu_files import Listing
 from npu_programs import Broken, needs_pypto
 
 from haarkv.tq_ops.errors import InputError
@@ -73,6 +74,14 @@ def test_nothing_is_left_behind():
 
 def test_a_compilers_complaint_is_something_a_user_can_read():
     assert issubclass(SimulatorError, InputError)
+
+
+def test_a_graph_is_written_as_json_only_where_it_is_read():
+    with Listing() as simulator:
+        for mode, written in ((Mode.NUMBERS, False), (Mode.COST, True), (Mode.NUMBERS, False)):
+            files = simulator.run(GOOD, GOOD.blank_call(1, 100), mode).sources
+            assert files
+            assert ("program.json" in files) is written
 
 
 def test_tensors_that_cannot_be_handed_over_are_refused():

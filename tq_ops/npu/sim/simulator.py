@@ -1,8 +1,8 @@
 """Runs PyPTO programs without an NPU, in a worker process: numbers, verification of the passes, cost, emitted C++.
 
 PyPTO 0.2.0 keeps no compilation between calls in simulation: every call compiles anew. What makes a sim fast here is what is
-left out: numbers come from the tensor graph alone, before any pass, and tensors cross between the processes as files of a
-memory file system, constants only once.
+left out: numbers come from the tensor graph alone, before any pass, and the graph is not written as JSON; tensors cross
+between the processes as files of a memory file system, constants only once.
 """
 
 from __future__ import annotations
@@ -280,6 +280,7 @@ class Simulator:
 _TAIL = 120  # characters of the log that fit into a line
 _BOOT = (
     "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
+    "from haarkv.tq_ops.npu.sim import quiet; quiet.load(); "
     "import_module(sys.argv[1]).serve(Connection(int(sys.argv[2])))"
 )
 

@@ -32,6 +32,7 @@ from pypto.frontend.parser import entry
 
 from haarkv.tq_ops.npu.folders import cache_folder
 from haarkv.tq_ops.npu.program import Kernel, Program
+from haarkv.tq_ops.npu.sim import quiet
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor, VerifyRow
 from haarkv.tq_ops.temporary import TemporaryFolder
 
@@ -131,7 +132,11 @@ def _run(request: Request) -> dict[str, Any]:
     if mode in (Mode.NUMBERS, Mode.VERIFY):
         pypto.set_verify_golden_data(goldens=goldens)
     began = time.perf_counter()
-    with _fake_toolchain() if mode is Mode.COMPILE else nullcontext():
+    # The cost model reads the graph that is written.
+    with (
+        quiet.graphs_written(Path(pypto.__file__).parent, mode is not Mode.NUMBERS),
+        _fake_toolchain() if mode is Mode.COMPILE else nullcontext(),
+    ):
         _kernel(program, mode)(*tensors)
     seconds = time.perf_counter() - began
     # The verifier's files are C streams, which are otherwise flushed at exit only.
