@@ -14,6 +14,7 @@ from haarkv.engine.plans import plan_for
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -184,3 +185,24 @@ def test_the_length_that_the_scale_keeps_is_the_weighted_one():
     unit = (shifted / shifted.norm(dim=-1, keepdim=True)).bfloat16().float()
     y = unit.double() @ of.forward.double() * of.weights.double().sqrt().unsqueeze(1)
     torch.testing.assert_close(kept, shifted.double().norm(dim=-1) * y.norm(dim=-1), rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 5])
+def test_how_far_a_length_may_move_covers_neighbours_and_little_else(bits):
+    """A number of the unit vector that falls to the other BF16 neighbour moves the length more than noise does."""
+    noise, generator = 1e-4, torch.Generator().manual_seed(bits)
+    learned = made_up.calibration(1, 2, 64)
+    kv_format, of = learned.format(bits), learned.k[0]
+    # One coordinate as long as all others together: there such a fall counts.
+    x = made_up.vectors(of, 4000, generator)
+    x[..., 5] += (x - of.mean.unsqueeze(1)).norm(dim=-1)
+    size = x.norm(dim=-1, keepdim=True)
+    moved = x + noise * size * (2 * torch.rand(x.shape, generator=generator) - 1)
+    lengths = [kv_format.lengths(kv_format.quantize(each, 0), 0) for each in (x, moved)]
+    off = (lengths[1] - lengths[0]).abs() / lengths[0]
+    reach = kv_format.length_reach(x, 0, torch.full((1, 1, 1), noise))
+    half = 2**-11  # FP16's rounding of either scale
+    assert (off <= reach + 2 * half).all()
+    plain = noise * (size / (x - of.mean.unsqueeze(1)).norm(dim=-1, keepdim=True)).squeeze(-1)
+    assert (off > 4 * plain + 2 * half).any()  # noise alone does not explain them
+    assert (reach < 2e-3).float().mean() > 0.5
