@@ -214,7 +214,5 @@ template <class Words> struct Q6_K {
         Words::signed_bytes_of_two(group + 192, first, last);
     }
     static int half_scale(const uint8_t* group, int i) { return static_cast<int8_t>(group[192 + i]); }
-    static void scales(const uint8_t* group, int, F& d, F&) {
-        d = Words::half(group + 208);
-    }
+    static void scales(const uint8_t* group, int, F& d, F&) { d = Words::half(group + 208); }
 };

@@ -70,8 +70,8 @@ struct Words256 {
         const __m128i all = sixteen(p - 4), own = _mm_shuffle_epi32(all, 0xa5), fours = _mm_shuffle_epi32(all, 0xff);
         const __m128i lower = _mm_and_si128(_mm_srlv_epi32(own, _mm_setr_epi32(0, 2, 0, 2)),
                                             _mm_setr_epi32(0x3f3f3f3f, 0x30303030, 0x3f3f3f3f, 0x30303030));
-        const __m128i upper = _mm_and_si128(_mm_srlv_epi32(fours, _mm_setr_epi32(0, 0, 0, 4)),
-                                            _mm_setr_epi32(0, 0x0f0f0f0f, 0, 0x0f0f0f0f));
+        const __m128i upper =
+            _mm_and_si128(_mm_srlv_epi32(fours, _mm_setr_epi32(0, 0, 0, 4)), _mm_setr_epi32(0, 0x0f0f0f0f, 0, 0x0f0f0f0f));
         const __m128i each = _mm_or_si128(lower, upper);
         first = floats(_mm256_cvtepu8_epi32(each)), second = floats(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(each, each)));
     }
