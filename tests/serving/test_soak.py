@@ -100,8 +100,8 @@ def test_every_text_is_that_of_plain_decoding(servers, way, record_property):
     record_property("compared", str(found))
     print(f"{way}: {found}; started in {served.seconds[0]:.0f} s, served in {served.seconds[1]:.0f} s; {served.figures}")
     assert not found.wrong, f"{found}: {found.wrong}"
-    # Each token is one that plain decoding likes nearly best behind the same text, so a text that parted may end in a repetition
-    # with no drafts at all: two of fifty did, the same with every kind of drafts.
+    # Each token is one that plain decoding likes nearly best behind the same text, so a text that parted may end in a
+    # repetition with no drafts at all: two of fifty did, the same with every kind of drafts.
     assert found.repeating <= found.texts // 10, found
     assert_shown(way, served)
 
