@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 PAGE = 2 * 2**20
-_CHUNK = 256 * 2**20
+_CHUNK = 64 * 2**20
 _LINE = 64
 
 
@@ -36,11 +36,20 @@ class LargePages:
             return torch.empty(shape, dtype=dtype)
         nbytes = count * dtype.itemsize
         if self._used + nbytes > self._size:
-            self._size = -(-max(nbytes, _CHUNK) // PAGE) * PAGE
-            self._chunk, self._used = _memory(self._size), 0
+            self._chunk, self._size = _room(nbytes)
+            self._used = 0
         tensor = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=self._used).view(shape)
         self._used += -(-nbytes // _LINE) * _LINE
         return tensor
+
+
+def _room(nbytes: int) -> tuple[mmap.mmap, int]:
+    """A chunk with room for so many bytes, and its size; where a process may not have a whole chunk, no more than it needs."""
+    sizes = [-(-count // PAGE) * PAGE for count in (max(nbytes, _CHUNK), nbytes)]
+    try:
+        return _memory(sizes[0]), sizes[0]
+    except OSError:
+        return _memory(sizes[1]), sizes[1]
 
 
 def _memory(nbytes: int) -> mmap.mmap:

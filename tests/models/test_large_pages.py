@@ -50,3 +50,14 @@ def test_a_chunk_goes_with_its_last_tensor(monkeypatch):
     gc.collect()
     assert [of() is None for of in held] == [True, False]
     assert second.shape == (PAGE,)
+
+
+def test_a_process_that_may_have_no_chunk_gets_what_it_needs(monkeypatch):
+    def memory(nbytes):
+        if nbytes > PAGE:
+            raise OSError(12, "Cannot allocate memory")
+        return bytearray(nbytes)
+
+    monkeypatch.setattr(large_pages, "_memory", memory)
+    tensor = LargePages().empty((PAGE // 8,), torch.float32)
+    assert tensor.nbytes == PAGE // 2

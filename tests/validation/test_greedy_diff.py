@@ -59,6 +59,7 @@ class Altered:
     """The reference, whose logits a function of (logits, tokens fed, sequence lengths) replaces."""
 
     name, description, config, device, ops = "altered", "an altered reference", CONFIG, torch.device("cpu"), None
+    batches_alike = False
     simulated, compiled = False, {}
 
     def __init__(self, alter):

@@ -10,7 +10,7 @@ from npu_families import CONFIGS
 from small_models import SMALL, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced
-import haarkv.validation.layers.forward as forward
+import haarkv.validation.layers.reference as reference_side
 import haarkv.validation.layers.three_way as three_way
 import haarkv.validation.layers.windows as windows
 from haarkv.executors import catalog
@@ -210,7 +210,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
     first = report().first_divergence
     assert (first.phase, first.layer, first.reason) == ("decode", AT, "fault")
-    for module in (forced, forward):
+    for module in (forced, reference_side):
         monkeypatch.setattr(module, "without_unread", lambda _cache, _layer, kept, *_: kept)
     assert report().passed
 
