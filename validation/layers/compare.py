@@ -96,7 +96,7 @@ def compare_stored(
         noise: as in `KVFormat.choice`.
     Returns:
         the comparison, and the largest relative difference of a vector's stored length, which is its scale's error whatever
-        levels it goes with; beyond `noise` where each vector has its own.
+        levels it goes with; beyond what `KVFormat.length_reach` allows.
     """
     levels, other = kv_format.levels(ours), kv_format.levels(theirs)
     choice = kv_format.choice(x, layer, noise, other)
