@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 PAGE = 2 * 2**20
-_CHUNK = 64 * 2**20
+_CHUNK = 256 * 2**20
 _LINE = 64
 
 
