@@ -52,7 +52,7 @@ class Request:
         stored: tokens before a prompt whose attention is measured.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
         activation_bits: as of `load_model`.
-        mmap: as of `engine.loading.load`; copied unless given, where one of the executors reads weights in place.
+        mmap: as of `engine.loading.load`; decided alike, where one of the executors reads weights in place.
         ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
     """
 
@@ -90,14 +90,14 @@ class Request:
 def _model(request: Request, progress: Progress | None) -> DecoderModel:
     """A request's model, its weights where its executors are fastest with them."""
     kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
-    maps = request.mmap
-    if maps is None and any(catalog.reads_in_place(name, request.device) for name in request.executors):
-        ranks, config = request.ranks, read_config(request.model, request.layers)
-        split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
-        maps = maps_file(weights_of(request.model, config, request.dtype, split, kept), None, ranks.size)
+    ranks, config = request.ranks, read_config(request.model, request.layers)
+    split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
+    maps = not any(catalog.reads_in_place(name, request.device) for name in request.executors) or maps_file(
+        weights_of(request.model, config, request.dtype, split, kept), request.mmap, ranks.size
+    )
     return load_model(
         request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept,
-        activation_bits=request.activation_bits, mmap=maps is not False,
+        activation_bits=request.activation_bits, mmap=maps,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class LargePages:
 
 
 def _room(nbytes: int) -> tuple[mmap.mmap, int]:
-    """A chunk with room for so many bytes, and its size; where a process may not have a whole chunk, no more than it needs."""
+    """A chunk of at least `nbytes` bytes, and its size. A process that may not have a whole one gets what it needs."""
     sizes = [-(-count // PAGE) * PAGE for count in (max(nbytes, _CHUNK), nbytes)]
     try:
         return _memory(sizes[0]), sizes[0]

@@ -31,7 +31,6 @@ def bytes_of(weight):
     return weight.data if isinstance(weight, Blocks) else weight
 
 
-@needs_proc
 def test_copies_are_the_same_numbers_and_counted(model):
     path, dtype = model
     mapped = load_model(path, dtype, keep_blocks=True)
