@@ -25,10 +25,6 @@ template <class Simd> void numbers_of(const Side& side, Place at, int key, int n
         return;
     }
     const uint8_t* level = codes;
-    if (side.cell == kMixed) {
-        unpack_columns(side, codes, n, bytes);
-        return from_bytes<Simd, 8>(side, at, key, n, bytes, out);
-    }
     if (side.planes[0] != kByte) unpack(side, codes, n, bytes), level = bytes;
     const int bits = side.planes[0] + side.planes[1];
     if (bits == 5) return from_bytes<Simd, 5>(side, at, key, n, level, out);

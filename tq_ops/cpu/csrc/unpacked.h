@@ -32,29 +32,6 @@ inline void unpack_plane(const uint8_t* codes, int64_t bytes, int n, int levels,
     unpack_words<uint64_t, CELL, WIDTH, SHIFT>(codes, bytes, n, levels, out);
 }
 
-// Where widths differ: of n vectors the places of their levels' centroids, a byte each, in their own order.
-inline void unpack_columns(const Side& side, const uint8_t* codes, int n, uint8_t* out) {
-    const int units = side.levels / kEighths;
-    for (int key = 0; key < n; ++key, out += side.levels)
-        for (int c = 0; c < side.columns->count; ++c) {
-            const Column& column = side.columns->column[c];
-            for (int p = 0; p < column.count; ++p) {
-                const ColumnPart part = column.parts[p];
-                const uint32_t mask = (1u << part.bits) - 1u, begin = static_cast<uint32_t>(centroids_begin(part.bits));
-                uint8_t* to = out + part.eighth * units;
-                if (column.bytes == 1) {
-                    for (int j = 0; j < units; ++j) to[j] = static_cast<uint8_t>((codes[j] >> part.shift & mask) + begin);
-                } else {
-                    for (int j = 0; j < units; ++j) {
-                        const uint32_t unit = codes[2 * j] | static_cast<uint32_t>(codes[2 * j + 1]) << 8;
-                        to[j] = static_cast<uint8_t>((unit >> part.shift & mask) + begin);
-                    }
-                }
-            }
-            codes += column.bytes * units;
-        }
-}
-
 // Levels of n vectors in cells of `side.cell` bits: [n, levels * cell / 8].
 inline void unpack(const Side& side, const uint8_t* codes, int n, uint8_t* out) {
     const int levels = side.levels, first = side.planes[0], second = side.planes[1];
