@@ -124,11 +124,12 @@ def _unchosen(model: str, notes: list[str]) -> str:
     Args:
         notes: get a sentence on it.
     """
+    from haarkv.engine.plans import default_spec
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.planning.remembered import default_cache
 
-    kv = "k=tq6,v=tq4"
+    kv = default_spec(learned=False).kv
     with suppress(InputError):  # as above
         if default_cache(model) == KVSpec():
             kv = KVSpec.kv

@@ -11,6 +11,7 @@ from npu_programs import Broken, needs_pypto
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.scopes import AttentionProgram
+from haarkv.tq_ops.npu.sim import quiet
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, SimulatorError, pipe_shares
 
 pytestmark = needs_pypto
@@ -92,3 +93,13 @@ def test_tensors_that_cannot_be_handed_over_are_refused():
 def test_pipe_shares_are_read_off_the_report():
     report = "Average Cube Usage...............................:    325.55    0.11%\nAverage MTE_IN Usage....: 1.0  26.07%\n"
     assert pipe_shares(report) == {"cube": 0.11, "load": 26.07}
+
+
+def test_without_a_compiler_graphs_are_written_and_nothing_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(quiet, "cache_folder", lambda _: tmp_path)
+    monkeypatch.setattr(quiet, "_loaded", [])
+    monkeypatch.setenv("PATH", "")
+    quiet.load()
+    assert quiet._loaded == []
+    with quiet.graphs_written(tmp_path, True):
+        pass

@@ -12,9 +12,10 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.folders import cache_folder
 
 _WRITES = "_ZN3npu8tile_fwk7Program12DumpJsonFileERKSsPNS0_8FunctionE"
@@ -30,13 +31,10 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def load() -> None:
-    """Stand in front of PyPTO's function; only before PyPTO is imported, and once in a process.
-
-    Raises:
-        InputError: the cache folder cannot be made.
-        subprocess.CalledProcessError: the compiler refuses.
-    """
-    _loaded.append(ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL))
+    """Stand in front of PyPTO's function; only before PyPTO is imported, and once in a process. Where the library cannot be
+    made, graphs are written as before: slower, and otherwise the same."""
+    with suppress(OSError, subprocess.CalledProcessError, InputError):
+        _loaded.append(ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL))
 
 
 @contextmanager
@@ -49,10 +47,13 @@ def graphs_written(pypto: Path, written: bool) -> Iterator[None]:
     if not _loaded or not written:
         yield
         return
+    own = getattr(ctypes.CDLL(str(pypto / "lib/libtile_fwk_interface.so")), _WRITES, None)
+    if own is None:  # another version's function: nothing stands in front of it
+        yield
+        return
     write_with = _loaded[0].write_with
     write_with.argtypes = [ctypes.c_void_p]
-    own = ctypes.CDLL(str(pypto / "lib/libtile_fwk_interface.so"))
-    write_with(ctypes.cast(own[_WRITES], ctypes.c_void_p))
+    write_with(ctypes.cast(own, ctypes.c_void_p))
     try:
         yield
     finally:
