@@ -19,6 +19,8 @@ REQUESTS = {"tiny": 50, "tiny-hybrid": 25}
 LENGTHS = (7, 40, 110, 150, 230, 290)
 NEW_TOKENS = (32, 56, 80, 40)
 """Most requests take one block more as they go on, and some one less than others."""
+APART = 5
+"""Requests from a prompt to the same prompt again."""
 KV = {"tiny": ("tq4", "tq3", "k=tq6,v=tq4", "tq8", "tq2"), "tiny-hybrid": ("tq4", "k=tq6,v=tq4", "tq3")}
 DRAFTS = {"tiny": ("", "ngram", "draft_model", "eagle3"), "tiny-hybrid": ("", "mtp")}
 # Whether prefixes are cached, prompts come in chunks and room is little, way by way.
@@ -47,11 +49,12 @@ def plain(model: str, kv: str) -> Plain:
 
 
 def requests(count: int) -> list[Request]:
-    """Each prompt twice, the second time when its first blocks may be known."""
+    """Each prompt twice: the second time its first blocks may be known, and too few stand between to push them out."""
     asked = [
         Request(tuple(prompt), NEW_TOKENS[i % len(NEW_TOKENS)]) for i, prompt in enumerate(prompts(-(-count // 2), LENGTHS))
     ]
-    return (asked + asked)[:count]
+    apart = (asked[i : i + APART] for i in range(0, len(asked), APART))
+    return [request for some in apart for request in some + some][:count]
 
 
 def assert_shown(way: Way, served: Served) -> None:

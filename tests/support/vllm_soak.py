@@ -24,7 +24,7 @@ from vllm_server import ENVIRONMENT
 from haarkv.models.catalog import path_of
 
 MAX_MODEL_LEN = 512
-_ROOM, _SMALL = 2**28, 36
+_ROOM, _SMALL = 2**28, 14
 """Bytes of a cache with room for all; blocks of one in which users make room for each other."""
 DRAFTED = 3
 FAULTS = ("dummy-lengths", "stale-lengths")
