@@ -1,12 +1,14 @@
 """Attention of one layer beside torch's: a decode step's, with storing its new token, and a whole prompt's.
 
 A model reads another layer's K and V with every call, so they come from memory, while code, query and rotation stay warm.
-Here the same holds of a decode step: copies of the layer take turns, enough of them to exceed any processor's cache.
+Here the same holds of a decode step: copies of the layer take turns, enough of them to exceed any processor's cache; of a
+plan whose layers differ, its layers.
 Storing a prompt is not timed. On a GPU a decode step's calls are captured as graphs.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,7 @@ from haarkv.benchmarks.cases import (
     filled,
     first_layer,
     heads,
+    layers_in_turn,
     random_queries,
     scale,
     seen,
@@ -97,10 +100,11 @@ def decode_rows(asked: Asked) -> Iterator[CostRow]:
         if executor.ops is None:
             yield CostRow("attention", who, case, attention_cost(config, case, 0, item), asked.machine, None, NO_OPS)
             continue
-        nbytes = token_bytes(plan, config)[0]
+        first = attention_cost(config, case, token_bytes(plan, config)[0], item)
+        layers = layers_in_turn(plan, config, copies(first.kv))
+        nbytes = statistics.mean(token_bytes(*layers))
         cost = attention_cost(config, case, nbytes, item)
-        tables = step_tables(executor.ops, k.device)
-        attends, runs["store", who] = _ours(tables, plan, asked, q, copies(cost.kv))
+        attends, runs["store", who] = _ours(step_tables(executor.ops, k.device), *layers, asked, q)
         costs["store", who] = store_cost(config, case, nbytes)
         for ending, attend in attends.items():
             runs["attention", who + ending], costs["attention", who + ending] = attend, cost
@@ -122,12 +126,13 @@ def decode_rows(asked: Asked) -> Iterator[CostRow]:
         yield CostRow(kind, who, case, costs[kind, who], asked.machine, taken, "" if taken else NO_GRAPH)
 
 
-def _ours(tables: dict[str, OpTable], plan: KVPlan, asked: Asked, q: Tensor, layers: int) -> tuple[dict[str, Call], Call]:
-    """Attention by each table over copies of a plan's first layer, and storing their last token again and again."""
-    config = asked.model.config
-    cache, batch = stored_copies(plan, config, asked.case, asked.k, asked.v, layers)
+def _ours(
+    tables: dict[str, OpTable], plan: KVPlan, config: ModelConfig, asked: Asked, q: Tensor
+) -> tuple[dict[str, Call], Call]:
+    """Attention by each table over layers that take turns, and storing their last token again and again."""
+    cache, batch = almost_full(plan, config, asked.case, asked.k, asked.v)
     new_k, new_v = (as_rows(x[:, :, -1:]) for x in (asked.k, asked.v))
-    ops = tables[""]
+    ops, layers = tables[""], config.num_layers
     for layer in range(layers):
         ops.store_kv(new_k, new_v, cache, layer, batch)
 
@@ -142,11 +147,11 @@ def _ours(tables: dict[str, OpTable], plan: KVPlan, asked: Asked, q: Tensor, lay
     return {ending: partial(attend, ops=table) for ending, table in tables.items()}, store
 
 
-def stored_copies(
-    plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, count: int, new: int = 1
+def almost_full(
+    plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, new: int = 1
 ) -> tuple[PagedKVCache, Batch]:
-    """A cache whose layers are copies of a plan's first, with all but a case's last token, and the batch of its new tokens."""
-    cache, paging = filled(*first_layer(plan, config, count), case, k, v, new)
+    """A cache that holds in every layer all but a case's last token, and the batch of its new tokens."""
+    cache, paging = filled(plan, config, case, k, v, new)
     return cache, paging.batch(range(case.batch), [new] * case.batch).to(k.device)
 
 
@@ -166,7 +171,7 @@ def prompt_rows(asked: Asked) -> Iterator[CostRow]:
     costs: dict[str, Cost] = {}
     for who, (executor, plan) in asked.sides.items():
         costs[who] = prompt_attention_cost(config, case, token_bytes(plan, config)[0], stored)
-        cache, batch = stored_copies(plan, config, Case(case.batch, stored + 1), k, v, 1, case.context)
+        cache, batch = almost_full(*first_layer(plan, config), Case(case.batch, stored + 1), k, v, case.context)
         note = "" if executor.ops else NO_OPS
         if cache.most_new_tokens and cache.most_new_tokens < case.context:
             note = f"its cache takes {cache.most_new_tokens} new tokens at a time"

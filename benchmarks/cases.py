@@ -20,6 +20,7 @@ from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats.learned import LearnedFormat
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -85,6 +86,18 @@ def unlike_plain(config: ModelConfig) -> str | None:
 def first_layer(plan: KVPlan, config: ModelConfig, times: int = 1) -> tuple[KVPlan, ModelConfig]:
     """Plan and model of their first layer alone, as often as asked for."""
     return KVPlan(plan.layers[:1] * times, plan.recent, plan.sink), replace(config, layers=config.layers[:1] * times)
+
+
+def layers_in_turn(plan: KVPlan, config: ModelConfig, copies: int) -> tuple[KVPlan, ModelConfig]:
+    """Plan and model of layers that take turns: copies of the first, or all that are like it where their caches differ.
+
+    Learned keys differ from layer to layer, and no layer has them beyond the model's last.
+    """
+    like = [index for index, layer in enumerate(config.layers) if layer == config.layers[0]]
+    stored = [plan.layers[index] for index in like]
+    if len(set(stored)) == 1 and not any(isinstance(side, LearnedFormat) for side in stored[0]):
+        return first_layer(plan, config, copies)
+    return KVPlan(tuple(stored), plan.recent, plan.sink), replace(config, layers=tuple(config.layers[i] for i in like))
 
 
 def new_cache(

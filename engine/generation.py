@@ -84,11 +84,9 @@ class Timing:
 def tail_chunk(executor: Executor) -> int:
     """New tokens of a sequence that a cache with a tail should take at once.
 
-    A whole prompt's chunk, which is faster, where logits do not depend on how a sequence is cut; a few beside sliding windows,
-    which would keep room for them for good.
+    A whole prompt's chunk, which is faster, where logits do not depend on how a sequence is cut.
     """
-    windows = any(shape is not None and shape.window for shape in executor.config.kv_shapes)
-    return PREFILL_CHUNK if executor.batches_alike and not windows else KEPT_CHUNK
+    return PREFILL_CHUNK if executor.batches_alike else KEPT_CHUNK
 
 
 def prefill_in_chunks(

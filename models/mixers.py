@@ -94,12 +94,27 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
     if mixer.gated:
         q, gate = q.view(len(x), mixer.num_heads, 2, mixer.head_dim).unbind(2)
     q, k, v = turned(q, "q"), turned(projected("k"), "k"), projected("v")
-    with step.cache.with_room(index, step.batch):
-        ops.store_kv(k, v, step.cache, index, step.batch)
-        attended = ops.paged_attention(q.to(x.dtype), step.cache, index, step.batch, mixer.scale).flatten(1)
+    attended = _stored_and_attended(q.to(x.dtype), k, v, index, step, mixer.scale).flatten(1)
     if mixer.gated:
         attended = ops.sigmoid_mul(gate.flatten(1), attended.float(), x.dtype)
     return ops.linear(attended, weights.matrix("o_proj"))
+
+
+def _stored_and_attended(q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, scale: float) -> Tensor:
+    """Store new K and V, then attend: all tokens at once, or in pieces where a layer's ring has too little room."""
+    cache, ops = step.cache, step.ops
+    out: Tensor | None = None
+    for tokens, batch in cache.pieces(index, step.batch):
+        some = (q, k, v) if tokens is None else (q[tokens], k[tokens], v[tokens])
+        with cache.with_room(index, batch):
+            ops.store_kv(*some[1:], cache, index, batch)
+            attended = ops.paged_attention(some[0], cache, index, batch, scale)
+        if tokens is None:
+            return attended
+        out = attended.new_empty(len(q), *attended.shape[1:]) if out is None else out
+        out[tokens] = attended
+    assert out is not None
+    return out
 
 
 MIXERS: dict[type, MixerKind] = {

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from machines import has_only
 from refusals import assert_refused
-from small_models import SMALL, resized, small_model, without_numbers
+from small_models import SMALL, gemma_config, resized, small_model, without_numbers
 
 from haarkv.benchmarks import attention, cases, decode_peers, neighbours, report, timing
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
@@ -24,6 +25,7 @@ from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.commands.bench import request_of
@@ -104,7 +106,8 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
     q = torch.randn(2, SMALL.heads.num_heads, SMALL.heads.head_dim)
     asked = attention.Asked({}, model, case, k, v, MACHINE, False, 1, print)
-    attends, _ = attention._ours({"": reference}, KVSpec(kv).plan(SMALL.num_layers), asked, q, attention.copies(1))
+    layers = cases.layers_in_turn(KVSpec(kv).plan(SMALL.num_layers), SMALL, attention.copies(1))
+    attends, _ = attention._ours({"": reference}, *layers, asked, q)
     exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
     found = [attends[""](number) for number in range(4)]
     assert torch.equal(found[0], found[3])
@@ -113,6 +116,22 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
             torch.testing.assert_close(out.float(), exact, rtol=0, atol=2e-2)
     else:  # the same codes by another layer's rotation are other vectors
         assert not torch.equal(found[0], found[1])
+
+
+def test_layers_that_are_stored_unlike_take_turns_themselves():
+    """Learned keys have no coordinates beyond the model's last layer, and one layer does not stand for others."""
+    like_first = cases.layers_in_turn(KVSpec("tq4").plan(SMALL.num_layers), SMALL, 7)[1]
+    assert like_first.num_layers == 7
+    calibration = made_up.calibration(SMALL.num_layers, SMALL.heads.num_kv_heads, SMALL.heads.head_dim)
+    learned = KVSpec("k=lr4,v=tq4", calibration=calibration).plan(SMALL.num_layers)
+    plan, config = cases.layers_in_turn(learned, SMALL, 7)
+    assert (plan.layers, config.num_layers) == (learned.layers, SMALL.num_layers)
+    mixed = replace(learned, layers=(*KVSpec("tq3").plan(1).layers, *KVSpec("tq4").plan(2).layers))
+    assert cases.layers_in_turn(mixed, SMALL, 7)[0].layers == mixed.layers
+    gemma = gemma_config(num_layers=5)
+    plan, config = cases.layers_in_turn(replace(mixed, layers=(*mixed.layers, *mixed.layers[:2])), gemma, 7)
+    assert config.layers == (gemma.layers[0],) * 3
+    assert plan.layers == (mixed.layers[0], mixed.layers[2], mixed.layers[1])
 
 
 def test_torch_gets_the_same_attention_in_every_form():

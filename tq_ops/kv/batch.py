@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -65,6 +65,29 @@ class Batch:
         if not self._most:
             self._most.append(int(self.query_start_loc.diff().max()))
         return self._most[0] <= tokens
+
+    def cut(self, most: int) -> Iterator[tuple[Tensor | None, Batch]]:
+        """The batch in pieces of at most `most` tokens of a sequence, in order, each with which of the T tokens it has.
+
+        None stands for all of them: the batch is one piece.
+        """
+        if self.at_most(most):
+            yield None, self
+            return
+        starts, new = self.query_start_loc[:-1].long(), self.query_start_loc.diff().long()
+        sequence = torch.repeat_interleave(torch.arange(len(new), device=new.device), new)
+        offset = torch.arange(len(sequence), device=new.device) - starts[sequence]
+        for begin in range(0, int(new.max()), most):
+            tokens = ((offset >= begin) & (offset < begin + most)).nonzero().squeeze(1)
+            count = (new - begin).clamp(0, most)
+            has = count > 0
+            lengths = self.seq_lens - (new - begin - count).to(self.seq_lens.dtype)
+            yield tokens, Batch(
+                self.positions[tokens], self.slot_mapping[tokens], self.block_table[has], lengths[has],
+                torch.cat([count.new_zeros(1), count[has].cumsum(0)]).to(self.query_start_loc.dtype), self.rows[has],
+                None if self.kept_slots is None else self.kept_slots[tokens],
+                None if self.kept_table is None else self.kept_table[has],
+            )  # fmt: skip
 
     def in_ring(self, blocks: int, block_size: int) -> Batch:
         """The same tokens where a layer keeps a ring for each row: block j of a sequence is `row * blocks + j % blocks`.

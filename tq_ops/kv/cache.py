@@ -37,9 +37,10 @@ class PagedKVCache:
         num_blocks: blocks of each layer that keeps all tokens.
         num_rows: sequences at a time, where tokens stay in BF16, in rings or in states; as many as blocks unless given.
         row_blocks: blocks of one sequence at most; `num_blocks` unless given.
-        chunk: new tokens of a sequence at a time, where a tail stays in BF16.
+        chunk: new tokens of a sequence in one forward, where a tail stays in BF16.
         room: of those, as many as each layer keeps room for; more are stored within `with_room`. All of them unless given.
-        ring_chunk: likewise, where a layer has a sliding window; with a tail no more than `chunk`.
+        ring_chunk: new tokens of a sequence that a layer with a sliding window keeps room for; `RING_CHUNK`, or with a
+            tail `KEPT_CHUNK`, unless given. A forward with a tail brings up to `chunk`, in `pieces`.
         block_size: tokens a block.
         device: where the tensors live.
         pages: layer -> memory of another owner as `kv.pages` lays it out, [num_blocks, page_bytes] uint8, of those layers
@@ -63,7 +64,7 @@ class PagedKVCache:
         row_blocks: int | None = None,
         chunk: int = KEPT_CHUNK,
         room: int | None = None,
-        ring_chunk: int = RING_CHUNK,
+        ring_chunk: int | None = None,
         block_size: int = BLOCK_SIZE,
         device: torch.device | str = "cpu",
         pages: Mapping[int, Tensor] | None = None,
@@ -75,7 +76,8 @@ class PagedKVCache:
         self.num_rows = num_blocks if num_rows is None else num_rows
         self.chunk, self.room, self.device = chunk, chunk if room is None else min(room, chunk), torch.device(device)
         self._row_blocks, self._states = row_blocks or num_blocks, states
-        self._ring_chunk = plan.ring_chunk(ring_chunk, chunk)
+        unless_given = plan.ring_chunk(RING_CHUNK, min(chunk, KEPT_CHUNK))
+        self._ring_chunk = unless_given if ring_chunk is None else plan.ring_chunk(ring_chunk, chunk)
         self.states: dict[int, LayerState] = {}
         self._kv: dict[int, LayerKV] = {}
         for layer in range(len(plan.layers)) if pages is None else pages:
@@ -85,9 +87,8 @@ class PagedKVCache:
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
         tails = any(kept.ring for *_, kept in self.fields() if kept)
         self._wide = dict.fromkeys(self._kv, False) if tails and self.room < chunk else None
-        limits = [chunk] * tails
-        limits += [self._ring_chunk] * any(of_layer.ring is not None for of_layer in self._kv.values())
-        self.most_new_tokens = min(limits, default=None)
+        rings = any(of_layer.ring is not None for of_layer in self._kv.values())
+        self.most_new_tokens = chunk if tails else self._ring_chunk if rings else None
         undone = [shape.versions - 1 for shape in (states or {}).values()] + [self.room] * (self._wide is not None)
         self.most_undone = min(undone, default=None)
 
@@ -237,9 +238,22 @@ class PagedKVCache:
         """
         if (most := self.most_new_tokens) is not None and not batch.at_most(most):
             raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a window")
-        rooms = [] if layer is None else self._rooms(layer)
+        if layer is None:
+            return
+        if (most := self._most(layer)) is not None and not batch.at_most(most):
+            raise ValueError(f"layer {layer} takes {most} new tokens of a sequence at a time; store more in `pieces`")
+        rooms = self._rooms(layer)
         if rooms and not batch.at_most(most := min(rooms)):
             raise ValueError(f"layer {layer} keeps room for {most} new tokens of a sequence; store more within `with_room`")
+
+    def pieces(self, layer: int, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
+        """A batch as a layer stores and reads it: whole, or cut where its ring has too little room; see `Batch.cut`."""
+        most = self._most(layer)
+        return iter([(None, batch)]) if most is None else batch.cut(most)
+
+    def _most(self, layer: int) -> int | None:
+        """New tokens of a sequence that a layer stores at a time, within `with_room`; None for any number."""
+        return self.most_new_tokens if self._kv[layer].ring is None else self._ring_chunk
 
     def _rooms(self, layer: int) -> list[int]:
         """New tokens that each side of a layer with a tail has room for beside it now."""
@@ -267,7 +281,7 @@ class PagedKVCache:
             yield
             return
         small = self._kv[layer]
-        wide = small.wider(self.chunk, batch)
+        wide = small.wider(self._most(layer) or self.chunk, batch)
         self._kv[layer], self._wide[layer] = wide, True
         try:
             yield
