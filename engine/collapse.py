@@ -207,6 +207,7 @@ class Guard:
         could_balance: balance was left out, and would help.
         allow: warn where text would be garbage, instead of refusing.
         ranks: who shares the model; all judge together.
+        insist: what a user says to go on even so.
     """
 
     plan: KVPlan
@@ -215,6 +216,7 @@ class Guard:
     could_balance: bool = False
     allow: bool = False
     ranks: Ranks = ALONE
+    insist: str = "--allow-collapse"
     _probed: dict[tuple[int, str], Loss] = field(default_factory=dict)
     _said: set[tuple[int, str]] = field(default_factory=set)
     _over: bool = False
@@ -285,7 +287,7 @@ class Guard:
         collapsed = {layer for (layer, _), loss in worst.items() if loss.garbage}
         if len(collapsed) >= COLLAPSES * len(self.plan.layers) and not self.allow:
             line = describe(list(worst.values()), could_balance=self.could_balance)
-            raise InputError(f"text would be garbage: {line}; --allow-collapse goes on all the same")
+            raise InputError(f"text would be garbage: {line}; {self.insist} goes on all the same")
         new = [loss for key, loss in worst.items() if key not in self._said]
         self._said |= worst.keys()
         if new and self.ranks.rank == 0:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,12 +96,13 @@ class Balanced:
     moments: Mapping[int, tuple[Moments, Moments]]
 
 
-def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
+def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, turned: int | None = None) -> Moments:
     """Of K. The two channels of a RoPE pair are alike: every position mixes them anew.
 
     Args:
         tensors: of one layer, by the fields of a family's `LayerWeights`.
         heads, dim: KV heads H and head_dim D.
+        turned: the first channels of a head that RoPE turns; all unless given.
     """
     if "k_norm" in tensors:
         use, spread = (tensors[name].float().square().expand(heads, dim) for name in ("q_norm", "k_norm"))
@@ -110,7 +112,8 @@ def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
         use = of_queries.view(heads, -1, dim).mean(1)
         spread = _row_squares(tensors, "k_proj").view(heads, dim)
         bias = _bias(tensors, "k_bias", tensors["k_proj"]).view(heads, dim)
-    return Moments(_in_pairs(use), _in_pairs(spread), _in_pairs(bias.square()).sqrt())
+    paired = partial(_in_pairs, turned=dim if turned is None else turned)
+    return Moments(paired(use), paired(spread), paired(bias.square()).sqrt())
 
 
 def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
@@ -151,7 +154,7 @@ def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
         if tensor_name == last[layer]:  # one layer at a time is held
             mixer = config.layers[layer].attention
             sizes = mixer.num_kv_heads, mixer.head_dim
-            found[layer] = key_moments(read, *sizes), value_moments(read, *sizes)
+            found[layer] = key_moments(read, *sizes, mixer.rope.dims), value_moments(read, *sizes)
             read = {}
     return found
 
@@ -205,7 +208,8 @@ def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_:
     for index, shape in enumerate(model.config.kv_shapes):
         if shape is not None:
             fields, sizes = _attention_of(layers[index]), (shape.num_kv_heads, shape.head_dim)
-            moments[index] = key_moments(fields, *sizes), value_moments(fields, *sizes)
+            turned = model.config.layers[index].attention.rope.dims
+            moments[index] = key_moments(fields, *sizes, turned), value_moments(fields, *sizes)
     scaling = scaling_of(moments, wanted)
     for index, pair in scaling.scales.items():
         for side, scales in zip("KV", pair, strict=True):
@@ -274,10 +278,11 @@ def _row_squares(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return rows.square()
 
 
-def _in_pairs(squares: Tensor) -> Tensor:
-    """[H, D], the mean of the two channels that RoPE rotates together."""
-    low, high = squares.chunk(2, dim=-1)
-    return ((low + high) / 2).repeat(1, 2)
+def _in_pairs(squares: Tensor, turned: int) -> Tensor:
+    """[H, D], the mean of the two channels that RoPE turns together; those that it leaves stay as they are."""
+    low, high = squares[:, :turned].chunk(2, dim=-1)
+    mean = (low + high) / 2
+    return torch.cat([mean, mean, squares[:, turned:]], dim=-1)
 
 
 # -- The same model, scaled --------------------------------------------------------------------------------------------------

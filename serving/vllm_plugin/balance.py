@@ -7,18 +7,18 @@ and attention's output by the inverse. The scales come from the checkpoint's att
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from vllm.logger import init_logger
 
-from haarkv.engine.collapse import describe, expected_losses
+from haarkv.engine.collapse import Guard
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Scaling
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE
-from haarkv.serving.vllm_plugin.chosen import plan_of, spec_of, words_of
+from haarkv.serving.vllm_plugin.chosen import plan_of, spec_of
 from haarkv.tq_ops.errors import InputError
 
 if TYPE_CHECKING:
@@ -62,12 +62,9 @@ def judged(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true") -> Sc
     scaling = balance.scaling_of(_moments(model.model), balance.where_lossy(plan, wanted))
     if scaling.uneven:
         logger.info("%s; %s false leaves them as they are", balance.describe(scaling.uneven), BALANCE)
-    losses = expected_losses(plan, scaling.moments, model.get_head_size() ** -0.5)
-    if losses:
-        line = describe(losses, could_balance=not wanted)
-        if any(loss.garbage for loss in losses) and not options.get(ALLOW_COLLAPSE):
-            raise InputError(f"text from {words_of(vllm_config)} would be garbage: {line}; {allow} goes on all the same")
-        logger.warning("%s", line)
+    allowed = bool(options.get(ALLOW_COLLAPSE))
+    guard = Guard(plan, scaling.moments, model.get_head_size() ** -0.5, not wanted, allowed, insist=allow)
+    guard.at_load(partial(logger.warning, "%s"))
     return scaling
 
 

@@ -10,6 +10,7 @@ from small_models import CONFIGS, resized, small_model
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models import planted
 from haarkv.models.balance import balance, describe, key_moments, moments_of, name_layers, value_moments
+from haarkv.models.catalog import load_model
 from haarkv.tq_ops import formats
 
 GAUSSIAN = torch.Generator().manual_seed(5)
@@ -108,6 +109,20 @@ class TestModel:
         assert changed_fields(model, made.model) == expected
         ids = token_ids(64)
         assert torch.equal(run(made.model, ids), run(model, ids))
+
+    def test_channels_that_rope_leaves_are_scaled_by_themselves(self):
+        """RoPE turns 32 of the 128 channels of a head, channel i with i + 16."""
+        model = load_model("tiny-hybrid")
+        uneven = torch.ones(128)
+        uneven[[0, 100]] = 16.0
+        layers = tuple(
+            layer.changed(lambda field, x: x * uneven if field == "k_norm" else x) for layer in model.weights.layers
+        )
+        planted_one = replace(model, weights=replace(model.weights, layers=layers))
+        made = balance(planted_one)
+        assert {of.side for of in made.uneven} == {"K"}
+        ids = list(range(40, 104))
+        assert torch.equal(run(made.model, ids, kv="fp32"), run(planted_one, ids, kv="fp32"))
 
     def test_heads_are_scaled_each_by_itself(self):
         # Grouped heads of a model without norms: a planted head's scales must reach its own queries and no others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,7 +193,8 @@ def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tm
 
 @pytest.mark.vllm_short
 def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
-    folder = save_tiny(planted.outlier_channels(load_model("tiny"), 100), tmp_path / "model")
+    uneven = planted.outlier_channels(load_model("tiny"), 100)
+    folder = save_tiny(uneven, tmp_path / "model")
 
     def config(**options: object) -> VllmConfig:
         args = EngineArgs(
@@ -215,5 +217,10 @@ def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
         serve(str(folder), Cache(balance=False), ["--max-model-len", "128"])
     told = scales_here(config(haarkv_balance=False, haarkv_allow_collapse=True))
     assert set(told.values()) == {(None, None)}
+    # One layer of six is warned of, as elsewhere.
+    layers = list(load_model("tiny").weights.layers)
+    layers[3] = uneven.weights.layers[3]
+    folder = save_tiny(replace(uneven, weights=replace(uneven.weights, layers=tuple(layers))), tmp_path / "one")
+    assert set(scales_here(config(haarkv_balance=False)).values()) == {(None, None)}
     even = EngineArgs(model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", max_model_len=128)
     assert set(scales_here(even.create_engine_config()).values()) == {(None, None)}

@@ -44,7 +44,8 @@ def run(model, ids, ops=reference, kv="bf16"):
     """Logits [T, vocab] after each of some tokens."""
     config = model.config
     blocks = -(-len(ids) // 128)
-    cache = PagedKVCache(KVSpec(kv).plan(config.num_layers), config.kv_shapes, num_blocks=blocks)
+    plan = KVSpec(kv).plan(config.num_layers)
+    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=blocks, states=config.state_shapes)
     paging = PagedSequences(blocks, 128)
     batch = paging.batch([paging.add()], [len(ids)])
     with torch.inference_mode():

@@ -183,6 +183,18 @@ class Delta:
     def written_fully(op, x, a, b, *rest):
         return op(x, a, torch.full_like(b, 30.0), *rest)
 
+    @staticmethod
+    def leaves_no_number(op, *given):
+        out, (cache, layer, batch) = op(*given), given[-3:]
+        cache.states[layer].tensors["delta"][batch.rows] = torch.nan
+        return out
+
+
+def stores_no_scale(op, k, v, made, layer, batch):
+    op(k, v, made, layer, batch)
+    block, place = batch.slot_mapping // made.block_size, batch.slot_mapping % made.block_size
+    made.k_fields(layer)["scale"][block, :, place] = torch.nan
+
 
 FAULTS = [
     (Plain("linear", (2, 64, 8), torch.float32), lambda op, x, w: op(x, w) * (1 + 2e-5)),
@@ -196,6 +208,7 @@ FAULTS = [
     (Store(CASES[3]), lambda op, k, v, *rest: op(v, k, *rest)),
     (Store(CASES[3]), next_slot),
     (Store(CASES[3]), swapped_nibbles),
+    (Store(CASES[3]), stores_no_scale),
     (Store(CASES[3]), writes_another_layer),
     (Store(CASES[3]), lambda op, *given: None),
     (Attention(CASES[3], torch.float32), lambda op, q, *rest: torch.zeros_like(q)),

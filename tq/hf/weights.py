@@ -46,8 +46,14 @@ def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
         k_dim, v_dim = head_dims(decoder, layer)
         heads = tensors["k_proj"].shape[0] // k_dim
         if _understood(tensors, heads, k_dim, v_dim):
-            moments[layer] = key_moments(tensors, heads, k_dim), value_moments(tensors, heads, v_dim)
+            moments[layer] = key_moments(tensors, heads, k_dim, _turned(decoder, k_dim)), value_moments(tensors, heads, v_dim)
     return moments
+
+
+def _turned(decoder: Any, dim: int) -> int:
+    """Channels of a head that RoPE turns."""
+    parameters = getattr(decoder, "rope_parameters", None) or {}
+    return int(dim * (parameters.get("partial_rotary_factor") or getattr(decoder, "partial_rotary_factor", None) or 1))
 
 
 def _understood(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:

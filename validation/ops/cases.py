@@ -20,7 +20,7 @@ from haarkv.validation.layers.compare import compare_tokens
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.slack import nearer, of_op
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
-from haarkv.validation.ops.finding import Finding, changed, misshapen, relative, same
+from haarkv.validation.ops.finding import Finding, changed, misshapen, relative, same, worse
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -208,7 +208,7 @@ class Store(_OnCache):
             compared, length = compare_tokens(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
             if compared.unexplained:
                 fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
-            error = max(error, float(length))
+            error = worse(error, float(length))
         untouched = [_untouched(made, batch) for made in (arguments[2], before[2])]
         if any(not same(a, b) for a, b in zip(*untouched, strict=True)):
             fault = fault or "it changed a slot of no token"

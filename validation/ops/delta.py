@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.shapes import Place
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.ops.caches import LAYER
-from haarkv.validation.ops.finding import Finding, changed, misshapen, relative
+from haarkv.validation.ops.finding import Finding, changed, misshapen, relative, worse
 
 _VERSIONS = 4
 
@@ -159,7 +159,7 @@ class Delta:
             elif not torch.equal(mine["conv"], theirs["conv"]):
                 fault = fault or f"row {int(row)} does not keep the convolution's last inputs"
             else:
-                error = max(error, relative(mine["delta"].flatten(2), theirs["delta"].flatten(2)))
+                error = worse(error, relative(mine["delta"].flatten(2), theirs["delta"].flatten(2)))
         return Finding(error, bounds.LAYER_FP32.op, fault)
 
     def _kept(self, arguments: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:

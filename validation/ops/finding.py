@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,11 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     """The largest distance of a vector, relative to its length."""
     ours, theirs = ours.double().cpu(), theirs.double().cpu()
     return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+
+
+def worse(a: float, b: float) -> float:
+    """The larger of two errors; NaN, which `max` may drop, is larger than any."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def misshapen(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
