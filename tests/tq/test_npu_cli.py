@@ -13,7 +13,9 @@ from npu_programs import with_pypto
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu.compile import Compiled, wanted
 from haarkv.tq_ops.npu.emitted.checks import Finding, Report
+from haarkv.validation.planning import remembered
 from tq.cli import main
+from tq.commands import compile as compile_command
 
 
 def run(capfd, *args):
@@ -98,6 +100,16 @@ def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(capfd, tmp_
         "decode-layer0",
         "decode-layer5",
     ]
+
+
+@pytest.mark.parametrize("given", [{}, {"kv_tail": 64}])
+def test_compile_takes_a_cache_that_the_programs_read_and_chooses_none(monkeypatch, tmp_path, given):
+    """Of a model whose cache `tq generate --executor npu` would choose for minutes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(remembered, "TOY", 0)
+    nothing = dict.fromkeys(("kv", "calibration", "kv_plan", "kv_loss", "kv_tail", "kv_sink")) | {"kv_skip_layers": ()}
+    spec = compile_command._cache("tiny", nothing | given)
+    assert (spec.kv, spec.tail, spec.sink) == ("tq4", *((64, 0) if given else (124, 4)))
 
 
 def test_compile_lists_what_the_checks_find(capfd, monkeypatch):

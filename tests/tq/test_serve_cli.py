@@ -163,6 +163,10 @@ def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(monkey
     [cache] = taken
     assert (cache.kv, cache.plan, cache.tail) == (kv, None, None)
     assert f"no cache was chosen for this model, so it gets {kv}; " in capsys.readouterr().err
+    assert main(["serve", model, "--kv-tail", "0"]) == 0
+    assert (taken[1].kv, taken[1].tail) == (kv, 0)
+    assert main(["serve", model, "--calibration", "file"]) == 0
+    assert (taken[2].kv, taken[2].calibration) == ("k=lr4,v=tq4", Path("file"))
 
 
 def test_a_tail_and_sinks_reach_vllm():

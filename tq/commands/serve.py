@@ -16,7 +16,7 @@ _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 _KV = (
     "A format of `tq formats`, or k=NAME,v=NAME; bf16 is vLLM's own; auto is what `tq generate --kv auto` chose for this "
-    "model before [default: that, or tq4 where there is none]."
+    "model before [default: that; where there is none, or beside other options, k=tq6,v=tq4, with --calibration k=lr4,v=tq4]."
 )
 
 
@@ -81,6 +81,8 @@ def command(
         kv = _unchosen(model, notes) if kv_plan is None else None
     elif kv_loss is not None:
         raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
+    elif kv is None and kv_plan is None:
+        kv = _format(model, learned=calibration is not None)
     if model in ("tiny", "tiny-hybrid"):
         # Clients call it so too. A flag of the user comes later, and the last one counts.
         model, flags = str(path_of(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
@@ -118,23 +120,28 @@ def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -
 
 
 def _unchosen(model: str, notes: list[str]) -> str:
-    """The format for a model that no cache was chosen for: what loses little on any, without a tail, which much of vLLM cannot
-    have; of toys `tq4`.
+    """The format for a model that no cache was chosen for.
 
     Args:
         notes: get a sentence on it.
     """
+    kv = _format(model, learned=False)
+    notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
+    return kv
+
+
+def _format(model: str, learned: bool) -> str:
+    """Where none is named: what loses little on any model, without a tail, which much of vLLM cannot have; of toys `tq4`."""
     from haarkv.engine.plans import default_spec
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.planning.remembered import default_cache
 
-    kv = default_spec(learned=False).kv
-    with suppress(InputError):  # as above
-        if default_cache(model) == KVSpec():
-            kv = KVSpec.kv
-    notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
-    return kv
+    if not learned:
+        with suppress(InputError):  # as above
+            if default_cache(model) == KVSpec():
+                return KVSpec.kv
+    return default_spec(learned).kv
 
 
 def _how(model: str, more: str = "") -> str:
