@@ -27,7 +27,7 @@ struct Pieces {
         k_scale = take(stride);
         v_scale = take(stride);
         weights = take(rows * stride);
-        words = take(cache.k.cell == kNibble || cache.k.columns ? stride * key_words(cache.k) : 0);
+        words = take(cache.k.cell == kNibble || cache.k.columns || has_planes(cache.k) ? stride * key_words(cache.k) : 0);
         codes = take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1);  // and a word past the last
         numbers = take(numbers_too ? tile : 0);
         queries = take(kept ? rows * cache.head_dim : 0);

@@ -64,8 +64,13 @@ inline Place place(const Side& side, const Cache& cache, int block, int head) {
 // Bytes from a vector of nibbles to the next, unpacked.
 inline int64_t nibble_bytes(const Side& side) { return side.levels / 2; }
 
+// Whether levels have a plane of nibbles, and a bit or two above them in another, whole words each.
+inline bool has_planes(const Side& side) {
+    return side.cell == kByte && side.planes[0] == 4 && (side.planes[1] == 1 || side.planes[1] == 2) && side.levels % 32 == 0;
+}
+
 // Words that a vector of keys is read as by products that take it as it is stored, nibbles unpacked.
-inline int key_words(const Side& k) { return k.columns ? k.bytes / 4 : k.levels / 8; }
+inline int key_words(const Side& k) { return k.cell == kNibble ? k.levels / 8 : k.bytes / 4; }
 
 // Bytes of each of the next keys that are prefetched with V's codes; the others follow while V is mixed. Where V's codes are
 // fewer than K's, each phase thus fetches what it has time for.

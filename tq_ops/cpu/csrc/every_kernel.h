@@ -1,5 +1,6 @@
 // Every kernel over one register type. Of nibbles, the values of few words are looked up in registers of `Narrow`.
 #include "float_keys.h"
+#include "float_planes.h"
 #include "float_columns.h"
 #include "float_values.h"
 #include "float_products.h"

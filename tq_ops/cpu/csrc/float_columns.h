@@ -67,15 +67,16 @@ inline __attribute__((always_inline)) void each_step(const Side& side, const flo
     }
 }
 
-// Logits of TILES tiles of keys, as `score`.
-template <class Simd, int R, int TILES>
-inline void score_columns(const Side& side, const float* repeated, const uint32_t* words, int stride, const float* q,
-                          const float* scale, float softmax_scale, float* logits, Ahead ahead) {
+// Logits of TILES tiles of keys, as `score`: `steps` calls what it is given with the values of each step, in the order in
+// which queries lie.
+template <class Simd, int R, int TILES, class Steps>
+inline __attribute__((always_inline)) void score_in_steps(Steps steps, const float* q, const float* scale, float softmax_scale,
+                                                          int stride, float* logits, Ahead ahead) {
     typename Simd::F acc[TILES][R];
     for (int t = 0; t < TILES; ++t)
         for (int r = 0; r < R; ++r) acc[t][r] = Simd::zero();
     int turn = 0;
-    each_step<Simd, TILES>(side, repeated, words, stride, [&](const typename Simd::F* value) __attribute__((always_inline)) {
+    steps([&](const typename Simd::F* value) __attribute__((always_inline)) {
         if (turn++ % 8 == 0) ahead.turn();
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -86,6 +87,22 @@ inline void score_columns(const Side& side, const float* repeated, const uint32_
         q += R;
     });
     write_logits<Simd, R, TILES>(acc, scale, softmax_scale, stride, logits);
+}
+
+// Of columns, and of planes.
+template <class Simd, int R, int TILES>
+inline void score_columns(const Side& side, const float* repeated, const uint32_t* words, int stride, const float* q,
+                          const float* scale, float softmax_scale, float* logits, Ahead ahead) {
+    auto steps = [&](auto body)
+                     __attribute__((always_inline)) { each_step<Simd, TILES>(side, repeated, words, stride, body); };
+    score_in_steps<Simd, R, TILES>(steps, q, scale, softmax_scale, stride, logits, ahead);
+}
+template <class Simd, int R, int TILES, int HIGH>
+inline void score_planes(const Side& side, const uint32_t* words, int stride, const float* q, const float* scale,
+                         float softmax_scale, float* logits, Ahead ahead) {
+    auto steps = [&](auto body)
+                     __attribute__((always_inline)) { each_plane_step<Simd, TILES, HIGH>(side, words, stride, body); };
+    score_in_steps<Simd, R, TILES>(steps, q, scale, softmax_scale, stride, logits, ahead);
 }
 
 // Logits [R, stride] of the block's first n keys; the rest of each row is undefined. Prefetches V's codes of them at `ahead`.
@@ -103,6 +120,12 @@ void score_block(const Cache& cache, Place at, int n, const float* q, const floa
         if (cache.k.columns)
             return score_columns<Simd, R, kNumber>(cache.k, repeated, words + key, stride, q, scale + key, softmax_scale,
                                                    logits + key, share);
+        if (has_planes(cache.k) && cache.k.planes[1] == 1)
+            return score_planes<Simd, R, kNumber, 1>(cache.k, words + key, stride, q, scale + key, softmax_scale, logits + key,
+                                                     share);
+        if (has_planes(cache.k))
+            return score_planes<Simd, R, kNumber, 2>(cache.k, words + key, stride, q, scale + key, softmax_scale, logits + key,
+                                                     share);
         score<Simd, R, kNumber>(WordsOfKeys<Simd>{words + key, stride, table}, stride, turns, q, scale + key, softmax_scale,
                                 logits + key, share);
     };

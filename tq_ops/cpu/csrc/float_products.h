@@ -1,5 +1,5 @@
-// Q.K of nibbles and of levels of several widths, and P.V of nibbles, in FP32: the products of R rows, as `attend_rows` and
-// passes call them.
+// Q.K of nibbles, of levels of 5 and 6 bits and of several widths, and P.V of nibbles, in FP32: the products of R rows, as
+// `attend_rows` and passes call them.
 
 template <class Simd, class Narrow, int R> struct FloatProducts {
     const Cache& cache;
@@ -10,7 +10,7 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
     const float* taken;     // by `weigh`
 
     // Whether these products take a side's keys as they are stored.
-    static bool scores(const Side& k) { return k.cell == kNibble || k.cell == kMixed; }
+    static bool scores(const Side& k) { return k.cell == kNibble || k.cell == kMixed || has_planes(k); }
 
     static int64_t floats(const Cache& cache) {
         return R * cache.k.levels + 4 * kRepeated +
@@ -24,16 +24,18 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
           repeated(q + R * cache.k.levels),
           spaced(reinterpret_cast<uint8_t*>(repeated + 4 * kRepeated)) {
         if (!scores(cache.k)) return;
+        float* to = q;
+        auto put = [&](int level) {
+            for (int r = 0; r < R; ++r) *to++ = tile.q[r][level];
+        };
         if (cache.k.columns) {
             repeat_centroids(cache.k, repeated);
-            float* to = q;
-            each_level_in_steps(cache.k, [&](int level) {
-                for (int r = 0; r < R; ++r) *to++ = tile.q[r][level];
-            });
-            return;
+            each_level_in_steps(cache.k, put);
+        } else if (has_planes(cache.k)) {
+            each_level_of_planes(cache.k, put);
+        } else {
+            for (int level = 0; level < cache.k.levels; ++level) put(level);
         }
-        for (int r = 0; r < R; ++r)
-            for (int i = 0; i < cache.k.levels; ++i) q[i * R + r] = tile.q[r][i];
     }
 
     void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
@@ -69,13 +71,18 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
         const int count = key_words(cache.k);
         for (int i = 0; i < n; i += Simd::width)
             Simd::transpose(codes + i * count * 4, count, smaller(n - i, Simd::width), words + i, kSlabKeys);
-        if (!cache.k.columns) return look_up_words<Simd>({words, kSlabKeys, Simd::table(cache.k.centroids)}, count, found);
-        float tables[4 * kRepeated];
-        repeat_centroids(cache.k, tables);
         constexpr int kTiles = kSlabKeys / Simd::width;
-        each_step<Simd, kTiles>(cache.k, tables, words, kSlabKeys, [&](const typename Simd::F* value) {
+        auto put = [&](const typename Simd::F* value) {
             for (int t = 0; t < kTiles; ++t, found += Simd::width) Simd::store(found, value[t]);
-        });
+        };
+        if (cache.k.columns) {
+            float tables[4 * kRepeated];
+            repeat_centroids(cache.k, tables);
+            return each_step<Simd, kTiles>(cache.k, tables, words, kSlabKeys, put);
+        }
+        if (!has_planes(cache.k)) return look_up_words<Simd>({words, kSlabKeys, Simd::table(cache.k.centroids)}, count, found);
+        if (cache.k.planes[1] == 1) return each_plane_step<Simd, kTiles, 1>(cache.k, words, kSlabKeys, put);
+        each_plane_step<Simd, kTiles, 2>(cache.k, words, kSlabKeys, put);
     }
 
     // Logits of those keys.

@@ -15,7 +15,7 @@ namespace haarkv {
 constexpr int kMaxRows = 8;                  // query rows of a tile
 constexpr int kMaxTiles = 16;                // tiles that one pass over the codes serves
 constexpr int kMaxDim = 256;                 // the largest head_dim
-constexpr int kMaxWords = kMaxDim * 5 / 32;  // of a packed vector that is read as words: 5 bits a number
+constexpr int kMaxWords = kMaxDim * 6 / 32;  // of a packed vector that is read as words: 6 bits a number
 constexpr int kMaxKeysTile = 32;             // keys are padded to this in scratch
 
 // What a side stores: one of its cells for each of the N levels. All but nibbles become FP32 numbers, a few vectors at a time.

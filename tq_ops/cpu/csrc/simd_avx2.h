@@ -71,6 +71,11 @@ struct Avx2 {
     static I load_words(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
     template <int N> static I shift(I x) { return N ? _mm256_srli_epi32(x, N) : x; }
     static I shift_by(I x, int bits) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
+    static I shift_up_by(I x, int bits) { return _mm256_sll_epi32(x, _mm_cvtsi32_si128(bits)); }
+    static I join_nibbles(I lower, I upper) {
+        const I mask = _mm256_set1_epi8(0x0f);
+        return _mm256_or_si256(_mm256_and_si256(mask, lower), _mm256_andnot_si256(mask, upper));
+    }
     static F lookup(const Table& t, I x) {
 #ifdef __AVX512VL__
         return _mm256_permutex2var_ps(t.low, x, t.high);

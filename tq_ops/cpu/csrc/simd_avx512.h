@@ -70,6 +70,9 @@ struct Avx512 {
     static I load_words(const void* p) { return _mm512_loadu_si512(p); }
     template <int N> static I shift(I x) { return N ? _mm512_srli_epi32(x, N) : x; }
     static I shift_by(I x, int bits) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)); }
+    static I shift_up_by(I x, int bits) { return _mm512_sll_epi32(x, _mm_cvtsi32_si128(bits)); }
+    // Of each byte the lower nibble of one and the upper nibble of the other.
+    static I join_nibbles(I lower, I upper) { return _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x0f), lower, upper, 0xca); }
     static F lookup(Table t, I x) { return _mm512_permutexvar_ps(x, t); }
     // Numbers by levels of BITS bits, a byte each: as many registers as hold up to 64 of them, or memory.
     template <int BITS> struct WideTable {

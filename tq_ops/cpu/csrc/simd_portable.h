@@ -85,6 +85,8 @@ struct Portable {
     }
     template <int N> static I shift(I x) { return x >> N; }
     static I shift_by(I x, int bits) { return x >> bits; }
+    static I shift_up_by(I x, int bits) { return x << bits; }
+    static I join_nibbles(I lower, I upper) { return (lower & 0x0f0f0f0fu) | (upper & 0xf0f0f0f0u); }
     static F lookup(const Table& t, I x) {
         F y;
         for (int i = 0; i < 8; ++i) y[i] = t.value[x[i] & 15u];
