@@ -1,5 +1,7 @@
 """What rounding nobody can see excuses: ties of restored vectors, bits that scores of thousands lose; and nothing else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from at_length import MORE_JUDGE, thinned
@@ -210,3 +212,44 @@ def test_a_factor_of_attention_is_still_a_fault_where_scores_are_large(drive):
     found = of_large_scores(drive, larger)
     assert not found.passed
     assert found.first_divergence.layer == 1
+
+
+# -- Layers that take rounding apart ---------------------------------------------------------------------------------------
+def cancelling():
+    """A layer in BF16 whose MLP adds differences of terms that are nearly alike."""
+    model = small_model(CONFIG, 0, torch.bfloat16)
+    half = CONFIG.layers[0].mlp.width // 2
+
+    def change(field, x):
+        if field in ("gate_proj", "up_proj"):
+            return torch.cat([x[:half], x[:half] * 1.03])
+        return torch.cat([20 * x[:, :half], -20 * x[:, :half]], dim=1) if field == "down_proj" else x
+
+    layers = tuple(layer.changed(change) for layer in model.weights.layers)
+    return replace(model, weights=replace(model.weights, layers=layers))
+
+
+def without_rounding(factor=1.0):
+    """The reference's table, but an MLP's activations stay in FP32, and attention is multiplied."""
+
+    def paged_attention(q, *given):
+        return (reference.paged_attention(q, *given) * factor).to(q.dtype)
+
+    def silu_mul(gate, up, dtype):
+        return reference.silu_mul(gate, up, torch.float32)
+
+    return table_with({"silu_mul": silu_mul, "paged_attention": paged_attention})
+
+
+def of_cancelling(table):
+    model, plan = cancelling(), KVSpec("tq4").plan(1)
+    candidate = DRIVES["layers"](ReferenceExecutor(model, table))
+    return validate(ReferenceExecutor(model), candidate, model, [random_tokens(SMALL, 40, 1)], 1, plan)
+
+
+def test_rounding_at_other_points_is_no_fault_where_the_reference_is_as_far_from_fp32(monkeypatch):
+    found = of_cancelling(without_rounding())
+    assert found.passed, found.first_divergence
+    assert not of_cancelling(without_rounding(1.3)).passed
+    monkeypatch.setattr(slack, "of_rounding", lambda expected, exact: torch.zeros(()))
+    assert of_cancelling(without_rounding()).first_divergence.reason == "fault"

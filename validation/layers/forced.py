@@ -173,7 +173,7 @@ class Forced:
         return Judged([*verdicts, hidden], compared, expected, outcome.result)
 
     def _judge_hidden(self, made: MadeLayer, run: Run, expected: Tensor, stored_well: bool) -> tuple[Verdict, Tensor | None]:
-        """A run's hidden states, and what its vectors may differ by: for ties, and for rounded scores where that is needed."""
+        """A run's hidden states, and what its vectors may differ by; see `slack.judged`."""
         result, moved = run.outcome.result, self.reference.moved(made)
         steps = None if moved is None else most(moved.hidden)
 
@@ -188,7 +188,8 @@ class Forced:
         if not stored_well or not self.reference.records or torch.equal(expected, result) or made.kv is None:
             return judge(None), None
         read = self.reference.as_read(made, run.stored)
-        return slack.judged(judge, lambda drawn: self.reference.over(drawn, made, exact=True), read, made.index)
+        rounded = None if expected.dtype == torch.float32 else expected
+        return slack.judged(judge, lambda drawn: self.reference.over(drawn, made, exact=True), read, made.index, rounded)
 
     def _far(self, run: Run, altered: Reference, other: MadeLayer) -> float | None:
         """How far a run is from what an altered reference made; None if it is at fault beside that, too."""
