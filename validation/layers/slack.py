@@ -55,12 +55,14 @@ def judged(
     """
     allowed = of_ties(attend, cache, layer)
     verdict = judge(allowed)
-    if verdict.reason == "fault":
-        scores = of_scores(attend, cache, layer)
-        allowed = scores if allowed is None else allowed + scores
-        verdict = judge(allowed)
-    if verdict.reason == "fault" and expected is not None:
-        allowed = allowed + of_rounding(expected, attend(cache))
+    more: list[Callable[[], Tensor]] = [lambda: of_scores(attend, cache, layer)]
+    if (rounded := expected) is not None:
+        more.append(lambda: of_rounding(rounded, attend(cache)))
+    for moves in more:
+        if verdict.reason != "fault":
+            break
+        by = moves()
+        allowed = by if allowed is None else allowed + by
         verdict = judge(allowed)
     return verdict, allowed
 
@@ -71,7 +73,8 @@ def of_rounding(expected: Tensor, exact: Tensor) -> Tensor:
     Args:
         exact: the same without rounding.
     """
-    return _SIDES * (expected.double() - exact.double()).norm(dim=-1)
+    distance: Tensor = (expected.double() - exact.double()).norm(dim=-1)
+    return _SIDES * distance
 
 
 def of_ties(attend: Attend, cache: PagedKVCache, layer: int) -> Tensor | None:
