@@ -84,7 +84,7 @@ template <class Simd, class P, int R> struct Attend {
             for (int i = 0; i < cache.v.levels; ++i) tile.sums[r * cache.v.levels + i] = 0.0f;
             tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
         }
-        for (int i = 0; cache.v.cell != kNibble && i < stride; ++i) v_scale[i] = 1.0f;
+        for (int i = 0; !P::mixes(cache.v) && i < stride; ++i) v_scale[i] = 1.0f;
         for (int r = 0; v_kept.vectors && r < R; ++r) tile.kept_totals[r] = 0.0f;
         if (k_kept.vectors) widen_queries(scratch + pieces.queries);
     }
@@ -112,7 +112,7 @@ template <class Simd, class P, int R> struct Attend {
 
     // The same of the first n packed values, n > 0, by the weights that `weigh` left.
     void mix_packed(Place v, int n, const uint8_t* next_keys) {
-        if (cache.v.cell != kNibble)
+        if (!P::mixes(cache.v))
             return mix_unpacked<Simd, R>(cache.v, v, n, weights, stride, shrink, codes, numbers, tile.sums);
         if (unpacks_nibbles(cache.v)) unpack_nibbles<Simd>(cache.v, v.codes, n, codes), v.codes = codes;
         products.mix(v, n, weights, shrink, tile.sums, next_keys);
@@ -133,7 +133,7 @@ template <class Simd, class P, int R> struct Attend {
     // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns what `packed_keys` says,
     // of V.
     int weigh(Place v, int base, int n, const Seen* seen) {
-        if (cache.v.cell == kNibble) Simd::widen_halves(v.scales, n, stride, v_scale);
+        if (P::mixes(cache.v)) Simd::widen_halves(v.scales, n, stride, v_scale);
         if (v_kept.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
         const KeptKeys<R> keys(v_kept, base, n, seen);
         soften_block(keys.any, n, seen);
@@ -240,6 +240,7 @@ template <class Simd, class P, int R> void attend_rows(const Cache& cache, const
         values_ahead.turn();
         rows.mix(v, base, n, seen, next_k.codes);
     }
+    rows.products.order(tile.sums);
 }
 
 template <class Simd, template <int> class P> void attend(const Cache& cache, const Tile* tiles, int count, float* scratch) {

@@ -1,5 +1,5 @@
-// Q.K of nibbles, of levels of 5 and 6 bits and of several widths, and P.V of nibbles, in FP32: the products of R rows, as
-// `attend_rows` and passes call them.
+// Q.K of nibbles, of levels of 5 and 6 bits and of several widths, and P.V of the first two, in FP32: the products of R rows,
+// as `attend_rows` and passes call them.
 
 template <class Simd, class Narrow, int R> struct FloatProducts {
     const Cache& cache;
@@ -11,6 +11,9 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
 
     // Whether these products take a side's keys as they are stored.
     static bool scores(const Side& k) { return k.cell == kNibble || k.cell == kMixed || has_planes(k); }
+
+    // Likewise a side's values, whole registers of which are looked up.
+    static bool mixes(const Side& v) { return v.cell == kNibble || in_planes(v); }
 
     static int64_t floats(const Cache& cache) {
         return R * cache.k.levels + 4 * kRepeated +
@@ -48,14 +51,23 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
         const int words = cache.v.levels / 8;
         const int64_t total = n * (cache.k.bytes - early_bytes(cache));
         int64_t bytes = nibble_bytes(cache.v);
-        if (is_short(cache)) bytes = put_apart(at.codes, n), at.codes = spaced;
+        if (cache.v.cell == kNibble && is_short(cache)) bytes = put_apart(at.codes, n), at.codes = spaced;
         ahead += n * early_bytes(cache);
         units(words, [&](auto unit, int word) __attribute__((always_inline)) {
             typedef decltype(unit) U;
-            const CodesOfValues<U> values{at.codes + word * 4, bytes, U::Simd::table(cache.v.centroids)};
             const int64_t begin = total * (word + unit.first) / words, end = total * (word + unit.last) / words;
-            haarkv::mix<R>(unit, values, n, weights, stride, shrink, sums + word, words, Ahead(ahead + begin, end - begin, n));
+            const Ahead share(ahead + begin, end - begin, n);
+            auto add = [&](const auto& values) __attribute__((always_inline)) {
+                haarkv::mix<R>(unit, values, n, weights, stride, shrink, sums + word, words, share);
+            };
+            if (with_planes<U>(cache.v, at.codes, word, add)) return;
+            add(CodesOfValues<U>{at.codes + word * 4, bytes, U::Simd::table(cache.v.centroids)});
         });
+    }
+
+    // Puts the sums of all values in the order of the format's levels.
+    void order(float* sums) const {
+        if (in_planes(cache.v)) order_levels<R>(cache.v.levels, sums);
     }
 
     // -- In a pass: what its tiles share is looked up to `found`.
@@ -104,14 +116,23 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
     }
 
     // A unit's centroids of up to kValuesTogether values.
-    template <class U> static void look_up_values(U, const Cache& cache, const uint8_t* codes, int n, float* found) {
+    template <class U> static void look_up_values(U, const Cache& cache, const uint8_t* codes, int word, int n, float* found) {
         typedef typename U::Simd Register;
         const typename Register::Table table = Register::table(cache.v.centroids);
         const int64_t bytes = nibble_bytes(cache.v);
+        auto store = [&](int key, const typename Register::F* value) __attribute__((always_inline)) {
+            for (int k = 0; k < U::kPlanes; ++k) Register::store(found + (key * U::kPlanes + k) * Register::width, value[k]);
+        };
+        auto each = [&](const auto& values) __attribute__((always_inline)) {
+            typename Register::F value[U::kPlanes];
+            for (int key = 0; key < n; ++key) values.template at<true>(key, value), store(key, value);
+        };
+        if (with_planes<U>(cache.v, codes, word, each)) return;
+        codes += word * 4;
         auto put = [&](int key, const CodesOfValues<U>& of, auto past) __attribute__((always_inline)) {
             typename Register::F value[U::kPlanes];
             of.template at<decltype(past)::value>(0, value);
-            for (int k = 0; k < U::kPlanes; ++k) Register::store(found + (key * U::kPlanes + k) * Register::width, value[k]);
+            store(key, value);
         };
         for (int key = 0; key < n; ++key, codes += bytes) {
             if (is_short(cache)) {
@@ -135,6 +156,23 @@ template <class Simd, class Narrow, int R> struct FloatProducts {
     }
 
   private:
+    static bool in_planes(const Side& v) { return Simd::looks_up_64 && has_planes(v) && v.levels / 8 % Simd::width == 0; }
+
+    // Calls body(values) of a unit whose levels lie in planes; whether they do.
+    template <class U, class Body>
+    __attribute__((always_inline)) static bool with_planes(const Side& v, const uint8_t* codes, int word, Body body) {
+        if constexpr (U::Simd::looks_up_64) {
+            if (!in_planes(v)) return false;
+            const Above above(v);
+            if (v.planes[1] == 1)
+                body(PlanesOfValues<U, 1>(v, above, codes, word));
+            else
+                body(PlanesOfValues<U, 2>(v, above, codes, word));
+            return true;
+        }
+        return false;
+    }
+
     static bool is_short(const Cache& cache) { return cache.v.levels / 8 < Narrow::width; }
 
     // Copies vectors to `spaced`; bytes from one to the next.

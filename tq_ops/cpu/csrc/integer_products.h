@@ -27,6 +27,8 @@ template <int R> struct IntegerProducts {
 
     // Whether these products take a side's keys as they are stored.
     static bool scores(const Side& k) { return k.cell == kNibble || k.cell == kMixed; }
+    static bool mixes(const Side& v) { return v.cell == kNibble; }
+    void order(float*) const {}
 
     void score(Place at, int n, float softmax_scale, uint32_t* words, float* scale, float* logits, const uint8_t* ahead,
                const uint8_t* later) const {
@@ -101,8 +103,9 @@ template <int R> struct IntegerProducts {
     template <class Body> static void units(int words, Body body) { each_unit<kPlanes>(words, body); }
 
     // A unit's centroids of up to kValuesTogether values.
-    template <class Unit> static void look_up_values(Unit, const Cache& cache, const uint8_t* codes, int n, float* found) {
-        const Words of{codes, nibble_bytes(cache.v), n, nullptr, 0};
+    template <class Unit>
+    static void look_up_values(Unit, const Cache& cache, const uint8_t* codes, int word, int n, float* found) {
+        const Words of{codes + word * 4, nibble_bytes(cache.v), n, nullptr, 0};
         look_up_unit<Unit>(of, Vnni512::table(cache.v.integers), reinterpret_cast<__m512i*>(found));
     }
 

@@ -43,11 +43,15 @@ template <class Simd, template <int> class Products> class Pass {
             if (!packed_[t]) shrink_sums<R>(rows(t).shrink, cache_.v.levels, rows(t).tile.sums);
         });
         fetch_bytes(next_keys, n * cache_.k.bytes);
-        if (cache_.v.cell != kNibble) {
+        if (!P::mixes(cache_.v)) {
             mix_numbers_of(v);
         } else {
             mix_nibbles(v);
         }
+    }
+
+    void finish() {
+        for (int t = 0; t < count_; ++t) rows(t).products.order(rows(t).tile.sums);
     }
 
   private:
@@ -134,6 +138,7 @@ template <class Simd, template <int> class Products> class Pass {
         const int most = most_packed(), words = cache_.v.levels / 8;
         if (!most) return;
         const uint8_t* codes = nibbles(cache_.v, v, most);
+        const int64_t bytes = cache_.v.cell == kNibble ? nibble_bytes(cache_.v) : cache_.v.bytes;
         float one[R];
         for (int r = 0; r < R; ++r) one[r] = 1.0f;
         for (int key = 0; key < most; key += P::kValuesTogether) {
@@ -145,8 +150,7 @@ template <class Simd, template <int> class Products> class Pass {
             };
             each_left([&](Rows& of, int keys) { of.products.weigh(of.weights + key, keys); });
             P::units(words, [&](auto unit, int word) {
-                P::look_up_values(unit, cache_, codes + key * nibble_bytes(cache_.v) + word * 4,
-                                  smaller(most - key, P::kValuesTogether), found_);
+                P::look_up_values(unit, cache_, codes + key * bytes, word, smaller(most - key, P::kValuesTogether), found_);
                 each_left([&](Rows& of, int keys) {
                     of.products.mix_shared(unit, found_, keys, key ? one : of.shrink, of.tile.sums + word);
                 });
@@ -174,4 +178,5 @@ void attend_pass(const Cache& cache, const Tile* tiles, int count, float* scratc
     fill_tiles(tiles, count, filled);
     Pass<Simd, Products> pass(cache, filled, count, scratch);
     walk_blocks(cache, filled, count, pass);
+    pass.finish();
 }

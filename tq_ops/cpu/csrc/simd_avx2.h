@@ -7,6 +7,7 @@ struct Avx2 {
     static constexpr int registers = 16;
 #endif
     static constexpr bool moves_each = true;
+    static constexpr bool looks_up_64 = false;  // in registers
     typedef Avx2 Half;
     typedef __m256 F;
     typedef __m256i I;

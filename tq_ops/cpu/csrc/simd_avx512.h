@@ -3,6 +3,7 @@
 struct Avx512 {
     static constexpr int width = 16, registers = 32;
     static constexpr bool moves_each = true;
+    static constexpr bool looks_up_64 = true;  // in registers
     typedef Avx2 Half;
     typedef __m512 F;
     typedef __m512i I;
@@ -102,6 +103,10 @@ struct Avx512 {
         if constexpr (BYTES == 16) return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         if constexpr (BYTES == 32) return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
         return load_words(p);
+    }
+    // The first `lanes` eight bytes, 2, 4 or 8 of them, again and again.
+    static I again(const uint8_t* p, int lanes) {
+        return lanes == 2 ? repeated<16>(p) : lanes == 4 ? repeated<32>(p) : load_words(p);
     }
     static I down(I x, const uint64_t* bits) { return _mm512_srlv_epi64(x, load_words(bits)); }
     static I two_bits(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(0x33)); }

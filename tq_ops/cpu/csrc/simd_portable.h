@@ -2,6 +2,7 @@
 struct Portable {
     static constexpr int width = 8, registers = 16;
     static constexpr bool moves_each = false;
+    static constexpr bool looks_up_64 = false;  // in registers
     typedef float F __attribute__((vector_size(32)));
     typedef uint32_t I __attribute__((vector_size(32)));
     struct Table {

@@ -109,6 +109,7 @@ template <int R> struct TileProducts {
     float factor[R];     // of logits: the query's step, the centroids' unit and the softmax scale
     float steps[R];
 
+    static bool mixes(const Side& v) { return v.cell == kNibble; }
     static int tiles_of_queries(const Side& k) { return k.cell == kNibble ? 0 : k.levels / kPairs; }
     static int tiles_of_weights(const Side& v) { return v.cell == kNibble ? 0 : kStretch / kPairs; }
     static int64_t floats(const Cache& cache) {
