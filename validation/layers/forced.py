@@ -188,8 +188,15 @@ class Forced:
         if not stored_well or not self.reference.records or torch.equal(expected, result) or made.kv is None:
             return judge(None), None
         read = self.reference.as_read(made, run.stored)
-        rounded = None if expected.dtype == torch.float32 else expected
-        return slack.judged(judge, lambda drawn: self.reference.over(drawn, made, exact=True), read, made.index, rounded)
+
+        def rounding() -> Tensor:
+            exact, *moved = (self.reference.over(read, made, exact=True, draw=i) for i in range(slack.DRAWN_INPUTS + 1))
+            return slack.of_rounding(exact, [expected, *moved])
+
+        return slack.judged(
+            judge, lambda drawn: self.reference.over(drawn, made, exact=True), read, made.index,
+            None if expected.dtype == torch.float32 else rounding,
+        )  # fmt: skip
 
     def _far(self, run: Run, altered: Reference, other: MadeLayer) -> float | None:
         """How far a run is from what an altered reference made; None if it is at fault beside that, too."""

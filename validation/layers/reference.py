@@ -16,6 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.validation.layers import slack
 from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, most, remembering
 from haarkv.validation.layers.forward import Forward, MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot, take, tensors_of
@@ -194,9 +195,15 @@ class Reference:
         """
         return self.over(self.as_read(made, stored), made, exact=exact)
 
-    def over(self, cache: PagedKVCache, made: MadeLayer, *, exact: bool) -> Tensor:
-        """Hidden states after a layer that stores nothing and attends to what is there; `exact` as in `given`."""
+    def over(self, cache: PagedKVCache, made: MadeLayer, *, exact: bool, draw: int = 0) -> Tensor:
+        """Hidden states after a layer that stores nothing and attends to what is there; `exact` as in `given`.
+
+        Args:
+            draw: with `exact`, which of the inputs that rounding may have made; 0 for what is there.
+        """
         ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in.float() if exact else made.hidden_in
+        if draw:
+            hidden = slack.moved_by_rounding(made.hidden_in, draw)
         return self.model.layers(hidden, range(made.index, made.index + 1), made.batch, cache, ops)
 
     def moved(self, made: MadeLayer) -> Moved | None:

@@ -12,7 +12,8 @@ keys that are off by that share, at random.
 
 **Layers that take rounding apart.** Where what a layer adds is a small difference of large terms, rounding them to BF16 moves
 it by percents: the reference's own result lies that far from one of the same weights in FP32 (layer 11 of Gemma 3 270M: 8 % of
-one token of 512). Another executor rounds at other points, and lies as far off elsewhere.
+one token of 512). Another executor rounds at other points, and lies as far off elsewhere. So the layer runs in FP32, and again
+with each number that enters it moved by up to half a step of BF16, at random.
 
 By what this moves a vector, and no more, an executor's may differ.
 """
@@ -20,7 +21,7 @@ By what this moves a vector, and no more, an executor's may differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,27 +39,26 @@ Attend = Callable[[PagedKVCache], Tensor]
 """Makes [..., N] of a cache, without rounding to BF16 on the way."""
 _DRAWS = 2  # pairs of opposite ones
 _DRAWN_KEYS = 3
+DRAWN_INPUTS = 3
 _SIDES = 2
 """Both sums are rounded, the reference's and the executor's."""
 
 
 def judged(
-    judge: Callable[[Tensor | None], Verdict], attend: Attend, cache: PagedKVCache, layer: int, expected: Tensor | None = None
-) -> tuple[Verdict, Tensor | None]:
+    judge: Callable[[Tensor | None], Verdict], attend: Attend, cache: PagedKVCache, layer: int,
+    rounding: Callable[[], Tensor] | None = None,
+) -> tuple[Verdict, Tensor | None]:  # fmt: skip
     """A verdict on what attention leads to, and what its vectors may differ by: for ties, and where that is not enough for
     rounded scores as well, and for rounding to BF16.
 
     Args:
         judge: by what each vector may differ; None for nothing.
         attend, cache, layer: as of `of_ties`.
-        expected: [..., N], the reference's own, of a model in BF16.
+        rounding: makes what `of_rounding` allows, of a model in BF16.
     """
     allowed = of_ties(attend, cache, layer)
     verdict = judge(allowed)
-    more: list[Callable[[], Tensor]] = [lambda: of_scores(attend, cache, layer)]
-    if (rounded := expected) is not None:
-        more.append(lambda: of_rounding(rounded, attend(cache)))
-    for moves in more:
+    for moves in [lambda: of_scores(attend, cache, layer), *([rounding] if rounding else [])]:
         if verdict.reason != "fault":
             break
         by = moves()
@@ -67,14 +67,21 @@ def judged(
     return verdict, allowed
 
 
-def of_rounding(expected: Tensor, exact: Tensor) -> Tensor:
-    """How far rounding moves each vector of a result [..., N]: [...] fp64.
+def of_rounding(exact: Tensor, rounded: Sequence[Tensor]) -> Tensor:
+    """How far rounding may move each vector of a result: [...] fp64.
 
     Args:
-        exact: the same without rounding.
+        exact: [..., N], the result in FP32.
+        rounded: the same rounded, or of inputs that were.
     """
-    distance: Tensor = (expected.double() - exact.double()).norm(dim=-1)
-    return _SIDES * distance
+    moved = torch.stack([(one.double() - exact.double()).norm(dim=-1) for one in rounded])
+    return _SIDES * moved.amax(0)
+
+
+def moved_by_rounding(x: Tensor, seed: int) -> Tensor:
+    """Each number of x [..., N] moved by up to half a step of BF16, at random: fp32."""
+    steps = torch.ldexp(torch.full_like(x, 2.0**-7, dtype=torch.float32), torch.frexp(x.float()).exponent - 1)
+    return x.float() + steps * (torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) - 0.5)
 
 
 def of_ties(attend: Attend, cache: PagedKVCache, layer: int) -> Tensor | None:
