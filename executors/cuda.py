@@ -17,13 +17,15 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models import fused
 from haarkv.models.base import DecoderModel, tables_of
-from haarkv.models.config import Attention, Experts, ModelConfig
+from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.delta_net import DeltaNet
+from haarkv.models.packed import with_stacks
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.fused import with_experts
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -64,8 +66,8 @@ class CudaExecutor:
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
     Attributes:
         ops: the table for single ops, which the validator replays; what a fused layer makes is judged as a whole.
-        step_ops: its table as a step runs it: `store_kv` and `gated_delta` do not wait to look for faults, so that a graph can
-            hold them.
+        step_ops: its table as a step runs it: `store_kv` and `gated_delta` do not wait to look for faults, and a layer's
+            experts are chosen on the device, so that a graph can hold them.
     Raises:
         InputError: no GPU, no such GPU, or no Triton.
     """
@@ -80,7 +82,7 @@ class CudaExecutor:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
-        from haarkv.tq_ops.cuda import delta, nvrtc, ops
+        from haarkv.tq_ops.cuda import delta, experts, nvrtc, ops
         from haarkv.tq_ops.cuda.fused import CudaFused
 
         self.config = model.config
@@ -92,13 +94,14 @@ class CudaExecutor:
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
         waitless: dict[str, Callable[..., Any]] = {"store_kv": ops.append, "gated_delta": delta.advance}
-        self.step_ops: OpTable = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
+        in_step = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
+        self.step_ops: OpTable = with_experts(in_step, experts.through)
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
             whole = fused.fuse(model, self.device, placed)
             self._model = whole.model
             self._run = _bound(whole, CudaFused(self._fault))
         else:
-            weights = model.weights.placed(lambda weight: placed(weight, self.device))
+            weights = with_stacks(model.weights, model.config, self.device, placed)
             same = model.weights.embedding.device == self.device
             ropes = model.ropes if same else tables_of(model.config, self.device)
             self._model = replace(model, weights=weights, ropes=ropes)
@@ -115,8 +118,6 @@ class CudaExecutor:
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
-        if any(isinstance(layer.mlp, Experts) for layer in config.layers):
-            return "its decode steps are graphs, which cannot choose experts as they run"
         others = {type(layer.mixer) for layer in config.layers} - {Attention, DeltaNet}
         if others:
             return f"it has no kernels for a layer that mixes tokens by {min(kind.__name__ for kind in others)}"

@@ -17,12 +17,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import cuda_delta_faults
+import cuda_expert_faults
 import numpy as np
 import torch
 import triton
 from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
 from cuda_executed import executed
+from cuda_expert_faults import Mixture
 from cuda_faults import FAULTS
 from delta_runs import Run
 from delta_runs import same as same_state
@@ -35,7 +37,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import block_products, ops
+from haarkv.tq_ops.cuda import block_products, experts, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -278,7 +280,53 @@ DELTAS = [
     *((f"planted: {fault}", partial(delta_text, fault=fault)) for fault in cuda_delta_faults.FAULTS),
 ]
 
+# -- Mixtures of experts ---------------------------------------------------------------------------------------------------
+
+
+def mixture(case: Mixture, *, fault: str | None = None, kinds: tuple[str, ...] = ()) -> Check:
+    """Tokens through their experts; with a fault, if named, which must be found; in blocks, of types of gate, up and down."""
+    bound = bounds.LAYER_FP32.op if case.dtype == FP32 else bounds.LAYER_BF16.rounded_op
+
+    def check(capability: int) -> str | None:
+        def in_planes(name: str, numbers: torch.Tensor) -> PlaneBlocks:
+            return by_planes(made(kinds[("gate", "up", "down").index(name)], *numbers.shape), CPU)
+
+        with executed(capability), cuda_expert_faults.planted(fault) if fault else nullcontext():
+            error = cuda_expert_faults.off_by(case, stored=in_planes if kinds else None)
+        if fault:
+            return None if not error <= 100 * bound else f"not found: {fault}"
+        return None if error <= bound else f"error {error}"
+
+    return f"planted: {fault}" if fault else f"{case} {' '.join(kinds)}", check
+
+
+def experts_in_pieces(capability: int) -> str | None:
+    """A prompt at once, in pieces and in another order of tokens, in any order of programs: the same bits."""
+    case = replace(cuda_expert_faults.FULL, dtype=BF16)
+    (x, logits), stack, found = case.inputs(), case.stack(), []
+    for sizes, order, together in (((20,), "ascending", None), ((1, 17, 2), "descending", 1), ((20,), "random", 3)):
+        moved = torch.randperm(20, generator=torch.Generator().manual_seed(1)) if order == "random" else torch.arange(20)
+        out = torch.empty(x.shape)
+        for part in torch.split(moved, sizes):
+            with executed(capability, order=order, together=together):
+                out[part] = experts.through(x[part], logits[part], stack)
+        found.append(out)
+    alike = [torch.equal(found[0], other) for other in found[1:]]
+    return None if all(alike) else f"the same bits: {alike}"
+
+
+MIXTURES = [
+    mixture(Mixture(7, 3, 40, 33, 5, normalized=False)),
+    mixture(Mixture(9, 2, 136, 48, 3, activation="gelu_tanh", dtype=BF16)),
+    mixture(replace(cuda_expert_faults.FULL, dtype=BF16)),
+    mixture(Mixture(3, 2, 256, 256, 3, dtype=BF16), kinds=("Q4_K", "Q8_0", "Q6_K")),
+    ("experts of a prompt in pieces", experts_in_pieces),
+    *(mixture(cuda_expert_faults.FAULTS[fault][0], fault=fault) for fault in cuda_expert_faults.FAULTS),
+]
+
 GROUPS: dict[str, list[Check]] = {
+    "short experts": [mixture(Mixture(5, 2, 40, 20, 6, dtype=BF16))],
+    "experts": MIXTURES,
     "short delta": [contract(Delta(1, 2, 16, 20, (5, 0), (1, 3)))],
     "delta": [*DELTAS, executor(FP32, 3, TQ4, model=small_hybrid(FP32, 61))],
     "decode": [

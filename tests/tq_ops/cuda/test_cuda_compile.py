@@ -18,7 +18,7 @@ from haarkv.benchmarks.gpu import predictions
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
 KERNELS = {"rms_norm", "add_norm", "prologue", "rope", "gated_mul", "quantize", "rotate", "attend", "merge", "kept",
-           "delta_inputs", "delta_rule"}  # fmt: skip
+           "delta_inputs", "delta_rule", "choose", "order", "expert", "share"}  # fmt: skip
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """That a program may have at most, by capability."""
 
