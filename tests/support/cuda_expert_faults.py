@@ -63,7 +63,7 @@ class Mixture:
         share, chosen = logits.double().softmax(-1).topk(self.per_token)
         if self.normalized:
             share = share / share.sum(-1, keepdim=True)
-        weights = (numbers_of(weight).double() for weight in (stack.gate, stack.up, stack.down))
+        weights = (numbers_of(weight).cpu().double() for weight in (stack.gate, stack.up, stack.down))
         gate, up, down = (weight.view(self.count, -1, weight.shape[1]) for weight in weights)
         act = functional.silu if self.activation == "silu" else lambda z: functional.gelu(z, approximate="tanh")
         out = torch.zeros(self.tokens, self.hidden, dtype=torch.float64)
