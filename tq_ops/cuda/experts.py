@@ -90,8 +90,21 @@ def ordered(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, tiles
 
 
+def multiply(
+    x: Tensor, order: Tensor, tiles: Tensor, gate: Weight, up: Weight | None, out: Tensor, per_token: int, act: str
+) -> None:
+    """One launch of `expert_kernels.expert_kernel`, whose arguments these are."""
+    tile, (outputs, inputs) = choices.expert_tile(x.dtype), (out.shape[1], x.shape[1])
+    expert_kernels.expert_kernel[(triton.cdiv(outputs, tile.rows), len(tiles))](
+        x, order, tiles, _stacked(gate), None if up is None else _stacked(up), out, outputs, inputs, PER_TOKEN=per_token,
+        ACT=act, ROWS=tile.rows, COLUMNS=COLUMNS, STEP=tile.step,
+        TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), num_warps=tile.warps, num_stages=tile.stages,
+        **choices.COMPILED,
+    )  # fmt: skip
+
+
 def through(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
-    """As `fused.ExpertOps.experts`, in five launches and without waiting for the device.
+    """As `fused.ExpertOps.experts`, in six launches and without waiting for the device.
 
     An expert's weights are read once for each 16 tokens that chose it. Between the launches lie T * per_token vectors of the
     experts' width in x's dtype, and as many of x's width in FP32.
@@ -101,22 +114,11 @@ def through(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
     x, (tokens, width) = x.contiguous(), x.shape
     chosen, shares = choose(logits, stack.per_token, stack.normalized)
     order, tiles = ordered(chosen, stack.count)
-    inner = len(stack.gate) // stack.count
-    made = torch.empty(chosen.numel(), inner, dtype=x.dtype, device=x.device)
+    made = torch.empty(chosen.numel(), len(stack.gate) // stack.count, dtype=x.dtype, device=x.device)
+    act = "gelu" if stack.activation == "gelu_tanh" else "silu"
+    multiply(x, order, tiles, stack.gate, stack.up, made, stack.per_token, act)
     y = torch.empty(chosen.numel(), width, device=x.device)
-    tile = choices.expert_tile(x.dtype)
-    same = {
-        "PER_TOKEN": stack.per_token, "ROWS": tile.rows, "COLUMNS": COLUMNS, "STEP": tile.step,
-        "TYPE": choices.rotation_operand(x, x.dtype == torch.bfloat16), "num_warps": tile.warps, "num_stages": tile.stages,
-        **choices.COMPILED,
-    }  # fmt: skip
-    expert_kernels.expert_kernel[(triton.cdiv(inner, tile.rows), len(tiles))](
-        x, order, tiles, _stacked(stack.gate), _stacked(stack.up), made, inner, width,
-        ACT="gelu" if stack.activation == "gelu_tanh" else "silu", **same,
-    )  # fmt: skip
-    expert_kernels.expert_kernel[(triton.cdiv(width, tile.rows), len(tiles))](
-        made, order, tiles, _stacked(stack.down), None, y, width, inner, ACT="", **same
-    )
+    multiply(made, order, tiles, stack.down, None, y, stack.per_token, "")
     out = torch.empty(tokens, width, device=x.device)
     size = min(1024, triton.next_power_of_2(width))
     expert_kernels.share_kernel[(tokens, triton.cdiv(width, size))](
