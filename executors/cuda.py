@@ -1,4 +1,4 @@
-"""The CUDA executor: dense layers over fused ops, others over the Triton op table; decode steps captured as graphs."""
+"""The CUDA executor: layers over fused ops where those know them, else over the Triton op table; steps captured as graphs."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class _Forward(NamedTuple):
 class CudaExecutor:
     """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
-    A dense model on one rank runs as `models.fused` does, in few launches; on several ranks its layers run op by op over
-    `step_ops`, with the same rounding points.
+    A model that `models.fused` takes runs in few launches on one rank. Others, and parts of a model on several ranks, run op
+    by op over `step_ops`, with the same rounding points.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
     for when the step is over; the forward is then run again, op by op, and the error names the weight. A recurrent state that
