@@ -76,7 +76,7 @@ test-aicore: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m 'aicore$(if $(LONG),, and not npu_long)$(if $(SHORT), and not aicore_long)' --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") tests/tq_ops/npu/aicore
 
 test-gpu: $(VENV)/dev.stamp
-	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py tests/executors/test_cuda_step.py tests/engine/test_sampling.py
+	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py tests/executors/test_cuda_step.py tests/executors/test_cuda_hybrid.py tests/executors/test_cuda_experts.py tests/engine/test_sampling.py
 
 # TRITON: a folder with another Triton than the installed one, as its wheel unpacks.
 test-cuda-compile: $(VENV)/dev.stamp

@@ -1,4 +1,4 @@
-"""The CUDA executor: dense layers over fused ops, others over the Triton op table; decode steps captured as graphs."""
+"""The CUDA executor: layers over fused ops where those know them, else over the Triton op table; steps captured as graphs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models import fused
 from haarkv.models.base import DecoderModel, tables_of
-from haarkv.models.config import Attention, Experts, ModelConfig
+from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.delta_net import DeltaNet
+from haarkv.models.packed import with_stacks
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
 from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.fused import with_experts
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -51,8 +53,8 @@ class _Forward(NamedTuple):
 class CudaExecutor:
     """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
-    A dense model on one rank runs as `models.fused` does, in few launches; on several ranks its layers run op by op over
-    `step_ops`, with the same rounding points.
+    A model that `models.fused` takes runs in few launches on one rank. Others, and parts of a model on several ranks, run op
+    by op over `step_ops`, with the same rounding points.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
     for when the step is over; the forward is then run again, op by op, and the error names the weight. A recurrent state that
@@ -64,8 +66,8 @@ class CudaExecutor:
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
     Attributes:
         ops: the table for single ops, which the validator replays; what a fused layer makes is judged as a whole.
-        step_ops: its table as a step runs it: `store_kv` and `gated_delta` do not wait to look for faults, so that a graph can
-            hold them.
+        step_ops: its table as a step runs it: `store_kv` and `gated_delta` do not wait to look for faults, and a layer's
+            experts are chosen on the device, so that a graph can hold them.
     Raises:
         InputError: no GPU, no such GPU, or no Triton.
     """
@@ -80,7 +82,7 @@ class CudaExecutor:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
-        from haarkv.tq_ops.cuda import delta, nvrtc, ops
+        from haarkv.tq_ops.cuda import delta, experts, nvrtc, ops
         from haarkv.tq_ops.cuda.fused import CudaFused
 
         self.config = model.config
@@ -92,13 +94,14 @@ class CudaExecutor:
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
         waitless: dict[str, Callable[..., Any]] = {"store_kv": ops.append, "gated_delta": delta.advance}
-        self.step_ops: OpTable = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
+        in_step = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
+        self.step_ops: OpTable = with_experts(in_step, experts.through)
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
             whole = fused.fuse(model, self.device, placed)
             self._model = whole.model
             self._run = _bound(whole, CudaFused(self._fault))
         else:
-            weights = model.weights.placed(lambda weight: placed(weight, self.device))
+            weights = with_stacks(model.weights, model.config, self.device, placed)
             same = model.weights.embedding.device == self.device
             ropes = model.ropes if same else tables_of(model.config, self.device)
             self._model = replace(model, weights=weights, ropes=ropes)
@@ -115,8 +118,6 @@ class CudaExecutor:
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
-        if any(isinstance(layer.mlp, Experts) for layer in config.layers):
-            return "its decode steps are graphs, which cannot choose experts as they run"
         others = {type(layer.mixer) for layer in config.layers} - {Attention, DeltaNet}
         if others:
             return f"it has no kernels for a layer that mixes tokens by {min(kind.__name__ for kind in others)}"

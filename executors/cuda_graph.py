@@ -78,6 +78,8 @@ class DecodeStep:
         """Hidden states [B, hidden] of a batch of one new token a sequence; valid until the next call."""
         count, blocks = len(token_ids), min(batch.block_table.shape[1], self._batch.block_table.shape[1])
         self._token_ids[:count] = token_ids
+        if count < len(self._token_ids):  # dead sequences are alike: all of them choose the same experts
+            self._token_ids[count:] = 0
         self._batch.positions[:count] = batch.positions
         self._batch.slot_mapping.fill_(-1)[:count] = batch.slot_mapping
         self._batch.seq_lens.zero_()[:count] = batch.seq_lens

@@ -302,20 +302,24 @@ def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
 
     Args:
         knows: fields beside those in which the path takes any value: of `head_norms`, `bias`, `window`, `activation`,
-            `plus_one` and `norms_behind`.
+            `plus_one` and `norms_behind`. With `experts` the MLP may be some of those, of which none is shared.
     """
     mixer, mlp = layer.mixer, layer.mlp
     if type(mixer) is not Attention:
         return f"it mixes tokens by {type(mixer).__name__}"
-    if type(mlp) is not Dense:
+    if type(mlp) is not Dense and "experts" not in knows:
         return "it has experts"
     attention = Attention(
         mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, Rope(mixer.rope.theta, mixer.head_dim, mixer.rope.scaling),
         mixer.scale, **{name: getattr(mixer, name) for name in ("window", "head_norms", "bias") if name in knows},
     )  # fmt: skip
-    dense = Dense(mlp.width, **({"activation": mlp.activation} if "activation" in knows else {}))
+    activation: Any = {"activation": mlp.activation} if "activation" in knows else {}
+    if isinstance(mlp, Experts):
+        known: Dense | Experts = Experts(mlp.count, mlp.per_token, mlp.width, normalized=mlp.normalized, **activation)
+    else:
+        known = Dense(mlp.width, **activation)
     norm = Norm(layer.norm.eps, **({"plus_one": layer.norm.plus_one} if "plus_one" in knows else {}))
-    plain = Layer(attention, dense, norm, **({"norms_behind": layer.norms_behind} if "norms_behind" in knows else {}))
+    plain = Layer(attention, known, norm, **({"norms_behind": layer.norms_behind} if "norms_behind" in knows else {}))
     return None if layer == plain else _difference(layer, plain)
 
 

@@ -9,6 +9,7 @@ from haarkv.models.config import Activation, Experts, Layer
 from haarkv.models.mixers import Step, kind_of
 from haarkv.models.parallel import Ranks
 from haarkv.models.tensors import LayerWeights
+from haarkv.tq_ops.fused import ExpertOps
 from haarkv.tq_ops.table import OpTable
 
 
@@ -56,11 +57,23 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
 
         share = softmax(x @ router.T), the largest `per_token` of it;   out = sum(share_e * expert_e(x))
 
-    A shared expert's part, `sigmoid(x @ gate.T) * shared(x)`, is added last. An expert runs once, on the tokens that chose
-    it. Each token's experts are summed in the experts' order: who else is in the batch does not matter. The router's weights
-    and the sum stay in FP32.
+    A shared expert's part, `sigmoid(x @ gate.T) * shared(x)`, is added last. Each token's experts are summed in the experts'
+    order: who else is in the batch does not matter. The router's weights and the sum stay in FP32.
     """
-    share, chosen = ops.linear(x, weights.matrix("router")).softmax(-1).topk(mlp.per_token)
+    logits = ops.linear(x, weights.matrix("router"))
+    if weights.stack is not None and isinstance(ops, ExpertOps):
+        out = ops.experts(x, logits, weights.stack)
+    else:
+        out = _one_by_one(x, logits, weights, mlp, ops)
+    if mlp.shared:
+        y = gated_mlp(x, weights.within("shared_expert."), mlp.activation, ops)
+        out += ops.sigmoid_mul(ops.linear(x, weights.matrix("shared_gate")).expand_as(y), y, torch.float32)
+    return out
+
+
+def _one_by_one(x: Tensor, logits: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable) -> Tensor:
+    """The chosen experts, each once, on the tokens that chose it: [T, hidden] fp32."""
+    share, chosen = logits.softmax(-1).topk(mlp.per_token)
     if mlp.normalized:
         share = share / share.sum(-1, keepdim=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -68,7 +81,4 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
         token, place = (chosen == expert).nonzero(as_tuple=True)
         y = gated_mlp(x[token], weights.within(f"experts.{expert}."), mlp.activation, ops)
         out[token] += share[token, place, None] * y
-    if mlp.shared:
-        y = gated_mlp(x, weights.within("shared_expert."), mlp.activation, ops)
-        out += ops.sigmoid_mul(ops.linear(x, weights.matrix("shared_gate")).expand_as(y), y, torch.float32)
     return out

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.fused import Stack
 from haarkv.tq_ops.weight import Weight, dense
 
 
@@ -71,10 +72,11 @@ class LayerWeights(Mapping[str, Tensor]):
     Args:
         tensors: by field; only projections may be in blocks.
         names: the Hugging Face name of each within the layer.
+        stack: all experts in one, of which their tensors are views; None where they lie apart, or there are none.
     """
 
-    def __init__(self, tensors: Mapping[str, Weight], names: Mapping[str, str]) -> None:
-        self._tensors, self._names = dict(tensors), names
+    def __init__(self, tensors: Mapping[str, Weight], names: Mapping[str, str], stack: Stack | None = None) -> None:
+        self._tensors, self._names, self.stack = dict(tensors), names, stack
 
     def __getitem__(self, field: str) -> Tensor:
         return dense(self._tensors[field])
@@ -94,9 +96,13 @@ class LayerWeights(Mapping[str, Tensor]):
         for field, tensor in self._tensors.items():
             yield field, self._names[field], tensor
 
-    def changed(self, change: Callable[[str, Any], Weight]) -> LayerWeights:
-        """A copy in which each tensor is what `change` makes of its field and of itself as it is stored."""
-        return LayerWeights({field: change(field, tensor) for field, tensor in self._tensors.items()}, self._names)
+    def changed(self, change: Callable[[str, Any], Weight], stack: Stack | None = None) -> LayerWeights:
+        """A copy in which each tensor is what `change` makes of its field and of itself as it is stored.
+
+        Args:
+            stack: of the copy, of which its experts are views.
+        """
+        return LayerWeights({field: change(field, tensor) for field, tensor in self._tensors.items()}, self._names, stack)
 
     def within(self, prefix: str) -> LayerWeights:
         """The tensors of a part, such as one expert, by their fields behind `prefix`."""

@@ -1,19 +1,23 @@
 """Several ops of a table in one: what a layer calls whose backend launches kernels, each launch at a price.
 
-A second, smaller protocol beside `tq_ops.table.OpTable`. Models are written in the ops of a table, one formula each, for
-readers, for the reference and for the validator. A fused layer computes the same with the same rounding points in fewer steps.
+Smaller protocols beside `tq_ops.table.OpTable`. Models are written in the ops of a table, one formula each, for readers, for
+the reference and for the validator. A fused layer, or a part of one, computes the same with the same rounding points in fewer
+steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OP_NAMES, OpTable
 from haarkv.tq_ops.weight import Weight
 
 
@@ -37,8 +41,46 @@ class Heads:
     eps: float = 0.0
 
 
-class FusedOps(Protocol):
-    """What a fused layer calls. All but `attention` and `add_norm` are those of an op table."""
+@dataclass(frozen=True)
+class Stack:
+    """The gated MLPs of a layer's experts, each projection of all of them in one weight, expert below expert.
+
+    Attributes:
+        count: experts E.
+        per_token: how many of them a token goes through.
+        normalized: the shares of these are made to sum to 1.
+        activation: silu or gelu_tanh.
+        gate, up: [E * width, hidden].
+        down: [E * hidden, width].
+    """
+
+    count: int
+    per_token: int
+    normalized: bool
+    activation: str
+    gate: Weight
+    up: Weight
+    down: Weight
+
+
+@runtime_checkable
+class ExpertOps(Protocol):
+    """What a table may have beside the ops of `OpTable`, for steps in which the host cannot see which experts are chosen."""
+
+    def experts(self, x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
+        """Each token through its most likely experts, summed by their shares in the experts' order.
+
+        Args:
+            x: [T, hidden] bf16 or fp32.
+            logits: [T, E] fp32, of the router.
+        Returns:
+            [T, hidden] fp32.
+        Rounding points: the gated product once, to x's dtype; shares and sums are FP32.
+        """
+
+
+class FusedOps(ExpertOps, Protocol):
+    """What a fused layer calls. All but `experts`, `attention` and `add_norm` are those of an op table."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def linear(self, x: Tensor, weight: Weight | tuple[Weight, ...]) -> Tensor:
@@ -76,3 +118,8 @@ class FusedOps(Protocol):
             `hidden + update` and its norm, both [T, hidden] of hidden's dtype.
         Rounding points: the sum once; the norm is taken of the rounded sum, in FP32, and rounded once.
         """
+
+
+def with_experts(ops: OpTable, experts: Callable[[Tensor, Tensor, Stack], Tensor]) -> OpTable:
+    """An op table that is an `ExpertOps` as well; a table that wraps it is not."""
+    return cast(OpTable, SimpleNamespace(experts=experts, **{name: getattr(ops, name) for name in OP_NAMES}))

@@ -1,4 +1,4 @@
-"""The dense families' forward in few launches: packed projections, and ops that are several of a table's in one."""
+"""The forward of families that attend in few launches: packed projections, and ops that are several of a table's in one."""
 
 from haarkv.models.fused.model import FusedModel
 from haarkv.models.fused.weights import fuse, unsupported

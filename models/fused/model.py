@@ -1,4 +1,4 @@
-"""The forward of a dense model over fused ops, the same for prefill and decode: it sees tokens, not phases."""
+"""The forward of a model over fused ops, the same for prefill and decode: it sees tokens, not phases."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Packed:
     Attributes:
         qkv_proj: [(Hq + 2 Hkv) * D, hidden], the projections to Q, K and V; those themselves where they lie in blocks of
             different types.
-        gate_up_proj: [2 * intermediate, hidden], likewise.
+        gate_up_proj: [2 * intermediate, hidden], likewise; None of a layer with experts, which are in its `stack`.
         heads: what becomes of the first product.
     """
 
     qkv_proj: Weight | tuple[Weight, ...]
-    gate_up_proj: Weight | tuple[Weight, ...]
+    gate_up_proj: Weight | tuple[Weight, ...] | None
     heads: Heads
 
 
 @dataclass(frozen=True)
 class FusedModel:
-    """A dense model of whatever family, run in 4 products and 5 other ops a layer; `models.fused.fuse` makes one.
+    """A model whose layers attend, run in few ops, of a dense layer 4 products and 5 others; `models.fused.fuse` makes one.
 
     Its layers compute what `models.layer.decoder_layer` computes, rounded at the same points.
 
@@ -69,9 +69,13 @@ class FusedModel:
                 attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
             behind = [(layer[f"{part}_out_norm"], eps) if declared.norms_behind else None for part in ("mixer", "mlp")]
             hidden, x = ops.add_norm(hidden, ops.linear(attended, layer.matrix("o_proj")), layer["post_norm"], eps, behind[0])
-            gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)
-            gated = ops.silu_mul if declared.mlp.activation == "silu" else ops.gelu_mul
-            update = ops.linear(gated(gate, up, hidden.dtype), layer.matrix("down_proj"))
+            if layer.stack is not None:
+                update = ops.experts(x, ops.linear(x, layer.matrix("router")), layer.stack)
+            else:
+                assert packed.gate_up_proj is not None
+                gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)
+                gated = ops.silu_mul if declared.mlp.activation == "silu" else ops.gelu_mul
+                update = ops.linear(gated(gate, up, hidden.dtype), layer.matrix("down_proj"))
             next_eps = config.layers[index + 1].norm.eps if index + 1 < config.num_layers else config.final_norm.eps
             hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, behind[1])
         return hidden

@@ -242,7 +242,7 @@ def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
     cache, seen = new_cache(CONFIG), []
 
     def step(token_ids, batch):
-        seen.append((batch.slot_mapping.tolist(), batch.seq_lens.tolist()))
+        seen.append((token_ids.tolist(), batch.slot_mapping.tolist(), batch.seq_lens.tolist()))
         return token_ids.unsqueeze(1).float()
 
     padded, paging = DecodeStep(4, cache, 64, step, None), new_paging(cache)
@@ -250,7 +250,7 @@ def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
     padded(torch.tensor([5, 6, 7, 8]), paging.batch(ids, [1] * 4))
     hidden = padded(torch.tensor([9, 8, 7]), paging.batch(ids[1:], [1] * 3))
     assert hidden.flatten().tolist() == [9, 8, 7]
-    assert seen == [([0, 8, 16, 24], [1] * 4), ([9, 17, 25, -1], [2, 2, 2, 0])]
+    assert seen == [([5, 6, 7, 8], [0, 8, 16, 24], [1] * 4), ([9, 8, 7, 0], [9, 17, 25, -1], [2, 2, 2, 0])]
 
 
 def test_batches_share_few_sizes():

@@ -130,8 +130,8 @@ def test_nothing_in_a_step_of_a_hybrid_waits_for_the_device(monkeypatch):
         assert [name for name in names if name.startswith("delta_")] == 2 * ["delta_inputs_kernel", "delta_rule_kernel"]
 
 
-def test_dense_hybrids_are_taken_and_experts_refused():
+def test_hybrids_are_taken_dense_and_with_experts():
     config, plan = small_hybrid(torch.float32, 61).config, TQ4.plan(3)
-    assert CudaExecutor.supports(config, plan) is None
-    mixed = replace(config.layers[0], mlp=Experts(4, 2, 16))
-    assert "cannot choose experts" in CudaExecutor.supports(replace(config, layers=(mixed, *config.layers[1:])), plan)
+    mixed = replace(config.layers[0], mlp=Experts(4, 2, 16, shared=8))
+    for layers in (config.layers, (mixed, *config.layers[1:])):
+        assert CudaExecutor.supports(replace(config, layers=layers), plan) is None

@@ -146,7 +146,7 @@ def test_models_without_a_fused_layer_say_so_in_words():
     config = config_of("qwen3")
     layer = config.layers[1]
     for other, says in (
-        (replace(layer, mlp=Experts(4, 2, 16)), "layer 1 of this qwen3 model is another than it knows: it has experts"),
+        (replace(layer, mlp=Experts(4, 2, 16, shared=8)), "layer 1 of this qwen3 model is another than it knows: shared is 8"),
         (replace(layer, mixer=replace(layer.mixer, rope=replace(layer.mixer.rope, dims=32))), "dims is 32"),
     ):
         assert says in fused.unsupported(replace(config, layers=(layer, other)))

@@ -327,21 +327,13 @@ def test_published_sizes_with_experts_have_their_published_parameters():
 
 
 @pytest.mark.cuda_long
-def test_the_gpus_table_takes_biases_and_scaled_rope(saved):
+@pytest.mark.parametrize("name", ["qwen2.5_yarn", "qwen3_moe", "qwen3_moe_plain_sums"])
+def test_the_gpus_kernels_take_biases_scaled_rope_and_experts(saved, name):
     """In Triton's interpreter, a few tokens."""
     pytest.importorskip("triton", "3.6", reason="needs the cuda extra")
     from haarkv.executors.cuda import CudaExecutor
 
-    model = load_model(saved("qwen2.5_yarn")[0])
+    model = load_model(saved(name)[0])
     candidate, plan = CudaExecutor(model, interpreted=True), KVSpec("tq4").plan(model.config.num_layers)
     report = validate(ReferenceExecutor(model), candidate, model, [PROMPT[0, :3].tolist()], 0, plan)
     assert report.passed, report.first_divergence
-
-
-def test_the_gpu_says_that_it_chooses_no_experts(saved):
-    pytest.importorskip("triton", "3.6", reason="needs the cuda extra")
-    from haarkv.executors.cuda import CudaExecutor
-
-    model = load_model(saved("qwen3_moe")[0])
-    reason = CudaExecutor(model, interpreted=True).supports(model.config, KVSpec("tq4").plan(model.config.num_layers))
-    assert "experts" in reason

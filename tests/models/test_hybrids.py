@@ -176,12 +176,12 @@ def test_executors_of_dense_layers_refuse_by_name(executor):
         catalog.check(executor, config, KVSpec("tq4").plan(24))
 
 
-def test_the_gpu_takes_dense_hybrids_and_refuses_experts_by_name():
+@pytest.mark.parametrize("size", ["qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3-next"])
+def test_the_gpu_takes_hybrids_dense_and_with_experts(size):
     from haarkv.executors.cuda import CudaExecutor
 
-    assert CudaExecutor.supports(read_config("random:qwen3.5-0.8b"), KVSpec("tq4").plan(24)) is None
-    experts = read_config("random:qwen3.5-35b-a3b")
-    assert "cannot choose experts" in CudaExecutor.supports(experts, KVSpec("tq4").plan(experts.num_layers))
+    config = read_config(f"random:{size}")
+    assert CudaExecutor.supports(config, KVSpec("tq4").plan(config.num_layers)) is None
 
 
 @pytest.mark.parametrize(

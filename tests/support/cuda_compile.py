@@ -22,6 +22,7 @@ import torch
 import triton
 from cuda_launches import (
     LEARNED,
+    MIXTURES,
     SHAPES,
     STATES,
     TAIL,
@@ -31,6 +32,7 @@ from cuda_launches import (
     deltas,
     everything,
     learned,
+    mixtures,
     recorded,
     serve,
     shaped_model,
@@ -110,6 +112,7 @@ def named(capability: int, head_dim: int | str) -> dict[str, Asked]:
             serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 128, [130], 1)
         if head_dim == 128:
             deltas(STATES[:1])
+            mixtures(MIXTURES[:1], [torch.bfloat16])
     found = {}
     for one in asked.values():
         kernel, constants = one.source.fn.__name__, one.named_constants()
@@ -120,6 +123,7 @@ def named(capability: int, head_dim: int | str) -> dict[str, Asked]:
             "quantize_kernel": "store" if constants.get("WRITE") else "look for faults",
             "merge_kernel": "merge" if constants.get("ROWS") == 1 else "merge of one part",
             "kept_kernel": "tail of one token" if one_each else "tail of a chunk",
+            "expert_kernel": "gate and up" if constants.get("ACT") else "down",
         }.get(kernel, kernel.removesuffix("_kernel"))
         if constants.get("k.LEARNED") or _LEARNED_POINTERS & one.pointers():
             name += " of learned keys"

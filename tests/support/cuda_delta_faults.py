@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from contextlib import AbstractContextManager
 
+import planted_kernels
 import torch
 from delta_runs import Run, whole
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import delta, delta_kernels
+from haarkv.tq_ops.cuda import delta
 from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops.delta import Delta
@@ -43,25 +40,9 @@ FAULTS = {
 }
 
 
-@contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name: str) -> AbstractContextManager[None]:
     """The kernels with a fault."""
-    text = Path(delta_kernels.__file__).read_text(encoding="utf-8")
-    old, new = FAULTS[name]
-    assert text.count(old) == 1, "nothing was planted"
-    kept = delta.delta_kernels
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "faulty_kernels.py"
-        path.write_text(text.replace(old, new), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location("faulty_kernels", path)
-        assert spec is not None
-        assert spec.loader is not None
-        delta.delta_kernels = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(delta.delta_kernels)
-        try:
-            yield
-        finally:
-            delta.delta_kernels = kept
+    return planted_kernels.planted(delta, "delta_kernels", *FAULTS[name])
 
 
 def off_by(ops: OpTable, device: torch.device | str = "cpu") -> float:

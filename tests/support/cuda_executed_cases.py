@@ -17,25 +17,28 @@ from functools import partial
 from types import SimpleNamespace
 
 import cuda_delta_faults
+import cuda_expert_faults
 import numpy as np
+import planted_kernels
 import torch
 import triton
 from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
 from cuda_executed import executed
+from cuda_expert_faults import Mixture
 from cuda_faults import FAULTS
 from delta_runs import Run
 from delta_runs import same as same_state
 from op_tables import LAYER, Case, cache_tensors, filled, relative
-from ptx import far
-from small_models import decode, gemma_config, new_cache, new_paging, prefill, small_config, small_model
+from ptx import LaunchFault, far
+from small_models import decode, gemma_config, new_cache, new_paging, prefill, resized, small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import block_products, ops
+from haarkv.tq_ops.cuda import block_products, experts, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -278,7 +281,84 @@ DELTAS = [
     *((f"planted: {fault}", partial(delta_text, fault=fault)) for fault in cuda_delta_faults.FAULTS),
 ]
 
+# -- Mixtures of experts ---------------------------------------------------------------------------------------------------
+
+
+def mixture(case: Mixture, *, fault: str | None = None, kinds: tuple[str, ...] = ()) -> Check:
+    """Tokens through their experts; with a fault, if named, which must be found; in blocks, of types of gate, up and down."""
+    bound = bounds.LAYER_FP32.op if case.dtype == FP32 else bounds.LAYER_BF16.rounded_op
+
+    def check(capability: int) -> str | None:
+        def in_planes(name: str, numbers: torch.Tensor) -> PlaneBlocks:
+            return by_planes(made(kinds[("gate", "up", "down").index(name)], *numbers.shape), CPU)
+
+        with executed(capability), cuda_expert_faults.planted(fault) if fault else nullcontext():
+            error = cuda_expert_faults.off_by(case, stored=in_planes if kinds else None)
+        if fault:
+            return None if not error <= 100 * bound else f"not found: {fault}"
+        return None if error <= bound else f"error {error}"
+
+    return f"planted: {fault}" if fault else f"{case} {' '.join(kinds)}", check
+
+
+def experts_in_pieces(capability: int) -> str | None:
+    """A prompt at once, in pieces and in another order of tokens, in any order of programs: the same bits."""
+    case = replace(cuda_expert_faults.FULL, dtype=BF16)
+    (x, logits), stack, found = case.inputs(), case.stack(), []
+    for sizes, order, together in (((20,), "ascending", None), ((1, 17, 2), "descending", 1), ((20,), "random", 3)):
+        moved = torch.randperm(20, generator=torch.Generator().manual_seed(1)) if order == "random" else torch.arange(20)
+        out = torch.empty(x.shape)
+        for part in torch.split(moved, sizes):
+            with executed(capability, order=order, together=together):
+                out[part] = experts.through(x[part], logits[part], stack)
+        found.append(out)
+    alike = [torch.equal(found[0], other) for other in found[1:]]
+    return None if all(alike) else f"the same bits: {alike}"
+
+
+FAR_EXPERT, OF_AN_EXPERT = 70_000, (32, 1024)
+"""Its number, and the rows and columns of each expert's weight."""
+
+
+def far_expert(capability: int, *, fault: bool = False) -> str | None:
+    """The last of so many experts that its numbers lie beyond 2**31 others, which take no memory."""
+    rows, columns = OF_AN_EXPERT
+    count = (FAR_EXPERT + 1) * rows * columns
+    assert FAR_EXPERT * rows * columns > 2**31
+    weight = torch.from_numpy(far(2 * count)).view(BF16).view(-1, columns)
+    generator = torch.Generator().manual_seed(1)
+    weight[-rows:] = torch.randn(rows, columns, generator=generator).to(BF16)
+    x, out = torch.randn(2, columns, generator=generator).to(BF16), torch.empty(2, rows)
+    order, tiles = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([[FAR_EXPERT, 0, 2]], dtype=torch.int32)
+    wrong = planted_kernels.planted(experts, "expert_kernels", "row = expert.to(tl.int64) *", "row = expert *")
+    try:
+        with executed(capability), wrong if fault else nullcontext():
+            experts.multiply(x, order, tiles, weight, None, out, 1, "")
+    except LaunchFault as found:
+        return None if fault and "does not fit an int32" in str(found) else str(found)
+    if fault:
+        return "not found"
+    error = relative(out, (x.double() @ weight[-rows:].double().T)[order.long()])
+    return None if error <= bounds.LAYER_FP32.op else f"error {error}"
+
+
+OF_QWEN3 = {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+MIXTURES = [
+    mixture(Mixture(7, 3, 40, 33, 5, normalized=False)),
+    mixture(Mixture(9, 2, 136, 48, 3, activation="gelu_tanh", dtype=BF16)),
+    mixture(replace(cuda_expert_faults.FULL, dtype=BF16)),
+    mixture(Mixture(3, 2, 256, 256, 3, dtype=BF16), kinds=("Q4_K", "Q8_0", "Q6_K")),
+    ("experts of a prompt in pieces", experts_in_pieces),
+    ("an expert beyond 2**31 numbers", far_expert),
+    ("planted: its place in 32 bits", partial(far_expert, fault=True)),
+    *(mixture(cuda_expert_faults.FAULTS[fault][0], fault=fault) for fault in cuda_expert_faults.FAULTS),
+]
+
 GROUPS: dict[str, list[Check]] = {
+    "short experts": [mixture(Mixture(5, 2, 40, 20, 6, dtype=BF16))],
+    "experts": [*MIXTURES, executor(BF16, 1, TQ4, resized(small_config(hidden_size=64, num_layers=1), **OF_QWEN3))],
     "short delta": [contract(Delta(1, 2, 16, 20, (5, 0), (1, 3)))],
     "delta": [*DELTAS, executor(FP32, 3, TQ4, model=small_hybrid(FP32, 61))],
     "decode": [

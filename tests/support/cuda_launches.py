@@ -27,10 +27,11 @@ from triton.runtime.driver import driver
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import block_products, choices, delta, nvrtc, ops
+from haarkv.tq_ops.cuda import block_products, choices, delta, experts, nvrtc, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes
 from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.fused import Stack
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -222,8 +223,28 @@ def deltas(states: Collection[tuple[int, int, int]] = STATES) -> None:
     ops.sigmoid_mul(*torch.zeros(2, 3, 64), torch.bfloat16)
 
 
+MIXTURES = ((128, 8, 2048, 768, True), (512, 10, 2048, 512, True), (5, 2, 48, 40, False))
+"""Experts, those of a token, hidden size, their width and whether shares sum to 1: Qwen3-30B-A3B, Qwen3-Next, and a small
+one."""
+
+
+def mixtures(
+    of: Collection[tuple[int, int, int, int, bool]] = MIXTURES,
+    dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float32),
+) -> None:
+    """One token, some and so many that there are fewer tiles than pairs; weights that take no memory."""
+    for count, per_token, hidden, width, normalized in of:
+        for dtype in dtypes:
+            one = torch.zeros((), dtype=dtype)
+            gate, down = one.expand(count * width, hidden), one.expand(count * hidden, width)
+            stack = Stack(count, per_token, normalized, "silu", gate, gate, down)
+            for tokens in (1, 16, 2 * count // per_token):
+                experts.through(one.expand(tokens, hidden), torch.zeros(tokens, count), stack)
+
+
 def products() -> None:
-    """Weights in blocks of every type by one token, some and many, of both dtypes; with scales of rows and columns; rows."""
+    """Weights in blocks of every type by one token, some and many, of both dtypes; with scales of rows and columns; rows; and
+    experts in such blocks."""
     for kind, planes in PLANES.items():
         for inputs in (512, 768) if planes.together == 8 else (512, 96):  # rows that begin at multiples of 16 bytes, and not
             plain = made(kind, 70, inputs)
@@ -233,6 +254,8 @@ def products() -> None:
                     for tokens in (1, 16, 70) if weight is plain else (3,):
                         block_products.product(torch.zeros(tokens, inputs, dtype=dtype), stored)
                     block_products.rows_of(stored, torch.zeros(2, dtype=torch.int64), dtype)
+        weight, x = by_planes(made(kind, 512, 256), torch.device("cpu")), torch.zeros(3, 256, dtype=torch.bfloat16)
+        experts.through(x, torch.zeros(3, 2), Stack(2, 1, True, "gelu_tanh", *[weight] * 3))
 
 
 def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)) -> dict[str, Asked]:
@@ -253,6 +276,7 @@ def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)
             learns = [learned(LEARNED[head_dim], head_dim, 2), learned(LEARNED[head_dim], head_dim, 2, tail=32, sink=4)]
             serve(shaped_model(head_dim, torch.float32, 2), learns[1], 128, PROMPTS[0], 1)
             deltas(STATES if widest else STATES[-1:])
+            mixtures(MIXTURES if widest else MIXTURES[-1:])
             if widest:
                 products()
                 for spec in (TQ4, KVSpec("tq3"), learns[1]):  # prompts too short for 64 columns, in pages

@@ -60,6 +60,41 @@ def half_of_x(x, column_scales, token, number, inputs, first):
 
 
 @triton.jit
+def block_sums(
+    row, x, column_scales, read, inputs, high, scales, minima, d, m,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SHIFT: tl.constexpr, SCALES: tl.constexpr, MINIMUM: tl.constexpr,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a weight in planes times rows of x: [ROWS, COLUMNS] fp32.
+
+    Args:
+        row: [ROWS] where each row of the weight begins; `high` to `m` are `Planes.places`.
+        x: [..., inputs] bf16 or fp32, of which rows `read` [COLUMNS] are multiplied with.
+        column_scales: [inputs], or None.
+        TYPE: of operands.
+    """
+    number = tl.arange(0, _HALF)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(0, inputs // (2 * _HALF)):
+        low = levels_of(row[:, None], high, block, False, number[None, :], LOW, HIGH, SHIFT).to(tl.float32)
+        up = levels_of(row[:, None], high, block, True, number[None, :], LOW, HIGH, SHIFT).to(tl.float32)
+        x_low = half_of_x(x, column_scales, read, number, inputs, block * (2 * _HALF))
+        x_up = half_of_x(x, column_scales, read, number, inputs, block * (2 * _HALF) + _HALF)
+        none = tl.zeros([ROWS, COLUMNS], tl.float32)
+        scale = scale_of(row, scales, d, block, False, SCALES, TOGETHER)[:, None]
+        if SCALES == 2:
+            second = scale_of(row, scales, d, block, True, SCALES, TOGETHER)[:, None]
+            total += scale * dot(low, x_low, none, TYPE)
+            total += second * dot(up, x_up, none, TYPE)
+        else:
+            total += scale * dot(up, x_up, dot(low, x_low, none, TYPE), TYPE)
+        if MINIMUM:
+            sums = tl.sum(x_low.to(tl.float32), 0) + tl.sum(x_up.to(tl.float32), 0)
+            total += least_of(row, minima, m, block, SCALES, TOGETHER)[:, None] * sums[None, :]
+    return total
+
+
+@triton.jit
 def product_kernel(
     x, weight, row_scales, column_scales, out, tokens, outputs, inputs, row_bytes, high, scales, minima, d, m, out_stride,
     LOW: tl.constexpr, HIGH: tl.constexpr, SHIFT: tl.constexpr, SCALES: tl.constexpr, MINIMUM: tl.constexpr,
@@ -79,25 +114,10 @@ def product_kernel(
     here, asked = output < outputs, token < tokens
     # For rows and tokens that are not there the last ones stand.
     row = weight + tl.minimum(output, outputs - 1).to(tl.int64) * row_bytes
-    read = tl.minimum(token, tokens - 1)
-    number = tl.arange(0, _HALF)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in range(0, inputs // (2 * _HALF)):
-        low = levels_of(row[:, None], high, block, False, number[None, :], LOW, HIGH, SHIFT).to(tl.float32)
-        up = levels_of(row[:, None], high, block, True, number[None, :], LOW, HIGH, SHIFT).to(tl.float32)
-        x_low = half_of_x(x, column_scales, read, number, inputs, block * (2 * _HALF))
-        x_up = half_of_x(x, column_scales, read, number, inputs, block * (2 * _HALF) + _HALF)
-        none = tl.zeros([ROWS, COLUMNS], tl.float32)
-        scale = scale_of(row, scales, d, block, False, SCALES, TOGETHER)[:, None]
-        if SCALES == 2:
-            second = scale_of(row, scales, d, block, True, SCALES, TOGETHER)[:, None]
-            total += scale * dot(low, x_low, none, TYPE)
-            total += second * dot(up, x_up, none, TYPE)
-        else:
-            total += scale * dot(up, x_up, dot(low, x_low, none, TYPE), TYPE)
-        if MINIMUM:
-            sums = tl.sum(x_low.to(tl.float32), 0) + tl.sum(x_up.to(tl.float32), 0)
-            total += least_of(row, minima, m, block, SCALES, TOGETHER)[:, None] * sums[None, :]
+    total = block_sums(
+        row, x, column_scales, tl.minimum(token, tokens - 1), inputs, high, scales, minima, d, m,
+        LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER, ROWS, COLUMNS, TYPE,
+    )  # fmt: skip
     if row_scales is not None:
         total *= tl.load(row_scales + output, here, 0.0).to(tl.float32)[:, None]
     at = token.to(tl.int64)[None, :] * out_stride + output[:, None]

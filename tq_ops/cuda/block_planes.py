@@ -115,13 +115,18 @@ def by_planes(weight: Blocks, device: torch.device) -> PlaneBlocks:
         stored = weight.data[at : at + step].to(device)
         data[at : at + step] = _in_planes(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
     rows, columns = (of if of is None else of.to(device) for of in (weight.row_scales, weight.column_scales))
-    return PlaneBlocks(data, _type_of(weight.type.name), weight.dtype, rows, columns, planes=planes)
+    return PlaneBlocks(data, _type_of(weight.type.name, data.shape[1]), weight.dtype, rows, columns, planes=planes)
 
 
 @cache
-def _type_of(name: str) -> BlockType:
+def _type_of(name: str, row_bytes: int) -> BlockType:
+    """Of rows of so many bytes: unlike blocks, planes of rows that lie behind each other are not those of one longer row."""
     planes = PLANES[name]
-    return BlockType(f"{name} in planes", planes.numbers, planes.nbytes, lambda rows: _restored(rows, planes))
+
+    def restore(rows: Tensor) -> Tensor:
+        return _restored(rows.reshape(-1, row_bytes), planes).view(len(rows), -1)
+
+    return BlockType(f"{name} in planes", planes.numbers, planes.nbytes, restore)
 
 
 # -- From the order of the file --------------------------------------------------------------------------------------------

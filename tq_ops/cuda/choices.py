@@ -212,6 +212,27 @@ def block_tile(tokens: int, dtype: torch.dtype) -> BlockTile:
     return BlockTile(64, 64, stages=3) if dtype == torch.bfloat16 else BlockTile(32, 32, stages=2)
 
 
+@dataclass(frozen=True)
+class ExpertTile:
+    """Sizes of a product with the experts' weights, for any number of tokens: others would add in another order.
+
+    Attributes:
+        rows: of a weight, of a program.
+        step: numbers of a row of a dense weight that are multiplied at a time.
+        warps, stages: of a program.
+    """
+
+    rows: int
+    step: int
+    warps: int = 4
+    stages: int = 4
+
+
+def expert_tile(dtype: torch.dtype) -> ExpertTile:
+    """Few rows a program, as of `block_tile` for few tokens, and of each 256 bytes at a time."""
+    return ExpertTile(32, 128) if dtype == torch.bfloat16 else ExpertTile(32, 64, stages=2)
+
+
 def stretch_programs(stretches: int) -> int:
     """Programs that share the stretches for which a tile of queries is rotated: each loads the same part of the matrix."""
     return min(stretches, _STRETCHES_AT_ONCE)

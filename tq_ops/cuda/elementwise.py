@@ -32,18 +32,24 @@ def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl
 
 
 @triton.jit
-def gated_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr, ACT: tl.constexpr):
-    """out [T, width] = act(gate) * up, both fp32 of row stride `stride`; ACT is "silu", "gelu" by its tanh, or "sigmoid".
+def gated(g, u, ACT: tl.constexpr):
+    """act(g) * u; ACT is "silu", "gelu" by its tanh, or "sigmoid".
 
-    Grid: [T, width / SIZE]. The first two are x times a sigmoid, since (1 + tanh(z)) / 2 is that of 2z.
+    The first two are x times a sigmoid, since (1 + tanh(z)) / 2 is that of 2z.
     """
+    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if ACT == "gelu" else g  # twice the root of 2 / pi
+    times = 1.0 if ACT == "sigmoid" else g
+    return times / (1.0 + tl.exp(-z)) * u
+
+
+@triton.jit
+def gated_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr, ACT: tl.constexpr):
+    """out [T, width] = act(gate) * up, both fp32 of row stride `stride`; ACT as of `gated`. Grid: [T, width / SIZE]."""
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < width
     row = tl.program_id(0).to(tl.int64)
     g, u = tl.load(gate + row * stride + column, inside, 0.0), tl.load(up + row * stride + column, inside, 0.0)
-    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if ACT == "gelu" else g  # twice the root of 2 / pi
-    times = 1.0 if ACT == "sigmoid" else g
-    tl.store(out + row * width + column, rounded(times / (1.0 + tl.exp(-z)) * u, out.dtype.element_ty), inside)
+    tl.store(out + row * width + column, rounded(gated(g, u, ACT), out.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices, elementwise, ops
-from haarkv.tq_ops.fused import Heads
+from haarkv.tq_ops.cuda import choices, elementwise, experts, ops
+from haarkv.tq_ops.fused import Heads, Stack
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.weight import Weight
@@ -38,6 +38,10 @@ class CudaFused:
 
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.gelu_mul(gate, up, dtype)
+
+    def experts(self, x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
+        """As `ExpertOps.experts`: the launches of `experts.through`."""
+        return experts.through(x, logits, stack)
 
     def attention(
         self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,

@@ -35,8 +35,9 @@ def powers(count, seed):
 
 @pytest.mark.parametrize("kind", PLANES)
 def test_planes_hold_the_numbers_of_the_file_to_the_bit(kind):
-    for inputs in (512, 256) if PLANES[kind].together == 8 else (512, 96, 32):
-        weight = made(kind, 7, inputs)
+    # Of 8 rows several are restored at a time.
+    for rows, inputs in ((7, 512), (8, 256)) if PLANES[kind].together == 8 else ((7, 512), (8, 96), (7, 32)):
+        weight = made(kind, rows, inputs)
         planes = by_planes(weight, torch.device("cpu"))
         ours, theirs = dense(planes), dense(weight)
         assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))

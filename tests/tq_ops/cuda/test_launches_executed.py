@@ -33,8 +33,8 @@ def test_batches_on_ampere(groups):
 
 
 def test_attention_on_hopper():
-    """Products of warp groups, whose operands lie in swizzled shared memory; blocks of a GGUF file; Gated DeltaNet."""
-    check(90, "hopper", "short blocks", "short delta")
+    """Products of warp groups, whose operands lie in swizzled shared memory; blocks of a file; Gated DeltaNet; experts."""
+    check(90, "hopper", "short blocks", "short delta", "short experts")
 
 
 @pytest.mark.ptx_long
@@ -55,6 +55,7 @@ def test_attention_on_hopper():
         "contract",
         "blocks",
         "delta",
+        "experts",
     ],
 )
 def test_at_length(capability, group):
