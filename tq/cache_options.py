@@ -15,10 +15,16 @@ from tq.output import say, scoring
 if TYPE_CHECKING:
     from haarkv.tq_ops.kv.plan import KVSpec
 
-kv_option = click.option(
-    "--kv", show_default="auto; above a billion weights k=tq6,v=tq4 with a tail; of toys and random models tq4",
-    help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
-)  # fmt: skip
+
+def _kv_option(default: str) -> Decorator:
+    return click.option(
+        "--kv", show_default=default,
+        help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
+    )  # fmt: skip
+
+
+_DEFAULT = "auto; above a billion weights and with Gated DeltaNet k=tq6,v=tq4 with a tail; of toys and random models tq4"
+kv_option = _kv_option(_DEFAULT)
 loss_option = click.option(
     "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.002]."
 )
@@ -41,9 +47,14 @@ balance_option = click.option(
 collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn where text from this cache would be garbage.")
 
 
-def kv_options(kv: bool = True) -> Decorator:
-    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache."""
-    return together(kv_option, loss_option, calibration_option, *_BESIDE, plan_option) if kv else together(*_BESIDE)
+def kv_options(kv: bool = True, default: str = _DEFAULT) -> Decorator:
+    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache.
+
+    Args:
+        default: what help says of a cache that is not named.
+    """
+    options = (_kv_option(default), loss_option, calibration_option, *_BESIDE, plan_option)
+    return together(*options) if kv else together(*_BESIDE)
 
 
 def kv_spec(given: Mapping[str, Any]) -> KVSpec:

@@ -95,7 +95,7 @@ def info(file: Path, as_json: bool) -> None:
 
 @command.command("convert")
 @click.argument("file", type=_FILE)
-@options.kv_options()
+@options.kv_options(default="each layer's own")
 @_COMPRESS
 @_OUT
 def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:

@@ -53,7 +53,7 @@ def command(
     """Learn in which coordinates a model's keys are cheapest to store, for formats lr2 to lr5.
 
     All windows go through the model layer by layer. A layer's queries and the spread of its keys give the
-    coordinates of each KV head. Some thousand tokens are enough, of text like yours or of what the model writes from its
+    coordinates of each KV head. Ten thousand tokens are enough, of text like yours or of what the model writes from its
     start token; the error on unseen text says whether they were. Then k=lr4,v=tq4 is judged on that text beside tq4 of the
     same bytes, and the file is written if it is better.
 

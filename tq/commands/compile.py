@@ -26,7 +26,7 @@ _PROGRAMS = ("decode", "prefill", "head")
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
 @options.file("--cpp", "Write the C++ to a new folder, with a Makefile.", "folder", metavar="DIR")
-@options.kv_options()
+@options.kv_options(default="as said above")
 @options.json_option
 def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool, **kv: Any) -> int:
     """Compile a model's NPU programs down to AICore C++, and check its text. Only the model's config is read.

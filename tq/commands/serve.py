@@ -38,7 +38,8 @@ def command(
     kv_sink: int | None, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
     kv_metrics_per_layer: bool,
 ) -> None:  # fmt: skip
-    """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny, tiny-hybrid or a folder in Hugging Face format.
+    """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny, tiny-hybrid, a folder in Hugging Face
+    format, or a name that vLLM can load.
 
     The server listens on this machine alone, unless --host says otherwise. All other flags go to vLLM unchanged:
 

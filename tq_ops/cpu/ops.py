@@ -304,7 +304,7 @@ class CpuOps:
         order.
 
         Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the bits
-        that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows there, 8 elsewhere. Rotated queries
+        that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows. Rotated queries
         and partial sums take about 4 MB, 1 MB a thread beyond four threads, 16 MB at most, whatever the prompt.
 
         """
