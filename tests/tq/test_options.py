@@ -28,6 +28,8 @@ OWN = {
     ("bench decode", "--kv"): "a list",
     ("bench prefill", "--kv"): "a list",
     ("export", "--kv"): "one format only",
+    ("cache convert", "--kv"): "another default",
+    ("dev compile", "--kv"): "another default",
     ("eval", "--kv-plan"): "another row, not the cache",
     ("dev bringup", "--kv-plan"): "one more cache",
     ("bench decode", "--executor"): "several",
