@@ -67,8 +67,8 @@ BOUNDS = {
     # measured; K lr4, V tq3                 188             65,536     32      7        1.64           0.0652 (Triton 3.9)
     (90, "decode of learned keys 128"): Bounds(240, 66 * 1024, 32, 6, 1.9, 0.072, 2, 2),
     # measured; all tiles in one loop with a mask, within one over stretches. Two programs share a processor, as with 196:
-    # measured                                219             28,288     24      6        2.08           0.0454 (Triton 3.9)
-    (90, "prefill of learned keys 128"): Bounds(224, 30 * 1024, 16, 2, 2.2, 0.050),
+    # measured                                219             28,160     12      6        2.08           0.0454 (Triton 3.9)
+    (90, "prefill of learned keys 128"): Bounds(224, 30 * 1024, 12, 2, 2.2, 0.050),
     # measured                                 127             20,480     40 (Triton 3.9); with 128 two share a processor
     (90, "prologue of learned keys 128"): Bounds(128, 21 * 1024, 32, spilled=8),
     # measured                   96           20,480     72
