@@ -169,6 +169,22 @@ def test_requantizing_keeps_what_is_known_best():
     assert (changed.token_ids, changed.length) == (stored.token_ids, stored.length)
 
 
+def test_a_hybrid_is_requantized_and_its_states_stay():
+    session = tq.load("tiny-hybrid", kv="tq6", executor="cpu", on_warning=lambda _: None)
+    stored = session.generate(PROMPT, max_new_tokens=4, keep=True, chat=False).stored[0]
+    target = tq.load("tiny-hybrid", kv="tq4", executor="cpu", on_warning=lambda _: None)
+    changed = requantized(stored, session.plan, target.plan, session.config.kv_shapes)
+    for layer, shape in enumerate(session.config.kv_shapes):
+        of_state, before = changed.of_layer(layer), stored.of_layer(layer)
+        assert of_state.keys() == before.keys()
+        assert all(torch.equal(of_state[name], before[name]) for name in before) is (shape is None)
+    went_on, as_before = (
+        each.generate([], max_new_tokens=4, stored=of).completions[0] for each, of in ((target, changed), (session, stored))
+    )
+    assert went_on.reused_tokens == stored.length
+    assert went_on.token_ids == as_before.token_ids
+
+
 # -- The file --------------------------------------------------------------------------------------------------------------
 
 SHAPE = ModelShape.uniform(1, 1, 64, 32, 400)
