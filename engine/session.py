@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Unpack
 
 from haarkv.engine.arguments import require_arguments
@@ -19,7 +20,7 @@ from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.stream import Stream
-from haarkv.engine.text import GrowingText, before_stop, context_for, encode, stop_list
+from haarkv.engine.text import GrowingText, before_stop, context_for, encode, require_nothing_said, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
@@ -159,7 +160,7 @@ class Session:
         Args:
             prompts: a text, or several; one of several may be given as its token ids.
             stored: of an earlier `generate` with `keep`, or from `load_cache`. Where a prompt begins like it, what they
-                share is copied and not computed again. Without a prompt, the stored sequence itself goes on.
+                share is copied and not computed again. Without a prompt, the stored sequence itself goes on, as it is.
             keep: give back the sequences as they are stored.
             max_context: tokens of prompt and text that the cache can hold for each prompt; by default as many as are needed,
                 up to the model's own limit.
@@ -176,8 +177,8 @@ class Session:
         Raises:
             InputError: the first tokens show that text from this cache would be garbage (see `load`).
             InputError: this process was forked after the model was loaded.
-            InputError: a prompt that is empty or does not fit, a context beyond the model's, or a stop string or system
-                message that cannot be.
+            InputError: no prompt, or one that is empty, neither a text nor token ids, or too long; a context beyond the
+                model's; or a stop string or system message that cannot be.
             InputError: `sampling` beside settings of it, or as `sampling_with`.
             TypeError: a setting that `Sampling` does not have.
         """
@@ -187,12 +188,16 @@ class Session:
         sampling = sampling or self.sampling_with(**settings)
         if os.getpid() != self._process:
             raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = _several(prompts)
+        if not given:
+            if stored is None:
+                raise InputError("no prompt was given")
+            require_nothing_said(chat, system)
         if keep or stored is not None:
             origin = self._origin()
             if stored is not None:
                 origin.require_fits(stored, self.plan, "the stored sequence")
-        ids = self.encode(given, chat=chat, system=system) if given or stored is None else [list(stored.token_ids)]
+        ids = [list(stored.token_ids)] if stored is not None and not given else self.encode(given, chat=chat, system=system)
         context = context_for(ids, self.config.max_position_embeddings, max_new_tokens, max_context, on_warning)
         stops = stop_list(stop)
         growing = [GrowingText(self.tokenizer.stream(), stops) for _ in ids]
@@ -255,14 +260,15 @@ class Session:
         Args:
             prompt: a text, or its token ids.
             on_prefill: as of `generate`; called in another thread.
-            given: the other arguments of `generate`, but for `on_token` and `on_text`.
+            given: the other arguments of `generate`; the pieces take the place of `on_token` and `on_text`.
         Returns:
             an iterator over pieces of text; its `result` is `generate`'s once it has ended. What `generate` raises comes with
             the first piece.
         Raises:
             TypeError: an argument that `generate` does not take.
         """
-        require_arguments("Session.stream", self.generate, given, SamplingSettings.__annotations__)
+        own = ("on_token", "on_text")
+        require_arguments("Session.stream", self.generate, given, SamplingSettings.__annotations__, but=own)
         return Stream(partial(self.generate, [prompt], **given), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
@@ -325,3 +331,10 @@ class Session:
         )
         per_token = self.plan.bytes_per_token(config.kv_shapes)
         return KVUsage(self.plan.summary(), ranks * per_token, ranks * cache.nbytes, ranks * bf16)
+
+
+def _several(prompts: str | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
+    try:
+        return [prompts] if isinstance(prompts, str) else list(prompts)
+    except TypeError:
+        raise InputError(f"a prompt is a text or a list of token ids, not {shown(prompts)}") from None

@@ -453,11 +453,21 @@ def test_cache_commands(run):
     assert run("--load-cache", "d", "--kv", "tq3", "--max-new-tokens", "1")[0] == 0
 
 
+def test_a_chat_template_for_a_text_that_goes_on_is_refused(run):
+    session = tq.load("m", executor="reference", allow_collapse=True, on_warning=lambda _: None)
+    stored = session.generate("a", max_new_tokens=2, keep=True).stored[0]
+    for said, option in (({"chat": True}, "--chat"), ({"system": "Be brief."}, "--system")):
+        with pytest.raises(InputError, match=f"leave out {option}, or give a prompt"):
+            session.generate([], stored=stored, **said)
+    assert session.generate([], stored=stored, chat=False, max_new_tokens=1).texts
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (("--prompt", "a", "--prompt", "b", "--save-cache", "x"), "stores one sequence"),
         (("--load-cache", "absent"), "cannot be read"),
+        (("--load-cache", "absent", "--system", "Be brief."), "goes on, which no chat template wraps; leave out --system"),
         (("--load-cache", "m/config.json"), "is no stored cache"),
         (("--prompt", "a", "--save-cache", "absent/x"), "does not exist"),
         (("info", "m/config.json"), "is no stored cache"),
