@@ -126,7 +126,7 @@ def load(
     tokenizer = load_tokenizer(name, config)
     order = bytes_in_order(selected.name)
     weights = weights_of(name, config, dtype, split if ranks.size > 1 else None, kept, order)
-    maps = not reads_in_place(selected.name, device) or maps_file(weights, mmap, ranks.size)
+    maps = maps_file(weights, mmap, ranks.size, reads_in_place(selected.name, device))
     beside = balancing.restored_bytes(part) if balance and keeps_any(name, kept) else 0
     counted = Loaded(weights if maps else weights.copied(), resident_memory(), restored=beside)
     if on_host(selected.name, device):
