@@ -210,7 +210,7 @@ def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
         ("qwen2.5", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "type 'linear_attention'"),
         ("qwen2.5", {"layer_types": ["full_attention", "", "full_attention"]}, "type ''"),
         ("qwen2.5", {"layer_types": ["full_attention", None, "full_attention"]}, "type None"),
-        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": "6"}, "sliding_window_pattern is missing or not a pos"),
+        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": "6"}, "sliding_window_pattern is missing"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}}, "rope scaling 'dynamic'"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "capped logits"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
