@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import ModelShape
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -52,6 +50,9 @@ def cache_layers(decoder: Any) -> list[Any]:
     Raises:
         InputError: a layer is none of attention over all tokens, over a window, or over another layer's.
     """
+    # Who balances weights reads a config as well, and may not have transformers.
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
     try:
         layers: list[Any] = DynamicCache(config=decoder).layers
     except KeyError as error:
