@@ -20,7 +20,7 @@ from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.stream import Stream
-from haarkv.engine.text import GrowingText, before_stop, context_for, encode, require_nothing_said, stop_list
+from haarkv.engine.text import Texts, context_for, encode, require_nothing_said, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
@@ -188,68 +188,65 @@ class Session:
         sampling = sampling or self.sampling_with(**settings)
         if os.getpid() != self._process:
             raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
-        given = _several(prompts)
-        if not given:
-            if stored is None:
-                raise InputError("no prompt was given")
-            require_nothing_said(chat, system)
-        if keep or stored is not None:
-            origin = self._origin()
-            if stored is not None:
-                origin.require_fits(stored, self.plan, "the stored sequence")
-        ids = [list(stored.token_ids)] if stored is not None and not given else self.encode(given, chat=chat, system=system)
+        ids = self._begins(_several(prompts), stored, keep, chat, system)
         context = context_for(ids, self.config.max_position_embeddings, max_new_tokens, max_context, on_warning)
-        stops = stop_list(stop)
-        growing = [GrowingText(self.tokenizer.stream(), stops) for _ in ids]
-
-        def push(index: int, token: int) -> bool:
-            if on_token:
-                on_token(index, token)
-            if not (stops or on_text):
-                return False
-            if (text := growing[index].push(token)) and on_text:
-                on_text(index, text)
-            return growing[index].stopped
-
+        texts = Texts(self.tokenizer, len(ids), stop_list(stop), on_token, on_text)
         cache, paging = self.new_cache(len(ids), context)
-        guard = self.guard
-        watched = self.executor.over(guard.table) if guard and guard.watches(ids) else None
-
-        def prefilled(done: int, total: int) -> None:
-            if guard and watched and done:
-                guard.after_prefill(on_warning or warn)
-            if on_prefill:
-                on_prefill(done, total)
-
+        watched, prefilled = self._watched(ids, on_prefill, on_warning or warn)
         kept: list[StoredSequence] = []
         with self._lock:
             completions, timing = generate(
                 self.executor, cache, paging, ids,
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-                sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched, stored=[stored] * len(ids),
+                sampling=sampling, on_prefill=prefilled, on_token=texts.push, prefiller=watched, stored=[stored] * len(ids),
                 on_end=(lambda _, sequence: kept.append(sequence)) if keep else None,
                 draft=self.draft, draft_tokens=self.draft_tokens,
             )  # fmt: skip
-        texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
-        for index, text in enumerate(texts):
-            # A text cut inside a character, or at what might have begun a stop string, still owes its end.
-            if on_text and (rest := growing[index].rest(text)):
-                on_text(index, rest)
+        ended = texts.ended([completion.token_ids for completion in completions])
         held = memory_here(
-            self.ranks,
-            self.executor.device,
-            self.weight_bytes,
-            cache.nbytes,
-            file_of(self.name),
+            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, file_of(self.name),
             self._predicted(ids, max_new_tokens, context),
-        )
-        ranks = tuple(self.ranks.collect(held))
-        drafting = None
+        )  # fmt: skip
+        ranks, drafting = tuple(self.ranks.collect(held)), None
         if self.draft:
             drafting = report_of(self.draft, self.draft_tokens, timing, self.executor, self.plan, len(ids), context)
-        return Result(
-            texts, completions, timing, self._usage(cache, len(ids), context), sampling, ranks, tuple(kept), drafting
-        )
+        usage = self._usage(cache, len(ids), context)
+        return Result(ended, completions, timing, usage, sampling, ranks, tuple(kept), drafting)
+
+    def _begins(
+        self, given: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: bool | None,
+        system: str | None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Token ids that `generate` continues: of the prompts given, or without one of the stored sequence.
+
+        Raises:
+            InputError: there is neither, or one of them does not fit.
+        """
+        if not given and stored is None:
+            raise InputError("no prompt was given")
+        if keep or stored is not None:
+            origin = self._origin()
+            if stored is not None:
+                origin.require_fits(stored, self.plan, "the stored sequence")
+        if given or stored is None:
+            return self.encode(given, chat=chat, system=system)
+        require_nothing_said(chat, system)
+        return [list(stored.token_ids)]
+
+    def _watched(
+        self, ids: Sequence[Sequence[int]], on_prefill: OnPrefill | None, on_warning: Callable[[str], object]
+    ) -> tuple[Executor | None, OnPrefill]:
+        """The executor of a prefill that the guard looks at, if it still has to; and what is called as it goes on."""
+        guard = self.guard
+        watched = self.executor.over(guard.table) if guard and guard.watches(ids) else None
+
+        def prefilled(done: int, total: int) -> None:
+            if guard and watched and done:
+                guard.after_prefill(on_warning)
+            if on_prefill:
+                on_prefill(done, total)
+
+        return watched, prefilled
 
     def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **given: Any) -> Stream:
         """Continue one prompt, and take the text piece by piece as it comes.

@@ -151,6 +151,45 @@ class GrowingText:
         return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
 
 
+class Texts:
+    """The texts of one `generate`, which are given out as their tokens come.
+
+    Args:
+        tokenizer: of the tokens.
+        count: how many texts.
+        stops: each ends before the first of these.
+        on_token: called with (index, token).
+        on_text: called with (index, text) as text becomes certain.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, count: int, stops: Sequence[str], on_token: Callable[[int, int], object] | None,
+        on_text: Callable[[int, str], object] | None,
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._stops, self._on_token, self._on_text = tokenizer, stops, on_token, on_text
+        self._growing = [GrowingText(tokenizer.stream(), stops) for _ in range(count)]
+
+    def push(self, number: int, token: int) -> bool:
+        """Take the next token of one; whether a stop string has come."""
+        if self._on_token:
+            self._on_token(number, token)
+        if not (self._stops or self._on_text):
+            return False
+        growing = self._growing[number]
+        if (text := growing.push(token)) and self._on_text:
+            self._on_text(number, text)
+        return growing.stopped
+
+    def ended(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """The whole texts of all tokens that came; what was not given out of them is now."""
+        texts = [before_stop(self._tokenizer.decode(ids), self._stops) for ids in token_ids]
+        for number, (growing, text) in enumerate(zip(self._growing, texts, strict=True)):
+            # A text cut inside a character, or at what might have begun a stop string, still owes its end.
+            if self._on_text and (rest := growing.rest(text)):
+                self._on_text(number, rest)
+        return texts
+
+
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """A text up to the first stop string in it."""
     return text[: _first(text, stops, 0)]
