@@ -630,9 +630,11 @@ LONG = {
     "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": 255}),
     "mistral, a window as wide as its context": (MistralConfig, {"head_dim": 32, "sliding_window": 256}),
     "qwen2": (Qwen2Config, {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2 behind YaRN": (Qwen2Config, {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 1,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}}),
     "qwen2 without windows": (Qwen2Config, {"sliding_window": 16}),
     "qwen3": (Qwen3Config, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", LONG)
@@ -640,7 +642,7 @@ def test_a_plan_file_of_tq_plan_fits_the_model_that_transformers_has(tmp_path, f
     kind, special = LONG[family]
     theirs = kind(**{**COMMON, **special})
     ours = hf_config.config_of(tmp_path, theirs.to_dict())
-    assert any(shape.window for shape in ours.kv_shapes) == (family in ("gemma3", "mistral", "qwen2"))
+    assert any(shape.window for shape in ours.kv_shapes) == (family in ("gemma3", "mistral", "qwen2", "qwen2 behind YaRN"))
     path, plan = tmp_path / "plan.json", KVSpec("tq3").plan(ours.num_layers)
     path.write_text(plan_file.dumps(plan, shape_of(ours)), encoding="utf-8")
     assert {layer.k_format.name for layer in tq.TQCache(theirs, plan=path).layers} == {"tq3"}

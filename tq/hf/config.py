@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+from haarkv.models.hf_config import HFConfig
+from haarkv.models.hf_rope import read_rope
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import ModelShape
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -71,7 +74,7 @@ def cache_layers(decoder: Any) -> list[Any]:
 def model_shape(config: Any) -> ModelShape:
     """The shapes that a plan file must match; a window that is as wide as the context hides nothing and is dropped."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    positions = _positions(config)
 
     def window(their: Any) -> int | None:
         size = getattr(their, "sliding_window", None)
@@ -79,3 +82,14 @@ def model_shape(config: Any) -> ModelShape:
 
     shapes = [KVShape(heads, head_dims(config, layer)[0], window(their)) for layer, their in enumerate(cache_layers(config))]
     return ModelShape(tuple(shapes), config.hidden_size, config.vocab_size)
+
+
+def _positions(config: Any) -> float:
+    """That a model may be run with, as this project reads configs; as many as are stated where its RoPE is not built."""
+    stated = getattr(config, "max_position_embeddings", None)
+    if not stated:
+        return math.inf
+    try:
+        return read_rope(HFConfig(Path("config.json"), config.to_dict()), stated, kind_of_layer="full_attention").positions
+    except InputError:
+        return float(stated)
