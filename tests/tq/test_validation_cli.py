@@ -37,7 +37,7 @@ def faulty(monkeypatch):
         return ReferenceExecutor(model, fault.table())
 
     class_of = catalog.class_of
-    monkeypatch.setattr(catalog, "_class", lambda name: class_of("reference" if name == "faulty" else name))
+    monkeypatch.setattr(catalog, "class_of", lambda name: class_of("reference" if name == "faulty" else name))
     monkeypatch.setitem(catalog.ENTRIES, "faulty", catalog.Entry(build))
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
 
