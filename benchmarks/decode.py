@@ -92,9 +92,9 @@ def _model(request: Request, progress: Progress | None) -> DecoderModel:
     kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
     ranks, config = request.ranks, read_config(request.model, request.layers)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
-    maps = not any(catalog.reads_in_place(name, request.device) for name in request.executors) or maps_file(
-        weights_of(request.model, config, request.dtype, split, kept), request.mmap, ranks.size
-    )
+    in_place = any(catalog.reads_in_place(name, request.device) for name in request.executors)
+    weights = weights_of(request.model, config, request.dtype, split, kept)
+    maps = maps_file(weights, request.mmap, ranks.size, in_place)
     return load_model(
         request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept,
         activation_bits=request.activation_bits, mmap=maps,

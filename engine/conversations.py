@@ -11,6 +11,7 @@ from typing import Any
 
 from haarkv.engine.result import Result
 from haarkv.engine.session import Session
+from haarkv.engine.text import context_for
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.stored import StoredSequence
@@ -80,27 +81,34 @@ class Conversations:
             name: of the conversation, any text.
             settings: of `Session.generate`.
         Raises:
-            InputError: as `Session.generate`, or this sequence alone is larger than the budget.
+            InputError: as `Session.generate`, or this sequence alone is larger than the budget; the conversation stays as it
+                was.
         """
         with self._lock:
             (ids,) = self.session.encode([prompt], chat=settings.pop("chat", None), system=settings.pop("system", None))
-            at_work = self._bytes_of(min(len(ids) + max_new_tokens, self.session.config.max_position_embeddings))
+            limit, most = self.session.config.max_position_embeddings, settings.get("max_context")
+            context = context_for([ids], limit, max_new_tokens, most)
+            at_work = self._bytes_of(context)
             if at_work > self.budget:
                 raise InputError(
-                    f"{len(ids) + max_new_tokens:,} tokens take {at_work:,} bytes of K and V, more than the budget of "
-                    f"{self.budget:,}; raise it, or take a smaller format"
+                    f"{context:,} tokens take {at_work:,} bytes of K and V, more than the budget of {self.budget:,}; "
+                    "raise it, or take a smaller format"
                 )
-            stored = self._held.pop(name, None) or self._read(name)
-            self._make_room(at_work + (stored.nbytes if stored else 0))
-            result = self.session.generate([ids], stored=stored, keep=True, max_new_tokens=max_new_tokens, **settings)
-            # The copy that the sequence came from is there until now.
-            held, done = at_work + self.nbytes + (stored.nbytes if stored else 0), result.completions[0]
-            self.counters.peak_bytes = max(self.counters.peak_bytes, held)
-            self.counters.reused_tokens += done.reused_tokens
-            self.counters.computed_tokens += done.prompt_tokens - done.reused_tokens
-            self._held[name] = result.stored[0]
-            self._unsaved.add(name)
-            self._make_room(0)
+            if name not in self._held and (found := self._read(name)):
+                self._held[name] = found
+            try:
+                self._make_room(at_work, but=name)
+                stored = self._held.get(name)
+                result = self.session.generate([ids], stored=stored, keep=True, max_new_tokens=max_new_tokens, **settings)
+                # The copy that the sequence came from is there until now.
+                self.counters.peak_bytes, done = max(self.counters.peak_bytes, at_work + self.nbytes), result.completions[0]
+                self.counters.reused_tokens += done.reused_tokens
+                self.counters.computed_tokens += done.prompt_tokens - done.reused_tokens
+                self._held[name] = result.stored[0]
+                self._held.move_to_end(name)
+                self._unsaved.add(name)
+            finally:  # of a call that is refused, what was said before stays
+                self._make_room(0)
             return result
 
     def save(self) -> None:
@@ -117,10 +125,11 @@ class Conversations:
             if (file := self._file(name)) is not None:
                 file.unlink(missing_ok=True)
 
-    def _make_room(self, bytes_: int) -> None:
-        """Evict those used longest ago until so many bytes fit beside the others."""
-        while self._held and self.nbytes + bytes_ > self.budget:
-            name = next(iter(self._held))
+    def _make_room(self, bytes_: int, but: str | None = None) -> None:
+        """Evict those used longest ago, but for one, until so many bytes fit beside the others."""
+        for name in [name for name in self._held if name != but]:
+            if self.nbytes + bytes_ <= self.budget:
+                return
             self._write(name)
             del self._held[name]
             self.counters.evicted += 1

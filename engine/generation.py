@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from haarkv.engine.arguments import require_count
 from haarkv.engine.drafts import Beginning, DraftCounts, DraftSource
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import Speculation
@@ -247,8 +248,7 @@ def _note(timing: Timing, elapsed_s: float, tokens: int) -> None:
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], max_context: int, max_new_tokens: int) -> None:
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    require_count("max_new_tokens", max_new_tokens)
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
             raise InputError(f"prompt {number} is empty; give at least one token of text")

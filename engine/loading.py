@@ -28,6 +28,7 @@ from haarkv.executors.catalog import (
     select,
 )
 from haarkv.models import balance as balancing
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import keeps_any, load_model, maps_file, read_config, restored_types, source_of, weights_of
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -37,7 +38,7 @@ from haarkv.models.source import KeptBlocks
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import resident_memory
 from haarkv.tq_ops.warn import warn
 
@@ -111,12 +112,7 @@ def load(
     part, plan = split.part, plan_for(spec, config, split)
     selected = select(executor, part, [plan], device=device, dtype=dtype)
     check(selected.name, part, plan, device, ranks)
-    generation: Mapping[str, Any] = generation_settings(name)
-    try:
-        Sampling(**generation)
-    except InputError as error:
-        source = source_of(model)
-        raise InputError(f"{source.sampling_path if source else model}: {error}") from None
+    generation = _sampling_of(name)
     dtype = dtype or default_dtype(selected.name)
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
     target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
@@ -126,7 +122,7 @@ def load(
     tokenizer = load_tokenizer(name, config)
     order = bytes_in_order(selected.name)
     weights = weights_of(name, config, dtype, split if ranks.size > 1 else None, kept, order)
-    maps = not reads_in_place(selected.name, device) or maps_file(weights, mmap, ranks.size)
+    maps = maps_file(weights, mmap, ranks.size, reads_in_place(selected.name, device))
     beside = balancing.restored_bytes(part) if balance and keeps_any(name, kept) else 0
     counted = Loaded(weights if maps else weights.copied(), resident_memory(), restored=beside)
     if on_host(selected.name, device):
@@ -137,19 +133,9 @@ def load(
     # The reference restores by definition.
     if keep_blocks is None and selected.name != "reference" and ranks.size == 1:
         in_file = weights_of(name, config, dtype, None, True).total
-        if (restored := restored_types(name, kept)) and counted.weights.total > in_file:
-            sizes = f"{counted.weights.total / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
-            on_warning(f"{selected.name} restores quantised weights as they load ({', '.join(restored)}): {sizes}")
-    mark = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""  # a rank holds a part of every tensor
-    spec.require_weights(mark or spec.weights)
-    balanced = balanced_for(loaded, plan, spec, balance)
-    loaded = balanced.model
-    if balanced.uneven:
-        # K and V are those of other channels then.
-        mark += "-" + hashlib.sha256(repr(balanced.uneven).encode()).hexdigest()[:8]
-        if ranks.rank == 0 and worth_saying(balanced.uneven):
-            on_warning(f"{balancing.describe(balanced.uneven)}; --balance off leaves them as they are")
-    guard = None
+        _say_restored(name, selected.name, kept, counted.weights.total, in_file, on_warning)
+    balanced, mark = _balanced(loaded, plan, spec, balance, ranks, on_warning)
+    loaded, guard = balanced.model, None
     if spec.calibration is None:
         guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
@@ -164,6 +150,49 @@ def load(
         uneven=balanced.uneven, guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip
+
+
+def _sampling_of(name: str) -> Mapping[str, Any]:
+    """What a model says of sampling, all of it in range.
+
+    Raises:
+        InputError: it is not, by the name of the file that says so.
+    """
+    generation: Mapping[str, Any] = generation_settings(name)
+    try:
+        Sampling(**generation)
+    except InputError as error:
+        source = source_of(name)
+        raise InputError(f"{source.sampling_path if source else name}: {error}") from None
+    return generation
+
+
+def _say_restored(
+    model: str, executor: str, kept: KeptBlocks, taken: int, in_file: int, on_warning: Callable[[str], object]
+) -> None:
+    """Warn where an executor restores quantised weights that a file has, and they take more bytes than there."""
+    if (restored := restored_types(model, kept)) and taken > in_file:
+        sizes = f"{taken / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
+        on_warning(f"{executor} restores quantised weights as they load ({', '.join(restored)}): {sizes}")
+
+
+def _balanced(
+    loaded: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
+) -> tuple[balancing.Balanced, str]:
+    """A model as a session runs it, and the fingerprint of its weights as they are then; of a rank's parts of them "".
+
+    Raises:
+        InputError: learned coordinates are of other weights.
+    """
+    mark = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""
+    spec.require_weights(mark or spec.weights)
+    balanced = balanced_for(loaded, plan, spec, balance)
+    if balanced.uneven:
+        # K and V are those of other channels then.
+        mark += "-" + hashlib.sha256(repr(balanced.uneven).encode()).hexdigest()[:8]
+        if ranks.rank == 0 and worth_saying(balanced.uneven):
+            on_warning(f"{balancing.describe(balanced.uneven)}; --balance off leaves them as they are")
+    return balanced, mark
 
 
 def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import torch
@@ -30,7 +31,7 @@ class Sampling:
         repetition_penalty: divides the positive logits of tokens in the prompt or text so far, and multiplies the negative
             ones; 1 changes nothing. In [0.001, 1000]. Applies at temperature 0 too.
     Raises:
-        InputError: a value outside its range.
+        InputError: a value outside its range, or no number.
     """
 
     temperature: float = 0.0
@@ -41,6 +42,10 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kind, words = (Integral, "a whole number") if name in ("top_k", "seed") else (Real, "a number")
+            if not isinstance(value, kind):
+                raise InputError(f"{name.replace('_', '-')} must be {words}, not {value!r}")
         penalty = self.repetition_penalty  # beyond its range, logits leave that of fp32
         for right, name, wanted, value in (
             (0 <= self.temperature < float("inf"), "temperature", "be 0 or a positive number", self.temperature),

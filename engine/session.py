@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Unpack
 
 from haarkv.engine.arguments import require_arguments
@@ -19,7 +20,7 @@ from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.stream import Stream
-from haarkv.engine.text import GrowingText, before_stop, context_for, encode, stop_list
+from haarkv.engine.text import Texts, context_for, encode, require_nothing_said, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
@@ -159,7 +160,7 @@ class Session:
         Args:
             prompts: a text, or several; one of several may be given as its token ids.
             stored: of an earlier `generate` with `keep`, or from `load_cache`. Where a prompt begins like it, what they
-                share is copied and not computed again. Without a prompt, the stored sequence itself goes on.
+                share is copied and not computed again. Without a prompt, the stored sequence itself goes on, as it is.
             keep: give back the sequences as they are stored.
             max_context: tokens of prompt and text that the cache can hold for each prompt; by default as many as are needed,
                 up to the model's own limit.
@@ -176,8 +177,8 @@ class Session:
         Raises:
             InputError: the first tokens show that text from this cache would be garbage (see `load`).
             InputError: this process was forked after the model was loaded.
-            InputError: a prompt that is empty or does not fit, a context beyond the model's, or a stop string or system
-                message that cannot be.
+            InputError: no prompt, or one that is empty, neither a text nor token ids, or too long; a context beyond the
+                model's; or a stop string or system message that cannot be.
             InputError: `sampling` beside settings of it, or as `sampling_with`.
             TypeError: a setting that `Sampling` does not have.
         """
@@ -187,64 +188,65 @@ class Session:
         sampling = sampling or self.sampling_with(**settings)
         if os.getpid() != self._process:
             raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
-        if keep or stored is not None:
-            origin = self._origin()
-            if stored is not None:
-                origin.require_fits(stored, self.plan, "the stored sequence")
-        ids = self.encode(given, chat=chat, system=system) if given or stored is None else [list(stored.token_ids)]
+        ids = self._begins(_several(prompts), stored, keep, chat, system)
         context = context_for(ids, self.config.max_position_embeddings, max_new_tokens, max_context, on_warning)
-        stops = stop_list(stop)
-        growing = [GrowingText(self.tokenizer.stream(), stops) for _ in ids]
-
-        def push(index: int, token: int) -> bool:
-            if on_token:
-                on_token(index, token)
-            if not (stops or on_text):
-                return False
-            if (text := growing[index].push(token)) and on_text:
-                on_text(index, text)
-            return growing[index].stopped
-
+        texts = Texts(self.tokenizer, len(ids), stop_list(stop), on_token, on_text)
         cache, paging = self.new_cache(len(ids), context)
-        guard = self.guard
-        watched = self.executor.over(guard.table) if guard and guard.watches(ids) else None
-
-        def prefilled(done: int, total: int) -> None:
-            if guard and watched and done:
-                guard.after_prefill(on_warning or warn)
-            if on_prefill:
-                on_prefill(done, total)
-
+        watched, prefilled = self._watched(ids, on_prefill, on_warning or warn)
         kept: list[StoredSequence] = []
         with self._lock:
             completions, timing = generate(
                 self.executor, cache, paging, ids,
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-                sampling=sampling, on_prefill=prefilled, on_token=push, prefiller=watched, stored=[stored] * len(ids),
+                sampling=sampling, on_prefill=prefilled, on_token=texts.push, prefiller=watched, stored=[stored] * len(ids),
                 on_end=(lambda _, sequence: kept.append(sequence)) if keep else None,
                 draft=self.draft, draft_tokens=self.draft_tokens,
             )  # fmt: skip
-        texts = [before_stop(self.tokenizer.decode(completion.token_ids), stops) for completion in completions]
-        for index, text in enumerate(texts):
-            # A text cut inside a character, or at what might have begun a stop string, still owes its end.
-            if on_text and (rest := growing[index].rest(text)):
-                on_text(index, rest)
+        ended = texts.ended([completion.token_ids for completion in completions])
         held = memory_here(
-            self.ranks,
-            self.executor.device,
-            self.weight_bytes,
-            cache.nbytes,
-            file_of(self.name),
+            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, file_of(self.name),
             self._predicted(ids, max_new_tokens, context),
-        )
-        ranks = tuple(self.ranks.collect(held))
-        drafting = None
+        )  # fmt: skip
+        ranks, drafting = tuple(self.ranks.collect(held)), None
         if self.draft:
             drafting = report_of(self.draft, self.draft_tokens, timing, self.executor, self.plan, len(ids), context)
-        return Result(
-            texts, completions, timing, self._usage(cache, len(ids), context), sampling, ranks, tuple(kept), drafting
-        )
+        usage = self._usage(cache, len(ids), context)
+        return Result(ended, completions, timing, usage, sampling, ranks, tuple(kept), drafting)
+
+    def _begins(
+        self, given: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: bool | None,
+        system: str | None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Token ids that `generate` continues: of the prompts given, or without one of the stored sequence.
+
+        Raises:
+            InputError: there is neither, or one of them does not fit.
+        """
+        if not given and stored is None:
+            raise InputError("no prompt was given")
+        if keep or stored is not None:
+            origin = self._origin()
+            if stored is not None:
+                origin.require_fits(stored, self.plan, "the stored sequence")
+        if given or stored is None:
+            return self.encode(given, chat=chat, system=system)
+        require_nothing_said(chat, system)
+        return [list(stored.token_ids)]
+
+    def _watched(
+        self, ids: Sequence[Sequence[int]], on_prefill: OnPrefill | None, on_warning: Callable[[str], object]
+    ) -> tuple[Executor | None, OnPrefill]:
+        """The executor of a prefill that the guard looks at, if it still has to; and what is called as it goes on."""
+        guard = self.guard
+        watched = self.executor.over(guard.table) if guard and guard.watches(ids) else None
+
+        def prefilled(done: int, total: int) -> None:
+            if guard and watched and done:
+                guard.after_prefill(on_warning)
+            if on_prefill:
+                on_prefill(done, total)
+
+        return watched, prefilled
 
     def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **given: Any) -> Stream:
         """Continue one prompt, and take the text piece by piece as it comes.
@@ -255,14 +257,15 @@ class Session:
         Args:
             prompt: a text, or its token ids.
             on_prefill: as of `generate`; called in another thread.
-            given: the other arguments of `generate`, but for `on_token` and `on_text`.
+            given: the other arguments of `generate`; the pieces take the place of `on_token` and `on_text`.
         Returns:
             an iterator over pieces of text; its `result` is `generate`'s once it has ended. What `generate` raises comes with
             the first piece.
         Raises:
             TypeError: an argument that `generate` does not take.
         """
-        require_arguments("Session.stream", self.generate, given, SamplingSettings.__annotations__)
+        own = ("on_token", "on_text")
+        require_arguments("Session.stream", self.generate, given, SamplingSettings.__annotations__, but=own)
         return Stream(partial(self.generate, [prompt], **given), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
@@ -325,3 +328,10 @@ class Session:
         )
         per_token = self.plan.bytes_per_token(config.kv_shapes)
         return KVUsage(self.plan.summary(), ranks * per_token, ranks * cache.nbytes, ranks * bf16)
+
+
+def _several(prompts: str | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
+    try:
+        return [prompts] if isinstance(prompts, str) else list(prompts)
+    except TypeError:
+        raise InputError(f"a prompt is a text or a list of token ids, not {shown(prompts)}") from None

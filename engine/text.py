@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
+from reprlib import repr as shown
 
+from haarkv.engine.arguments import require_count
 from haarkv.models.text import TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.words import counted
@@ -21,23 +24,47 @@ def encode(
         chat: wrap each in the chat template; None does so if the tokenizer has one.
         system: the system message of the chat template.
     Raises:
-        InputError: an empty prompt, text that is not valid Unicode, or a chat or system message without a template.
+        InputError: a prompt that is empty, or neither a text nor token ids of this model; text that is not valid Unicode; or
+            a chat or system message without a template.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise InputError(f"prompt {number} is empty; give at least one character")
-        if isinstance(prompt, str):
-            _require_unicode(prompt, f"prompt {number}")
-        elif not all(0 <= token < vocab_size for token in prompt):
-            raise InputError(f"prompt {number} has a token that is none of this model's {vocab_size:,}")
+    given = [_tokens_of(prompt, f"prompt {number}", vocab_size) for number, prompt in enumerate(prompts, 1)]
     wrap = tokenizer.has_chat_template if chat is None else chat
     if system is not None and not wrap:
         why = "--no-chat leaves it out" if tokenizer.has_chat_template else "this model has none"
         raise InputError(f"a system message needs a chat template, and {why}; drop --system")
     _require_unicode(system or "", "the system message")
     encoded = iter(tokenizer.encode_chat(texts, system) if wrap and texts else map(tokenizer.encode, texts))
-    return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    return [next(encoded) if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, given, strict=True)]
+
+
+def require_nothing_said(chat: bool | None, system: str | None) -> None:
+    """Refuse a chat template for a stored sequence that goes on without a prompt: nothing would be wrapped.
+
+    Raises:
+        InputError: it is asked for.
+    """
+    if chat or system is not None:
+        option = "--chat" if system is None else "--system"
+        raise InputError(f"the stored text itself goes on, which no chat template wraps; leave out {option}, or give a prompt")
+
+
+def _tokens_of(prompt: object, what: str, vocab_size: int) -> list[int]:
+    """Token ids of a prompt that is given as such; none of a text, which is only looked at."""
+    if isinstance(prompt, str):
+        _require_unicode(prompt, what)
+        ids, empty = [], not prompt
+    else:
+        try:
+            ids = [index(token) for token in prompt]  # type: ignore[attr-defined]
+        except TypeError:
+            raise InputError(f"{what} is neither a text nor a list of token ids: {shown(prompt)}") from None
+        empty = not ids
+    if empty:
+        raise InputError(f"{what} is empty; give at least one character")
+    if not all(0 <= token < vocab_size for token in ids):
+        raise InputError(f"{what} has a token that is none of this model's {vocab_size:,}")
+    return ids
 
 
 _FEWER = "lower --max-new-tokens"
@@ -54,8 +81,11 @@ def context_for(
         wanted: so many are asked for; by default as many as are needed, up to the limit.
         on_warning: called with a sentence if that cuts a text short.
     Raises:
-        InputError: a prompt that does not fit, or more tokens asked for than the model has positions.
+        InputError: a prompt that does not fit, more tokens asked for than the model has positions, or no number of them.
     """
+    require_count("max_new_tokens", max_new_tokens)
+    if wanted is not None:
+        require_count("max_context", wanted, least=0)
     longest = max(map(len, ids), default=0)
     if wanted is not None and not 1 <= wanted <= limit:
         raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
@@ -121,6 +151,45 @@ class GrowingText:
         return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
 
 
+class Texts:
+    """The texts of one `generate`, which are given out as their tokens come.
+
+    Args:
+        tokenizer: of the tokens.
+        count: how many texts.
+        stops: each ends before the first of these.
+        on_token: called with (index, token).
+        on_text: called with (index, text) as text becomes certain.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, count: int, stops: Sequence[str], on_token: Callable[[int, int], object] | None,
+        on_text: Callable[[int, str], object] | None,
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._stops, self._on_token, self._on_text = tokenizer, stops, on_token, on_text
+        self._growing = [GrowingText(tokenizer.stream(), stops) for _ in range(count)]
+
+    def push(self, number: int, token: int) -> bool:
+        """Take the next token of one; whether a stop string has come."""
+        if self._on_token:
+            self._on_token(number, token)
+        if not (self._stops or self._on_text):
+            return False
+        growing = self._growing[number]
+        if (text := growing.push(token)) and self._on_text:
+            self._on_text(number, text)
+        return growing.stopped
+
+    def ended(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """The whole texts of all tokens that came; what was not given out of them is now."""
+        texts = [before_stop(self._tokenizer.decode(ids), self._stops) for ids in token_ids]
+        for number, (growing, text) in enumerate(zip(self._growing, texts, strict=True)):
+            # A text cut inside a character, or at what might have begun a stop string, still owes its end.
+            if self._on_text and (rest := growing.rest(text)):
+                self._on_text(number, rest)
+        return texts
+
+
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """A text up to the first stop string in it."""
     return text[: _first(text, stops, 0)]
@@ -130,9 +199,14 @@ def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Stop strings as they were asked for, one or several.
 
     Raises:
-        InputError: one of them is empty.
+        InputError: one of them is empty, or no text.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    try:
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    except TypeError:
+        stops = (stop,)  # type: ignore[assignment]
+    if strange := [text for text in stops if not isinstance(text, str)]:
+        raise InputError(f"a stop is a text, or several, not {strange[0]!r}")
     if not all(stops):
         raise InputError("a stop text is empty; give at least one character after --stop")
     return stops

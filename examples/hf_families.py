@@ -134,22 +134,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=600, help="of training, for a model that is not in the folder")
     parser.add_argument("--windows", type=int, default=20, help=f"held-out windows of {LENGTH} tokens to compare on")
-    limit = COMMON["max_position_embeddings"]
-    parser.add_argument("--context", type=int, default=limit, help=f"tokens for which coordinates hold; {LENGTH} to {limit}")
     parser.add_argument("--save", action="store_true", help="append the lines to benchmarks/results")
     args = parser.parse_args(argv)
-    if not LENGTH <= args.context <= limit:
-        parser.error(f"--context must lie between {LENGTH} and {limit}, not be {args.context}")
     own, unseen = tokens_of(train_texts()), tokens_of(list(held_out_texts().values()))
     learned_from, windows = spread_over(own, 20), spread_over(unseen, args.windows)
     rows = []
     for name in FAMILIES:
         model = trained(name, args.folder, args.steps)
-        file = calibrate(model, learned_from.tolist(), context=args.context, out=args.folder / f"{name}.safetensors")
+        file = calibrate(model, learned_from.tolist(), out=args.folder / f"{name}.safetensors")
         rows += compare(name, model, windows, file)
     for row in rows:
         how = {"steps": args.steps, "windows": args.windows}
-        report = Report("families", row.family, [args.context], [row.kv], how | asdict(row), tables=())
+        report = Report("families", row.family, [LENGTH], [row.kv], how | asdict(row), tables=())
         print(report.line())
         if args.save:
             report.save()

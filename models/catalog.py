@@ -184,17 +184,18 @@ def weights_of(
     return weight_bytes(held_for(source, config), config, _dtype(dtype), split, keep_blocks, in_order)
 
 
-def maps_file(weights: WeightBytes, asked: bool | None, processes: int = 1) -> bool:
-    """Whether weights stay in their file's pages, for an executor that reads them from there with each forward.
+def maps_file(weights: WeightBytes, asked: bool | None, processes: int = 1, in_place: bool = True) -> bool:
+    """Whether weights stay in their file's pages: as was asked for, or as is best.
 
-    Memory of the process is read faster; so they are copied to it where twice as much is free.
+    Memory of the process is read faster; so for who reads them in place they are copied to it where twice as much is free.
 
     Args:
         weights: of one process, as mapped.
         asked: what was asked for, if anything was.
         processes: that hold as much each, on this machine.
+        in_place: the executor multiplies with them where they lie, in every forward.
     """
-    return asked if asked is not None else 2 * processes * weights.copied().own > available_memory()
+    return asked if asked is not None else not in_place or 2 * processes * weights.copied().own > available_memory()
 
 
 def restored_types(name: str | Path, kept: KeptBlocks) -> list[str]:

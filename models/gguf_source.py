@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as shown
@@ -54,6 +54,9 @@ class GGUFSource:
         if (parts := self._entries.get("split.count", 1)) != 1:
             raise InputError(f"{path} is one of {shown(parts)} parts of a model; join them with llama-gguf-split --merge")
         self._places: dict[str, Place] = {}
+
+    def files(self) -> Sequence[Path]:
+        return [self.path]
 
     def settings(self) -> Mapping[str, Any]:
         return self._said.read()

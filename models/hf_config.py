@@ -33,6 +33,8 @@ _MOST = {
     "linear_value_head_dim": 2**10,
     "linear_conv_kernel_dim": 2**6,
     "full_attention_interval": 2**10,
+    "sliding_window_pattern": 2**10,
+    "_sliding_window_pattern": 2**10,
     # Positions are counted in FP32, which has no integers between those above.
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
@@ -154,8 +156,7 @@ class HFConfig:
         if kinds is not None:
             if not isinstance(kinds, list) or len(kinds) != len(is_local):
                 raise InputError(f"{self.path}: layer_types does not name the kind of each of {len(is_local)} layers")
-            if unknown := next((kind for kind in kinds if kind not in (_FULL, _SLIDING)), None):
-                self.refuse({f"layers of the type {shown(unknown)}": True})
+            self.refuse({f"layers of the type {shown(kind)}": kind not in (_FULL, _SLIDING) for kind in kinds})
             is_local = [kind == _SLIDING for kind in kinds]
         if not any(is_local) or window is None:
             return [None] * len(is_local)

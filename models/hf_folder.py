@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -47,6 +48,12 @@ class HFFolder:
         self._stored_names: dict[str, str] = {}
         self._within: dict[str, tuple[int, slice]] = {}  # of a stacked one, the expert and its rows
         self._opened: dict[Path, Any] = {}
+
+    def files(self) -> Sequence[Path]:
+        named = {self.settings_path, self.path / "tokenizer.json", self.path / _INDEX, self.path / _SINGLE}
+        with suppress(InputError):  # who reads the weights says what is wrong with them
+            named |= set(_files_of_tensors(self.path).values())
+        return sorted(path for path in named if path.is_file())
 
     def settings(self) -> Mapping[str, Any]:
         return read_hf_settings(self.settings_path)

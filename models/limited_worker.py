@@ -9,6 +9,9 @@ import json
 import math
 import resource
 import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
 
 MOST_S = 10
 """Seconds that it may compute for a request, and as many for each MiB of the request."""
@@ -56,17 +59,52 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _texts(most: int, source: str, conversations: list[list[dict[str, str]]], special: dict[str, str]) -> dict[str, object]:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.globals["raise_exception"] = _refuse
-    template, texts = environment.from_string(source), []
+    template, texts = _environment().from_string(source), []
     for messages in conversations:
-        texts.append(template.render(messages=messages, add_generation_prompt=True, **special))
+        # As transformers: a template sees that there are no tools and documents, as `none`.
+        given: dict[str, object] = {"tools": None, "documents": None, **special}
+        texts.append(template.render(messages=messages, add_generation_prompt=True, **given))
         if sum(map(len, texts)) > most:
             raise RefusedError(f"it makes more than {MOST_TEXT:,} characters")
         texts[-1].encode()
     return {"texts": texts}
+
+
+def _environment() -> Any:
+    """What templates are written for: transformers' filters and functions, and `{% generation %}`, which adds no text."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - jinja's own
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # A block that is called has a scope of its own: what is set inside is not seen behind it.
+            return nodes.CallBlock(self.call_method("_as_it_is"), [], [], body).set_lineno(line)
+
+        def _as_it_is(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """JSON as it is; jinja's own escapes what HTML reads."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _ids(tokenizer: str, texts: list[str], special_tokens: bool) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as shown
@@ -87,6 +87,9 @@ class Source(Protocol):
     path: Path
     settings_path: Path
     sampling_path: Path
+
+    def files(self) -> Sequence[Path]:
+        """Those that decide what the model makes of a text, as far as they are there: settings, weights and tokenizer."""
 
     def settings(self) -> Mapping[str, Any]:
         """The entries of a Hugging Face `config.json`, for the family to judge.

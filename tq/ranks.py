@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.temporary import TemporaryFolder
-from tq.option_kinds import IntRange
+from tq.option_kinds import IntRange, written
 
 if TYPE_CHECKING:
     from haarkv.engine.ranks import Place
@@ -70,6 +70,8 @@ def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
 
         started = click.get_current_context().find_root().obj or Started()
         if size == 1:
+            if "timeout_s" in written():
+                raise click.UsageError("--rank-timeout is of ranks that wait for each other; give --tensor-parallel as well")
             return function(*args, ranks=ALONE, **given)
         from haarkv.engine.ranks import join, started_by_torchrun
         from haarkv.models.catalog import read_config

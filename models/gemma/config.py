@@ -10,9 +10,12 @@ from dataclasses import replace
 
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.hf_config import HFConfig
-from haarkv.models.hf_rope import read_rope
+from haarkv.models.hf_rope import FoundRope, read_rope
 
 _LOCAL_THETA = 1e4
+_LOCAL = "sliding_attention"
+_POSITIONS = 131072
+"""Of a Gemma 3 whose config names none."""
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
 """Names of GELU by its tanh."""
 
@@ -60,7 +63,7 @@ def read_config(file: HFConfig) -> ModelConfig:
     hidden = file.count("hidden_size")
     norm = Norm(file.number("rms_norm_eps", 1e-6), plus_one=True)
     rope = read_rope(
-        file, file.count("max_position_embeddings", 131072 if third else 8192), 1e6 if third else 1e4, "full_attention"
+        file, file.count("max_position_embeddings", _POSITIONS if third else 8192), 1e6 if third else 1e4, "full_attention"
     )
     attention = file.attention(rope, head_dim=256, num_kv_heads=4 if third else 16, head_norms=third)
     if third:
@@ -74,12 +77,19 @@ def read_config(file: HFConfig) -> ModelConfig:
 
 
 def _windowed(file: HFConfig, layer: Layer, count: int) -> tuple[Layer, ...]:
-    pattern = file.raw.get("sliding_window_pattern") or file.raw.get("_sliding_window_pattern") or 6
+    pattern = file.count("sliding_window_pattern", file.count("_sliding_window_pattern", 6))
     windows = file.windows(file.raw.get("sliding_window", 4096), [(index + 1) % pattern != 0 for index in range(count)])
-    local = file.part("rope_parameters").part("sliding_attention")
-    theta = (local if local.raw else file).number("rope_theta" if local.raw else "rope_local_base_freq", _LOCAL_THETA)
-    rope = Rope(theta, layer.attention.head_dim)
+    rope = _local_rope(file).on(layer.attention.head_dim)
     return tuple(
         layer if window is None else replace(layer, mixer=replace(layer.attention, window=window, rope=rope))
         for window in windows
     )
+
+
+def _local_rope(file: HFConfig) -> FoundRope:
+    """Of the layers with a window. `rope_theta` and `rope_scaling` beside `rope_parameters` are of the others."""
+    positions = file.count("max_position_embeddings", _POSITIONS)
+    if file.part("rope_parameters").part(_LOCAL).raw:
+        own = {name: value for name, value in file.raw.items() if name not in ("rope_theta", "rope_scaling")}
+        return read_rope(replace(file, raw=own), positions, _LOCAL_THETA, _LOCAL)
+    return FoundRope(file.number("rope_local_base_freq", _LOCAL_THETA), None, positions)

@@ -87,8 +87,7 @@ def _kinds(file: HFConfig) -> list[str]:
         return [_LINEAR if (index + 1) % every else _FULL for index in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count:
         raise InputError(f"{file.path}: layer_types does not name the kind of each of {count} layers")
-    if unknown := next((kind for kind in kinds if kind not in (_FULL, _LINEAR)), None):
-        file.refuse({f"layers of the type {shown(unknown)}": True})
+    file.refuse({f"layers of the type {shown(kind)}": kind not in (_FULL, _LINEAR) for kind in kinds})
     return kinds
 
 

@@ -94,6 +94,27 @@ def test_without_a_folder_they_are_computed_again(session):
     assert not conversations.counters.restored
 
 
+def test_a_refused_call_leaves_the_conversation_as_it_was(session):
+    conversations = Conversations(session, 10**9)
+    conversations.generate("a", [1, 2, 3], max_new_tokens=4)
+    for refused in ({"top_k": 5}, {"max_context": 2}, {"max_new_tokens": 0}, {"stop": ""}):
+        with pytest.raises(InputError):
+            conversations.generate("a", [1, 2, 3, 4], **refused)
+    assert conversations.generate("a", [1, 2, 3, 4], max_new_tokens=1).completions[0].reused_tokens == 3
+
+
+def test_room_that_is_asked_for_counts(session):
+    """A cache of `max_context` tokens is allocated whole, however short the text."""
+    block, whole = (Conversations(session, 10**9)._bytes_of(tokens) for tokens in (128, 1024))
+    assert whole > 2 * block
+    with pytest.raises(InputError, match=r"1,024 tokens take .* more than the budget"):
+        Conversations(session, whole - 1).generate("a", [1, 2, 3], max_new_tokens=4, max_context=1024)
+    conversations = Conversations(session, whole)
+    result = conversations.generate("a", [1, 2, 3], max_new_tokens=4, max_context=1024)
+    assert conversations.counters.peak_bytes == result.kv.bytes == whole
+    assert conversations.nbytes <= block
+
+
 def test_what_can_never_fit_is_refused(session, tmp_path):
     with pytest.raises(InputError, match="more than the budget of 1,000"):
         Conversations(session, 1000).generate("a", [1, 2, 3])

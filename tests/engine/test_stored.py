@@ -169,6 +169,22 @@ def test_requantizing_keeps_what_is_known_best():
     assert (changed.token_ids, changed.length) == (stored.token_ids, stored.length)
 
 
+def test_a_hybrid_is_requantized_and_its_states_stay():
+    session = tq.load("tiny-hybrid", kv="tq6", executor="cpu", on_warning=lambda _: None)
+    stored = session.generate(PROMPT, max_new_tokens=4, keep=True, chat=False).stored[0]
+    target = tq.load("tiny-hybrid", kv="tq4", executor="cpu", on_warning=lambda _: None)
+    changed = requantized(stored, session.plan, target.plan, session.config.kv_shapes)
+    for layer, shape in enumerate(session.config.kv_shapes):
+        of_state, before = changed.of_layer(layer), stored.of_layer(layer)
+        assert of_state.keys() == before.keys()
+        assert all(torch.equal(of_state[name], before[name]) for name in before) is (shape is None)
+    went_on, as_before = (
+        each.generate([], max_new_tokens=4, stored=of).completions[0] for each, of in ((target, changed), (session, stored))
+    )
+    assert went_on.reused_tokens == stored.length
+    assert went_on.token_ids == as_before.token_ids
+
+
 # -- The file --------------------------------------------------------------------------------------------------------------
 
 SHAPE = ModelShape.uniform(1, 1, 64, 32, 400)
@@ -437,11 +453,21 @@ def test_cache_commands(run):
     assert run("--load-cache", "d", "--kv", "tq3", "--max-new-tokens", "1")[0] == 0
 
 
+def test_a_chat_template_for_a_text_that_goes_on_is_refused(run):
+    session = tq.load("m", executor="reference", allow_collapse=True, on_warning=lambda _: None)
+    stored = session.generate("a", max_new_tokens=2, keep=True).stored[0]
+    for said, option in (({"chat": True}, "--chat"), ({"system": "Be brief."}, "--system")):
+        with pytest.raises(InputError, match=f"leave out {option}, or give a prompt"):
+            session.generate([], stored=stored, **said)
+    assert session.generate([], stored=stored, chat=False, max_new_tokens=1).texts
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (("--prompt", "a", "--prompt", "b", "--save-cache", "x"), "stores one sequence"),
         (("--load-cache", "absent"), "cannot be read"),
+        (("--load-cache", "absent", "--system", "Be brief."), "goes on, which no chat template wraps; leave out --system"),
         (("--load-cache", "m/config.json"), "is no stored cache"),
         (("--prompt", "a", "--save-cache", "absent/x"), "does not exist"),
         (("info", "m/config.json"), "is no stored cache"),

@@ -4,7 +4,9 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
+import torch
 from checkpoints import saying, write_checkpoint
 
 import tq
@@ -72,10 +74,43 @@ def test_a_mistyped_argument_is_answered_in_the_words_of_the_call(session):
         (lambda: session.generate("a", max_new_token=8), r"generate\(\) got .*'max_new_token'; did you mean 'max_new_tokens'"),
         (lambda: session.generate("a", temprature=1), r"generate\(\) got .*'temprature'; did you mean 'temperature'"),
         (lambda: session.stream("a", temprature=1), r"stream\(\) got .*'temprature'; did you mean 'temperature'"),
+        (lambda: session.stream("a", on_text=print), r"stream\(\) got an unexpected keyword argument 'on_text'$"),
+        (lambda: session.stream("a", on_token=print), r"stream\(\) got an unexpected keyword argument 'on_token'$"),
         (lambda: session.sampling_with(xyz=1), r"sampling_with\(\) got an unexpected keyword argument 'xyz'$"),
     ):
         with pytest.raises(TypeError, match=rf"^Session\.{told}"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "given", "words"),
+    [
+        ([], {}, "no prompt was given"),
+        ([[1, 2.5]], {}, "prompt 1 is neither a text nor a list of token ids"),
+        ([1, 2], {}, "prompt 1 is neither a text nor a list of token ids: 1"),
+        (["a", [b"b"]], {}, "prompt 2 is neither a text nor a list of token ids"),
+        (["a", []], {}, "prompt 2 is empty"),
+        (5, {}, "a prompt is a text or a list of token ids, not 5"),
+        ("a", {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, not 2.5"),
+        ("a", {"max_new_tokens": None}, "max_new_tokens must be a whole number, not None"),
+        ("a", {"max_context": 8.5}, "max_context must be a whole number, not 8.5"),
+        ("a", {"top_k": 2.5, "temperature": 1.0}, "top-k must be a whole number, not 2.5"),
+        ("a", {"seed": 1.5}, "seed must be a whole number, not 1.5"),
+        ("a", {"temperature": "x"}, "temperature must be a number, not 'x'"),
+        ("a", {"stop": 0}, "a stop is a text, or several, not 0"),
+        ("a", {"stop": ["b", 0]}, "a stop is a text, or several, not 0"),
+    ],
+)  # fmt: skip
+def test_what_is_no_prompt_or_number_is_refused_in_a_line(session, prompts, given, words):
+    with pytest.raises(tq.InputError, match=f"^{words}") as raised:
+        session.generate(prompts, **given)
+    assert "\n" not in str(raised.value)
+
+
+def test_token_ids_of_other_libraries_are_token_ids(session):
+    expected = session.generate([[97, 98]], max_new_tokens=2).completions
+    for ids in (np.array([97, 98]), torch.tensor([97, 98]), (97, 98)):
+        assert session.generate([ids], max_new_tokens=2).completions == expected
 
 
 # -- Settings, and lines ----------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ def test_weights_are_copied_where_twice_as_much_is_free(monkeypatch):
     for free, processes, mapped in ((160, 1, False), (159, 1, True), (319, 2, True), (320, 2, False)):
         monkeypatch.setattr("haarkv.models.catalog.available_memory", lambda free=free: free)
         assert maps_file(weights, None, processes) == mapped
+        assert maps_file(weights, None, processes, in_place=False)
         assert maps_file(weights, True)
         assert not maps_file(weights, False)
 
@@ -87,6 +88,17 @@ def test_a_session_maps_or_copies_as_asked(tmp_path, option, asked, capsys):
         assert main([*given, *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+@needs_proc
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_the_reference_maps_and_copies_as_asked_too(tmp_path, asked):
+    path = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 9000})
+    session = tq.load(path, kv="bf16", executor="reference", dtype="bfloat16", mmap=asked)
+    counted, file = session.loaded.weights, path / "model.safetensors"
+    assert (counted.kept > counted.picked) == (asked is not False)
+    session.generate("abc", max_new_tokens=1)  # reads all of them, but for most rows of the embedding
+    assert (mapped_memory(file) > 0.9 * (counted.total - counted.picked)) == (asked is not False)
 
 
 def test_what_balancing_restores_is_counted(tmp_path, monkeypatch):

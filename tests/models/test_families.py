@@ -64,6 +64,10 @@ MODELS = QWEN3 | {
     "gemma": ("Gemma", {"head_dim": 64}),
     "gemma3_text": ("Gemma3Text", {"head_dim": 64, "num_key_value_heads": 1, "num_hidden_layers": 7, "sliding_window": 40,
         "query_pre_attn_scalar": 48, "hidden_size": 96}),
+    "gemma3_scaled": ("Gemma3Text", {"head_dim": 64, "num_key_value_heads": 1, "num_hidden_layers": 7, "sliding_window": 40,
+        "query_pre_attn_scalar": 48, "hidden_size": 96, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}}),
     "qwen2.5_tied": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> class of transformers, and what its config says beside SHAPE."""
@@ -204,6 +208,10 @@ def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
         ),
         ("qwen2.5", {"layer_types": ["full_attention", "sliding_attention"]}, "does not name the kind of each of 3 layers"),
         ("qwen2.5", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "type 'linear_attention'"),
+        ("qwen2.5", {"layer_types": ["full_attention", "", "full_attention"]}, "type ''"),
+        ("qwen2.5", {"layer_types": ["full_attention", None, "full_attention"]}, "type None"),
+        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": "6"}, "sliding_window_pattern is missing"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}}, "rope scaling 'dynamic'"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "capped logits"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
         ("gemma3_text", {"hidden_activation": "relu"}, "activation relu"),

@@ -108,6 +108,7 @@ def test_an_expert_too_few_in_a_stacked_tensor_is_named(saved, tmp_path):
         ("qwen3_5", {"hidden_act": "gelu"}, "gelu"),
         ("qwen3_5", {"layer_types": ["full_attention"] * 3}, "does not name the kind of each of 4 layers"),
         ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
+        ("qwen3_5", {"layer_types": ["full_attention", "", None, []]}, "type ''"),
         ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of a single token"),
         ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}, "no part"),

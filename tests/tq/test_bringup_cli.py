@@ -61,8 +61,8 @@ def trial(monkeypatch):
     """Put another executor in the place of `cpu`."""
 
     def put(build):
-        entry = replace(catalog._ENTRIES["cpu"], open=lambda model, device: build(model), missing=lambda: None)
-        monkeypatch.setitem(catalog._ENTRIES, "cpu", entry)
+        entry = replace(catalog.ENTRIES["cpu"], open=lambda model, device: build(model), missing=lambda: None)
+        monkeypatch.setitem(catalog.ENTRIES, "cpu", entry)
 
     return put
 
@@ -325,7 +325,7 @@ def interrupted(model):
 
 
 def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, trial):
-    entry = catalog._ENTRIES["cpu"]
+    entry = catalog.ENTRIES["cpu"]
     trial(interrupted)
     code, out, err = bringup()
     assert (code, err) == (130, "tq: interrupted\n")

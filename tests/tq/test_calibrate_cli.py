@@ -138,7 +138,11 @@ def test_what_is_no_better_than_tq4_is_written_by_force_only(tq, tmp_path):
     """A few words that repeat teach nothing of other text."""
     (tmp_path / "poor.txt").write_text(POOR, encoding="utf-8")
     poor = ("calibrate", "--text", "poor.txt", "--verify", "unseen.txt", "--out", "new.safetensors", *SHORT)
-    assert_refused(tq(*poor), "new.safetensors is not written: on unseen text k=lr4,v=tq4", "--force")
+    code, out, err = tq(*poor)
+    assert (code, err) == (1, "")
+    assert "new.safetensors is not written: on unseen text k=lr4,v=tq4" in out
+    assert "give more --text, or --force" in out
+    assert json.loads(tq(*poor, "--json")[1])["calibration"] is None
     assert not (tmp_path / "new.safetensors").exists()
     code, out, _ = tq(*poor, "--force")
     assert code == 0

@@ -71,6 +71,12 @@ def test_chat_drafts_as_well(run, monkeypatch):
     assert said[0] == said[1]
 
 
+def test_bench_drafts_promises_no_cache_that_it_does_not_take(run):
+    said = " ".join(run("bench", "drafts", "--help").out.split())
+    assert "auto: the smallest cache" not in said
+    assert "A format of `tq formats`, or k=NAME,v=NAME. [default: tq4]" in said
+
+
 def test_bench_drafts_measures_both_in_one_run(run):
     code, out, err = run(
         "bench", "drafts", "--model", "tiny", "--draft", "ngram", "--executor", "cpu", "--dtype", "float32", "--contexts", 40,

@@ -31,6 +31,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import tq
+from haarkv.engine.plans import shape_of
+from haarkv.models import hf_config
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -603,7 +605,7 @@ def test_generate_refuses(tiny, prompt, kwargs, word):
 
 # -- A plan file ------------------------------------------------------------------------------------------------------------
 def write_plan(path, spec, **changes):
-    right = model_shape(config_of("qwen3"), 2)
+    right = model_shape(config_of("qwen3"))
     heads = {name: changes.pop(name) for name in ("num_kv_heads", "head_dim") if name in changes}
     shape = replace(right, layers=tuple(replace(layer, **heads) for layer in right.layers), **changes)
     path.write_text(plan_file.dumps(spec.plan(2), shape), encoding="utf-8")
@@ -621,6 +623,38 @@ def test_a_plan_file_says_all(tmp_path, as_text):
     ours, same = (run(model, c) for c in (cache, tq.TQCache(model.config, "k=tq8,v=tq2", **options)))
     assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
     assert not torch.equal(ours[1], run(model, tq.TQCache(model.config, "k=tq8,v=tq2"))[1])
+
+
+LONG = {
+    "gemma3": (Gemma3TextConfig, {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 7, "num_hidden_layers": 7}),
+    "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": 255}),
+    "mistral, a window as wide as its context": (MistralConfig, {"head_dim": 32, "sliding_window": 256}),
+    "qwen2": (Qwen2Config, {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2 behind YaRN": (Qwen2Config, {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 1,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}}),
+    "qwen2 without windows": (Qwen2Config, {"sliding_window": 16}),
+    "qwen3": (Qwen3Config, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", LONG)
+def test_a_plan_file_of_tq_plan_fits_the_model_that_transformers_has(tmp_path, family):
+    kind, special = LONG[family]
+    theirs = kind(**{**COMMON, **special})
+    ours = hf_config.config_of(tmp_path, theirs.to_dict())
+    assert any(shape.window for shape in ours.kv_shapes) == (family in ("gemma3", "mistral", "qwen2", "qwen2 behind YaRN"))
+    path, plan = tmp_path / "plan.json", KVSpec("tq3").plan(ours.num_layers)
+    path.write_text(plan_file.dumps(plan, shape_of(ours)), encoding="utf-8")
+    assert {layer.k_format.name for layer in tq.TQCache(theirs, plan=path).layers} == {"tq3"}
+
+
+def test_a_plan_file_of_other_windows_is_refused(tmp_path):
+    theirs = MistralConfig(**COMMON, head_dim=32, sliding_window=7)
+    path = tmp_path / "plan.json"
+    path.write_text(plan_file.dumps(KVSpec("tq3").plan(2), model_shape(theirs)), encoding="utf-8")
+    theirs.sliding_window = 8
+    with pytest.raises(InputError, match="that see 7 tokens"):
+        tq.TQCache(theirs, plan=path)
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 80}, {"num_kv_heads": 4}, {"head_dim": 64}, {"vocab_size": 62}])

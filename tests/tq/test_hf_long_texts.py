@@ -44,7 +44,7 @@ def made_up():
 
 
 def new(**options):
-    file = CalibrationFile(made_up(), model_shape(LLAMA, 2), "", {})
+    file = CalibrationFile(made_up(), model_shape(LLAMA), "", {})
     return tq.TQCache(LLAMA, kv=KV, calibration=file, **options)
 
 

@@ -85,6 +85,7 @@ OWN = {
     ("export", "--out"): "a folder",
     ("plan", "--force"): "writes a plan",
     ("export", "--force"): "replaces a folder",
+    ("bench drafts", "--kv"): "no auto, and another default",
     ("serve", "--kv"): "tq4 or vLLM's own",
     ("dev bringup", "--kv"): "a list",
     ("dev bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",

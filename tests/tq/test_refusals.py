@@ -46,6 +46,7 @@ REFUSED = {
         ("generate why is the sky blue", "in quotes"),
     ],
     GENERATE: [
+        ("--rank-timeout 5", "give --tensor-parallel as well"),
         ("--kv auto --kv-tail 3", "--kv auto sets the whole cache; leave out --kv-tail"),
         ("--kv-loss 0.1", "--kv-loss says what --kv auto may lose"),
         ("--kv ''", "unknown KV format ''"),
@@ -101,9 +102,13 @@ REFUSED = {
         ("--draft self --kv tq2 --allow-collapse", "reads no format coarser"),
         ("--draft self --draft-kv kivi2 --executor onnx", "onnx"),
     ],
+    "quantize m --out new.gguf": [
+        ("--imatrix-tokens 100", "give --imatrix as well"),
+    ],
     "bench drafts": [
         ("", "name what guesses the tokens"),
         ("--draft ngram --kv bf16,tq4", "bf16,tq4"),
+        ("--draft ngram --kv auto", "unknown KV format 'auto'"),
     ],
     "info": [
         ("nothing/here", "no such model"),
@@ -162,6 +167,8 @@ REFUSED = {
         ("--resume new.safetensors", "same file"),
         ("--resume text.txt", "no half-done calibration"),
         ("--window 10000000", "--window must lie in 1 … 1,024"),
+        ("--verify text.txt", "--text and --verify are the same text"),
+        ("--text unseen.txt", "--text and --verify are the same text"),
     ],
     VALIDATE: [
         ("--reference gpu", "unknown executor"),

@@ -36,9 +36,9 @@ def faulty(monkeypatch):
         fault = next(f for f in planted(model, 1) if f.name == "zero output")
         return ReferenceExecutor(model, fault.table())
 
-    class_of = catalog._class
-    monkeypatch.setattr(catalog, "_class", lambda name: class_of("reference" if name == "faulty" else name))
-    monkeypatch.setitem(catalog._ENTRIES, "faulty", catalog._Entry(build))
+    class_of = catalog.class_of
+    monkeypatch.setattr(catalog, "class_of", lambda name: class_of("reference" if name == "faulty" else name))
+    monkeypatch.setitem(catalog.ENTRIES, "faulty", catalog.Entry(build))
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
 
 
@@ -328,9 +328,9 @@ def piped(*args, reader="head -1", before=""):
 
 PLANT = (
     "from haarkv.executors import catalog; from haarkv.executors.reference import ReferenceExecutor; "
-    "from haarkv.validation.layers.faults import planted; class_of = catalog._class; "
-    "catalog._class = lambda name: class_of('reference' if name == 'faulty' else name); "
-    "catalog.NAMES += ('faulty',); catalog._ENTRIES['faulty'] = catalog._Entry(lambda model, device: ReferenceExecutor("
+    "from haarkv.validation.layers.faults import planted; class_of = catalog.class_of; "
+    "catalog.class_of = lambda name: class_of('reference' if name == 'faulty' else name); "
+    "catalog.NAMES += ('faulty',); catalog.ENTRIES['faulty'] = catalog.Entry(lambda model, device: ReferenceExecutor("
     "model, next(f for f in planted(model, 1) if f.name == 'zero output').table())); "
 )
 

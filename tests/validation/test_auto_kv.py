@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 import tq
 from haarkv.engine.plans import plan_for
 from haarkv.executors.npu import NpuExecutor
+from haarkv.models.catalog import TINY
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity.evaluation import Setup, evaluate, make_workload
@@ -243,6 +245,28 @@ def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home
     remembered.cache_for("tiny", loss=0.002)
     remembered.cache_for("tiny", loss=0.01)
     assert asked == [0.002, 0.002, 0.01]
+
+
+def test_a_choice_is_that_of_settings_weights_and_tokenizer(at_home, tmp_path):
+    """Of one file, and of shards; what else is written to the folder changes nothing."""
+    shards = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    for content, what_counts in ((None, "model.safetensors"), (shards, "two.safetensors")):
+        folder = tmp_path / what_counts
+        shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        if content:
+            (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+            for name in content["weight_map"].values():
+                (folder / name).write_bytes(b"1")
+        before = remembered.file_for(str(folder), LOSS)
+        for other in ("notes.txt", "learned.safetensors", "README.md", "tokenizer_config.json"):
+            (folder / other).write_text("{}")
+            assert remembered.file_for(str(folder), LOSS) == before, other
+        seen = {before}
+        for name in ("config.json", "tokenizer.json", what_counts):
+            with (folder / name).open("ab") as file:
+                file.write(b" ")
+            assert remembered.file_for(str(folder), LOSS) not in seen, name
+            seen.add(remembered.file_for(str(folder), LOSS))
 
 
 def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypatch, capsys):

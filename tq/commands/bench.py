@@ -249,7 +249,7 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
 @command.command("drafts")
 @options.together(
     options.model_option(),
-    options.kv_option,
+    click.option("--kv", default="tq4", show_default=True, help="A format of `tq formats`, or k=NAME,v=NAME."),
     options.executor_option(),
     options.run_options(),
     _contexts("1024"),

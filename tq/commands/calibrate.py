@@ -49,21 +49,24 @@ def command(
     text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
     window: int | None, threads: int | None, resume_file: Path | None, force: bool,
     as_json: bool, **model: Any,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Learn in which coordinates a model's keys are cheapest to store, for formats lr2 to lr5.
 
     All windows go through the model layer by layer. A layer's queries and the spread of its keys give the
     coordinates of each KV head. Ten thousand tokens are enough, of text like yours or of what the model writes from its
     start token; the error on unseen text says whether they were. Then k=lr4,v=tq4 is judged on that text beside tq4 of the
-    same bytes, and the file is written if it is better.
+    same bytes. The file is written if it is better; otherwise the exit code is 1.
 
     \b
       tq calibrate --out tiny.safetensors
       tq calibrate --text train.txt --verify held_out.txt --out tiny.safetensors
       tq plan --calibration tiny.safetensors --text train.txt --budget 2.6 --out plan.safetensors
     """
-    text = "\n".join(read_text(name, "--text") for name in text_files) if text_files else None
+    texts = [read_text(name, "--text") for name in text_files]
+    text = "\n".join(texts) if texts else None
     other = None if verify_file is None else read_text(verify_file, "--verify")
+    if other is not None and other in (text, *texts):
+        raise click.UsageError("--text and --verify are the same text, which cannot judge what was learned; give another one")
     options.check_outputs(out=out_file, resume=resume_file)
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.calibration_file import dumps
@@ -93,15 +96,13 @@ def command(
     with scoring(2 * judged.scored) as on_step:
         rows = subject.judge(found.calibration, judged, on_step)
     report = _Report(work.scored, judged.scored, learning.fits, rows, seconds, len(learning.layers))
-    if report.worse and not force:
-        raise InputError(
-            f"{out_file} is not written: on unseen text {rows[1].kv} has a mean KL of {rows[1].kl_mean:.3g}, no better than "
-            f"tq4's {rows[0].kl_mean:.3g}; give more --text, or --force"
-        )
-    found = subject.file_of(learning, report.as_json)
-    write_whole(out_file, dumps(found))
+    written = force or not report.worse
+    if written:
+        found = subject.file_of(learning, report.as_json)
+        write_whole(out_file, dumps(found))
     with unread_is_fine():
-        _print(out_file, found, report, as_json)
+        _print(out_file, written, found, report, as_json)
+    return int(not written)
 
 
 def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path | None) -> Learning:
@@ -181,14 +182,15 @@ class _Report:
         }
 
 
-def _print(out_file: Path, found: CalibrationFile, report: _Report, as_json: bool) -> None:
+def _print(out_file: Path, written: bool, found: CalibrationFile, report: _Report, as_json: bool) -> None:
     from haarkv.validation.planning.calibrate import ENOUGH
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     per_layer = report.seconds / report.layers
     if as_json:
         cost = {"seconds_per_layer": per_layer, "peak_bytes": peak}
-        print(json.dumps({"calibration": str(out_file), "digest": found.calibration.digest, **report.as_json, **cost}))
+        file = {"calibration": str(out_file) if written else None, "digest": found.calibration.digest}
+        print(json.dumps({**file, **report.as_json, **cost}))
         return
     where = f"{report.verified_tokens:,} unseen tokens, against the model's own bf16 cache"
     cells = [
@@ -201,4 +203,14 @@ def _print(out_file: Path, found: CalibrationFile, report: _Report, as_json: boo
         f"learned from {report.tokens:,} tokens; errors cost {report.fit:.2f} times as much on unseen text: "
         + ("the text was enough" if enough else f"above {ENOUGH:g} more text helps")
     )
-    print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; written to {out_file}")
+    print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; {_ending(out_file, written, report)}")
+
+
+def _ending(out_file: Path, written: bool, report: _Report) -> str:
+    if written:
+        return f"written to {out_file}"
+    tq4, learned = report.rows
+    return (
+        f"{out_file} is not written: on unseen text {learned.kv} has a mean KL of {learned.kl_mean:.3g}, no better than tq4's "
+        f"{tq4.kl_mean:.3g}; give more --text, or --force"
+    )

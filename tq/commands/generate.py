@@ -105,9 +105,10 @@ def _room(texts: Sequence[str], asked: Mapping[str, Any]) -> Room:
     """What the cache will be asked for, for `engine.loading.load`."""
 
     def room(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, int]:
-        from haarkv.engine.text import context_for, encode
+        from haarkv.engine.text import context_for, encode, require_nothing_said
 
         if not texts:  # a stored sequence goes on; how long it is stands in its file, which is read later
+            require_nothing_said(asked["chat"], asked["system"])
             return 1, asked["max_context"] or asked["max_new_tokens"]
         ids = encode(tokenizer, config.vocab_size, texts, asked["chat"], asked["system"])
         return len(ids), context_for(ids, config.max_position_embeddings, asked["max_new_tokens"], asked["max_context"])

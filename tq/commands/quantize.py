@@ -58,6 +58,8 @@ def command(
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
+    if imatrix is None and "imatrix_tokens" in options.written():
+        raise click.UsageError("--imatrix-tokens says how much of the text of --imatrix is read; give --imatrix as well")
     options.set_threads(threads)
     check_writable(out)
     mix = mix.lower()

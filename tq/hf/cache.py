@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from haarkv.engine.plans import default_spec
 from haarkv.models.balance import Scales, Uneven
@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.attention import IMPLEMENTATION
-from tq.hf.config import decoder_config, head_dims, model_shape
+from tq.hf.config import cache_layers, decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 from tq.hf.store import SideStore
 from tq.hf.weights import Watch, balance_of
@@ -101,7 +101,7 @@ class TQCache(Cache):  # type: ignore[misc]
         model: Any = None, balance: bool = True, allow_collapse: bool = False,
     ) -> None:  # fmt: skip
         decoder = decoder_config(config)
-        theirs = _their_layers(decoder)
+        theirs = cache_layers(decoder)
         if isinstance(plan, (str, Path)):
             if (kv, tail, sink, tuple(skip_layers), calibration) != (None, None, None, (), None):
                 raise InputError("a plan file sets the whole cache; leave out kv, tail, sink, skip_layers and calibration")
@@ -113,7 +113,7 @@ class TQCache(Cache):  # type: ignore[misc]
                 default = default_spec(file is not None)
                 kv, tail, sink = default.kv, default.tail, default.sink
             spec = KVSpec(kv or "tq4", tail, sink or 0, skip_layers, plan or {}, *learned)
-        chosen = spec.plan(len(theirs), model_shape(decoder, len(theirs)) if spec.made_for else None)
+        chosen = spec.plan(len(theirs), model_shape(decoder) if spec.made_for else None)
         scales: Mapping[int, Scales] = {}
         self.uneven: tuple[Uneven, ...] = ()
         if model is not None and spec.calibration is None:
@@ -156,24 +156,3 @@ def _stats_of(layer: TQLayer) -> LayerStats:
         used=total(lambda side: side.used_bytes), allocated=total(lambda side: side.allocated_bytes),
         bf16=2 * numbers, fp32=4 * numbers,
     )  # fmt: skip
-
-
-def _their_layers(decoder: Any) -> list[Any]:
-    """transformers' own cache layers for a model, which ours replace.
-
-    Raises:
-        InputError: a layer is none of attention over all tokens, over a window, or over another layer's.
-    """
-    try:
-        layers: list[Any] = DynamicCache(config=decoder).layers
-    except KeyError as error:
-        raise InputError(f"{decoder.model_type} has layers of type {error}, which TQCache does not hold") from None
-    types = getattr(decoder, "layer_types", None) or [None] * len(layers)
-    for layer, (their, word) in enumerate(zip(layers, types, strict=True)):
-        # Not isinstance: transformers' other layers derive from these and hold more. A DummyLayer holds nothing.
-        if type(their) not in (DynamicLayer, DynamicSlidingWindowLayer) and type(their).__name__ != "DummyLayer":
-            raise InputError(
-                f"layer {layer} of {decoder.model_type} is {word or type(their).__name__}, which is more than K and V; "
-                "TQCache holds models of full and sliding-window attention"
-            )
-    return layers

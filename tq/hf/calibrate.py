@@ -50,7 +50,7 @@ def calibrate(
         raise InputError("tq.calibrate needs windows of tokens, and none may be empty")
     if out is not None:
         check_writable(Path(out))
-    turns = _rope_of(model, windows[0])
+    turns, shape = _rope_of(model, windows[0]), model_shape(decoder_config(model.config))
     learning, judging = (_Recorder(model, turns) for _ in range(2))
     every = [(learning, window) for window in windows] + [(judging, window) for window in held_back]
     for done, (recorder, window) in enumerate(every, 1):
@@ -62,7 +62,6 @@ def calibrate(
     learned = {"tokens": sum(map(len, windows)), "fit": fits}
     weights = fingerprint(model.state_dict().items())
     context = None if turns else max(map(len, windows))
-    shape = model_shape(decoder_config(model.config), len(bases))
     file = CalibrationFile(calibration_of(bases, context), shape, weights, learned)
     if out is not None:
         write_whole(Path(out), dumps(file))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
+from haarkv.models.hf_config import HFConfig
+from haarkv.models.hf_rope import read_rope
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import ModelShape
+from haarkv.tq_ops.kv.shapes import KVShape
 
 
 def decoder_config(config: Any) -> Any:
@@ -42,7 +47,49 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
     return head_dim, head_dim
 
 
-def model_shape(config: Any, num_layers: int) -> ModelShape:
-    """The shapes that a plan file must match."""
+def cache_layers(decoder: Any) -> list[Any]:
+    """transformers' own cache layers for a model, which ours replace.
+
+    Raises:
+        InputError: a layer is none of attention over all tokens, over a window, or over another layer's.
+    """
+    # Who balances weights reads a config as well, and may not have transformers.
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    try:
+        layers: list[Any] = DynamicCache(config=decoder).layers
+    except KeyError as error:
+        raise InputError(f"{decoder.model_type} has layers of type {error}, which TQCache does not hold") from None
+    types = getattr(decoder, "layer_types", None) or [None] * len(layers)
+    for layer, (their, word) in enumerate(zip(layers, types, strict=True)):
+        # Not isinstance: transformers' other layers derive from these and hold more. A DummyLayer holds nothing.
+        if type(their) not in (DynamicLayer, DynamicSlidingWindowLayer) and type(their).__name__ != "DummyLayer":
+            raise InputError(
+                f"layer {layer} of {decoder.model_type} is {word or type(their).__name__}, which is more than K and V; "
+                "TQCache holds models of full and sliding-window attention"
+            )
+    return layers
+
+
+def model_shape(config: Any) -> ModelShape:
+    """The shapes that a plan file must match; a window that is as wide as the context hides nothing and is dropped."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return ModelShape.uniform(num_layers, heads, head_dims(config, 0)[0], config.hidden_size, config.vocab_size)
+    positions = _positions(config)
+
+    def window(their: Any) -> int | None:
+        size = getattr(their, "sliding_window", None)
+        return size if size and size < positions else None
+
+    shapes = [KVShape(heads, head_dims(config, layer)[0], window(their)) for layer, their in enumerate(cache_layers(config))]
+    return ModelShape(tuple(shapes), config.hidden_size, config.vocab_size)
+
+
+def _positions(config: Any) -> float:
+    """That a model may be run with, as this project reads configs; as many as are stated where its RoPE is not built."""
+    stated = getattr(config, "max_position_embeddings", None)
+    if not stated:
+        return math.inf
+    try:
+        return read_rope(HFConfig(Path("config.json"), config.to_dict()), stated, kind_of_layer="full_attention").positions
+    except InputError:
+        return float(stated)

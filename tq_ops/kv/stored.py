@@ -7,7 +7,7 @@ stores it by another plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.layer import KEPT
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, Place, Shapes, blocks_for
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, Place, Shapes, blocks_for, each
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,17 @@ def requantized(stored: StoredSequence, before: KVPlan, after: KVPlan, shapes: S
 
     Args:
         before: the plan that it is stored by.
-        shapes: of the model's layers, all of which have K and V.
+        shapes: of the model's layers; what those remember that have no K and V stays as it is.
     """
     blocks = max(blocks_for(stored.length), 1)
     source, target = (PagedKVCache(plan, shapes, num_blocks=blocks, num_rows=1, room=KEPT_ROOM) for plan in (before, after))
     from_paging, to_paging = (PagedSequences(cache.num_blocks, cache.block_size, num_rows=1) for cache in (source, target))
     place, sequence = from_paging.places(put(stored, source, from_paging)), to_paging.add()
     carry_over(source, place, stored.length, target, to_paging, sequence)
-    return take(target, to_paging, sequence, stored.token_ids)
+    changed = take(target, to_paging, sequence, stored.token_ids)
+    states = (layer for layer, shape in enumerate(each(shapes, target.num_layers)) if shape is None)
+    kept = {f"layers.{layer}.{name}": tensor for layer in states for name, tensor in stored.of_layer(layer).items()}
+    return replace(changed, tensors={**changed.tensors, **kept})
 
 
 def carry_over(
@@ -141,7 +144,7 @@ def carry_over(
         first, last = begin // source.block_size, int(batch.positions[-1]) // source.block_size
         batch = batch.to(target.device)
         inside = batch.positions - first * source.block_size
-        for layer in range(target.num_layers):
+        for layer in source.held:
             blocks = source.blocks_at(layer, place, first, last + 1)
             table = torch.tensor([blocks], dtype=torch.int32, device=source.device)
             k, v = (

@@ -1,6 +1,7 @@
 """Caches that `--kv auto` has chosen, kept in the user's cache folder beside what they were learned with.
 
-A choice is found again by the model's files, their sizes and times, and the bound; the calibration in it names the weights by
+A choice is found again by the model's settings, weights and tokenizer, the files' sizes and times, and the bound; what else
+lies in its folder does not count. The calibration in it names the weights by
 their fingerprint, which a session compares when it has read them. A file that cannot be read is chosen anew.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.plans import SINKS, default_spec, plan_for
-from haarkv.models.catalog import path_of, read_config
+from haarkv.models.catalog import path_of, read_config, source_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
@@ -83,12 +84,12 @@ def file_for(model: str, loss: float, layers: int | None = None, executor: str |
     Raises:
         InputError: no such model.
     """
-    path = path_of(model)
-    files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
-    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    source = source_of(model)
+    files = [] if source is None else source.files()
+    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     about = [
         _VERSION,
-        model if path is None else "",
+        model if source is None else "",
         layers,
         seen,
         loss,
