@@ -3,7 +3,8 @@
 A row continues a text greedily from so many tokens: without drafts, with a draft of which nothing is known yet, as in the
 first run of a session, and with one that was measured in earlier runs. Times are of the decode steps, from the first new token
 to the last, and of the whole call. The prompt is computed once for all, unless the draft goes on from the model's hidden
-states, which are noted as it is computed. The CPU time of one thread does not count what else the machine does.
+states, which are noted as it is computed. The CPU time of one thread does not count what else the machine does, but grows
+where caches are shared, so that the lower quartile of the turns counts.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class DraftRow:
 
     Attributes:
         known: it was measured in the turns before, as in later runs of a session.
-        ms, cpu_ms: a token, median wall time and median CPU time of the calling thread.
-        speed_up, cpu_speed_up: medians of the turns' ratios to no drafts; None of none itself.
-        whole_speed_up: as cpu_speed_up, of the whole call.
+        ms, cpu_ms: a token, median wall time and the lower quartile of the calling thread's CPU time.
+        speed_up: median of the turns' ratios to no drafts; None of none itself.
+        cpu_speed_up, whole_speed_up: ratios of CPU times, of the decode steps and of the whole call.
         same_text: the new tokens are those without drafts.
         drafting: acceptance and the rest, of the last turn.
     """
@@ -111,13 +112,12 @@ def _rows(sessions: Sequence[Session], prompt: list[int], request: DraftRequest,
             if turn >= 0:
                 turns[index].append(times)
     rows = []
+    base = _Turns.of(turns[0])
     for index, (session, taken, (tokens, drafting)) in enumerate(zip(sessions, turns, last, strict=True)):
-        ratios = [base.over(times) for base, times in zip(turns[0], taken, strict=True)]
-        gain, cpu_gain, whole = (statistics.median(of) if session.draft else None for of in zip(*ratios, strict=True))
-        ms, cpu_ms = (statistics.median(of) for of in zip(*((1e3 * t.wall, 1e3 * t.cpu) for t in taken), strict=True))
-        same = tokens == last[0][0]
-        known = index == 2
-        rows.append(DraftRow(len(prompt), _name(session), known, ms, cpu_ms, gain, cpu_gain, whole, same, drafting))
+        ours, known, same = _Turns.of(taken), index == 2, tokens == last[0][0]
+        gain, cpu_gain, whole = ours.gains(base) if session.draft else (None, None, None)
+        name, ms, cpu_ms = _name(session), ours.ms, 1e3 * ours.cpu
+        rows.append(DraftRow(len(prompt), name, known, ms, cpu_ms, gain, cpu_gain, whole, same, drafting))
     return rows
 
 
@@ -138,9 +138,29 @@ class _Times:
     cpu: float
     whole: float
 
-    def over(self, other: _Times) -> tuple[float, float, float]:
-        """How many times as long each took."""
-        return self.wall / other.wall, self.cpu / max(other.cpu, 1e-9), self.whole / max(other.whole, 1e-9)
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of one session: wall times in order, and the lower quartiles of CPU times."""
+
+    wall: list[float]
+    cpu: float
+    whole: float
+
+    @classmethod
+    def of(cls, turns: Sequence[_Times]) -> _Turns:
+        quarter = len(turns) // 4
+        cpu, whole = (sorted(of)[quarter] for of in ([t.cpu for t in turns], [t.whole for t in turns]))
+        return cls([t.wall for t in turns], cpu, whole)
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * statistics.median(self.wall)
+
+    def gains(self, base: _Turns) -> tuple[float, float, float]:
+        """How many times as fast: wall time, CPU time, CPU time of the whole call."""
+        wall = statistics.median(b / ours for b, ours in zip(base.wall, self.wall, strict=True))
+        return wall, base.cpu / max(self.cpu, 1e-9), base.whole / max(self.whole, 1e-9)
 
 
 def _timed(
