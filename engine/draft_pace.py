@@ -11,7 +11,7 @@ Where none pays, one token is tried again after longer and longer gaps; a trial 
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +33,8 @@ _FORGET = 1 / 24
 """What an older draft counts less than the next one."""
 _GUESS = 0.5
 """Plain steps that a draft costs, before one was measured."""
+_INTERRUPTED = 2
+"""Times that a step may take what is expected of it; what it took beyond that, something else took."""
 
 
 @dataclass
@@ -77,8 +79,12 @@ class Experience:
         return total
 
     def cost(self, count: int) -> float:
-        """What a step with so many drafts takes, in plain steps: the median where it was tried, else by the nearest two."""
-        known = [(0, 1.0), *sorted((number, statistics.median_low(times)) for number, times in self.costs.items())]
+        """What a step with so many drafts takes, in plain steps: where it was tried, else by the nearest two."""
+        known = [(0, 1.0)]
+        for number, times in sorted(self.costs.items()):
+            # What was seen once may have been an interruption.
+            most = _INTERRUPTED * (1 + _GUESS * number) if len(times) == 1 else math.inf
+            known.append((number, min(_undisturbed(times), most)))
         if len(known) == 1:
             known.append((1, 1 + _GUESS))
         for number, cost in known:
@@ -106,6 +112,11 @@ class Experience:
             self.taken.append(0.0)
         self.tried[place] = self.tried[place] * (1 - _FORGET) + 1
         self.taken[place] = self.taken[place] * (1 - _FORGET) + taken
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    """Their lower quartile: where other processes interrupt steps, most of them may be slow."""
+    return sorted(times)[len(times) // 4]
 
 
 class Pace:
@@ -136,7 +147,7 @@ class Pace:
         """
         if len(self._plain) < PLAIN or self._since_plain >= AGAIN:
             return 0
-        known, plain = self._experience, statistics.median_low(self._plain)
+        known, plain = self._experience, _undisturbed(self._plain)
         wanted = known.best(self._most)
         if wanted == 0:
             wanted = min(int(known.since >= known.gap), self._most)
@@ -177,7 +188,9 @@ class Pace:
             self._plain.append(seconds)
             self._since_plain = 0
             return
-        plain = statistics.median_low(self._plain) if self._plain else seconds
+        plain = _undisturbed(self._plain) if self._plain else seconds
+        # What interrupts a step is not the draft's, and is not counted in plain steps either.
+        seconds = min(seconds, _INTERRUPTED * known.cost(most) * plain)
         self.ledger += plain * sum(1 + taken for _, taken in drafts) / len(drafts) - seconds
         paid = known.best(self._most) > 0
         known.add(seconds / plain, drafts, self._most)

@@ -1,6 +1,7 @@
 """How many tokens a step are drafted, by a clock that the tests turn: what trials cost, and which drafts stay."""
 
 import random
+from collections import deque
 
 import pytest
 
@@ -60,6 +61,12 @@ def test_a_text_that_ends_early_loses_what_was_allowed_ahead_at_most():
     assert max(lost) > 0
 
 
+def test_what_costs_more_than_was_earned_waits():
+    """A trial may lose 2 steps' time: the steps so far and those ahead must be 100."""
+    _, chosen, _ = driven(1000, lambda n: 1 + 2.0 * n, lambda _: 0.0, experience=Experience(costs={1: deque([3.0])}))
+    assert chosen.index(1) == 2 / SHARE - AHEAD
+
+
 def test_a_draft_that_pays_is_used_within_a_few_steps():
     for seed in range(20):
         ratio, chosen, pace = driven(128, cheap, lambda _: 0.9, seed=seed)
@@ -84,11 +91,25 @@ def test_the_number_that_pays_most_is_found():
         assert sorted(chosen[40:])[130] == best
 
 
+def test_an_interruption_does_not_end_drafts_that_pay():
+    """The first trial takes 40 times as long as it should, and later so does one step in ten."""
+    for seed in range(10):
+        draw, pace, chosen = random.Random(seed), Pace(4, Experience()), []
+        for _ in range(400):
+            count = pace.tokens(1000)
+            taken = next((i for i in range(count) if draw.random() >= 0.8), count)
+            slow = 40 if (count and not any(chosen)) or draw.random() < 0.1 else 1
+            pace.took(slow * cheap(count), count, [(count, taken)])
+            chosen.append(count)
+        assert chosen.index(1) == PLAIN
+        assert sum(chosen[200:]) / 200 > 2.5
+
+
 def test_a_draft_that_comes_to_pay_is_found():
     for seed in range(10):
-        _, chosen, pace = driven(1200, cheap, lambda came: 0.95 if came > 400 else 0.0, seed=seed)
-        late = next(step for step, count in enumerate(chosen) if step > 400 and count == 4)
-        assert late <= 400 + GAPS[1] + 40
+        _, chosen, pace = driven(2000, cheap, lambda came: 0.95 if came > 1100 else 0.0, seed=seed)
+        late = next(step for step, count in enumerate(chosen) if step > 1100 and count == 4)
+        assert late <= 1100 + 2 * GAPS[1]
         assert pace.ledger > 0
 
 

@@ -260,10 +260,10 @@ def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, proposals, m
 
 @pytest.mark.parametrize("read", [3, 6])
 def test_of_a_long_text_the_newest_states_are_read(saved, proposals, monkeypatch, read):
-    """At once behind the prompts, and after a pause in which more tokens came than are read."""
+    """Soon behind the prompt, and after a pause in which more tokens came than are read."""
     theirs, folder = saved("qwen3_5")
     monkeypatch.setattr("haarkv.engine.draft_mtp.READ", read)
-    turns = itertools.cycle([True] + [False] * 9)
+    turns = itertools.cycle([False, True] + [False] * 8)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most * next(turns))
     session(folder, DraftSpec("mtp", 3, "fp32")).generate([TEXT], max_new_tokens=40, sampling=Sampling())
     assert len(proposals) >= 3

@@ -107,6 +107,23 @@ def test_every_text_is_that_of_plain_decoding(servers, way, record_property):
 
 
 @pytest.mark.vllm_server
+@pytest.mark.parametrize("kv", ["tq4", "k=tq6,v=tq4"])
+def test_a_hybrid_goes_on_from_states_that_were_kept(servers, kv, record_property):
+    """Prompts that fill vLLM's blocks, of some 640 tokens beside these states: one again, longer, and parting behind it."""
+    other, text = prompts(2, (60, 2000))
+    given = [text[:1330], text[:700], text[:1330], text[:1400], [*text[:1300], *other], [*text[:645], *other], text[:700]]
+    asked = [Request(tuple(prompt), 40) for prompt in given]
+    way = Way("tiny-hybrid", kv, context=2048, at_once=1)
+    served = servers.serve(way, asked)
+    found = plain("tiny-hybrid", kv).compare(asked, served.texts)
+    record_property("compared", str(found))
+    print(f"{way}: {found}; {served.figures}")
+    assert not found.wrong, found.wrong
+    assert found.equal > len(asked) // 2
+    assert served.figures["vllm:prefix_cache_hits"] >= 640 * 4, "the last five begin as one before them"
+
+
+@pytest.mark.vllm_server
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafts", ["ngram", "draft_model"])
 def test_drafts_verified_by_other_lengths_are_found(servers, drafts, fault, record_property):
