@@ -156,8 +156,14 @@ class Pace:
         if wanted == 0:
             return 0
         without = self.spent + self.ledger + min(coming, AHEAD) * plain  # the run's time without drafts
-        left = self.ledger + SHARE * without - behind() * known.reading
-        while wanted and (known.cost(wanted) - 1) * plain > left:
+        left = self.ledger + SHARE * without
+        if known.reading and self._affordable(wanted, plain, left):  # else what was missed need not be counted
+            left -= behind() * known.reading
+        return self._affordable(wanted, plain, left)
+
+    def _affordable(self, wanted: int, plain: float, left: float) -> int:
+        """The most drafts up to `wanted` whose step, should none be taken, loses no more seconds than are left."""
+        while wanted and (self._experience.cost(wanted) - 1) * plain > left:
             wanted -= 1
         return wanted
 
@@ -181,6 +187,8 @@ class Pace:
         self._since_plain += 1
         self._since_more += 1
         self.spent += seconds + reading
+        if behind and known.reading and self._plain:  # as below, of interruptions
+            reading = min(reading, max(_INTERRUPTED * behind * known.reading, _undisturbed(self._plain)))
         self.ledger -= reading
         if behind:
             known.read(behind, reading)
@@ -209,7 +217,7 @@ class Pace:
         """What was chosen, in words."""
         if not self._experience.tried:
             return "" if self._asked else "not tried: so short a text does not pay for a trial"
-        if best := self._experience.best(self._most):
-            return f"{best} a step by measured gain"
+        best = self._experience.best(self._most)
+        chosen = f"{best} a step by measured gain" if best else "turned itself off: does not pay here"
         lost = f", trials took {-self.ledger / (self.spent + self.ledger):.1%} of the time" if self.ledger < 0 else ""
-        return f"turned itself off: does not pay here{lost}"
+        return chosen + lost
