@@ -311,7 +311,7 @@ def test_a_damaged_layer_is_refused_by_name(saved, tmp_path, change, words):
         load_mtp(tmp_path, model.config, torch.float32, {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head})
 
 
-def test_its_report_is_written(saved):
+def test_its_report_is_written(saved, proposals):
     ours = session(saved("qwen3_5")[1], DraftSpec("mtp", 2))
     report = ours.generate(PROMPTS[:1], max_new_tokens=10, sampling=Sampling()).drafting
     assert report.pace
