@@ -1,7 +1,10 @@
 """Decoding with drafts beside decoding without, in turns: `tq bench drafts --draft NAME`.
 
-A row continues the held-out text of `tiny` greedily from so many tokens, with a draft and without. Times are of the decode
-steps alone, from the first new token to the last. The CPU time of one thread does not count what else the machine does.
+A row continues a text greedily from so many tokens: without drafts, with a draft of which nothing is known yet, as in the
+first run of a session, and with one that was measured in earlier runs. Times are of the decode steps, from the first new token
+to the last, and of the whole call. The prompt is computed once for all, unless the draft goes on from the model's hidden
+states, which are noted as it is computed. The CPU time of one thread does not count what else the machine does, but grows
+where caches are shared, so that the lower quartile of the turns counts.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.draft_choice import DraftSpec
+from haarkv.engine.draft_pace import Experience
 from haarkv.engine.drafts import DraftReport
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
@@ -24,12 +28,19 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 
-_COLUMNS = ("context", "draft", "ms/token", "speed-up", "CPU ms/token", "CPU speed-up", "accepted", "tokens/step", "same text")
+_COLUMNS = (
+    "context", "draft", "ms/token", "speed-up", "CPU ms/token", "CPU speed-up", "with prompt", "accepted", "tokens/step",
+    "same text",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What to measure: a draft beside none, behind prompts of some lengths; turns that count come after one that does not."""
+    """What to measure: a draft beside none, behind prompts of some lengths; turns that count come after one that does not.
+
+    Attributes:
+        text: to continue; None is the held-out text of `tiny`.
+    """
 
     model: str
     executor: str
@@ -41,6 +52,7 @@ class DraftRequest:
     layers: int | None = None
     device: str | None = None
     repeats: int = 3
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,18 +60,22 @@ class DraftRow:
     """One draft, or "none", at one context.
 
     Attributes:
-        ms, cpu_ms: a token, median wall time and median CPU time of the calling thread.
-        speed_up, cpu_speed_up: medians of the turns' ratios to no drafts; None of none itself.
+        known: it was measured in the turns before, as in later runs of a session.
+        ms, cpu_ms: a token, median wall time and the lower quartile of the calling thread's CPU time.
+        speed_up: median of the turns' ratios to no drafts; None of none itself.
+        cpu_speed_up, whole_speed_up: ratios of CPU times, of the decode steps and of the whole call.
         same_text: the new tokens are those without drafts.
         drafting: acceptance and the rest, of the last turn.
     """
 
     context: int
     draft: str
+    known: bool
     ms: float
     cpu_ms: float
     speed_up: float | None
     cpu_speed_up: float | None
+    whole_speed_up: float | None
     same_text: bool
     drafting: DraftReport | None
 
@@ -70,8 +86,8 @@ def measure(request: DraftRequest, progress: Progress | None = None, on_turn: On
         request.model, kv=KVSpec(request.kv), executor=request.executor, device=request.device, dtype=request.dtype,
         layers=request.layers, progress=progress, draft=request.draft, allow_collapse=True,
     )  # fmt: skip
-    sessions = [replace(drafting, draft=None), drafting]
-    text = sessions[0].tokenizer.encode("\n".join(held_out_texts().values()))
+    sessions = [replace(drafting, draft=None), drafting, drafting]
+    text = sessions[0].tokenizer.encode("\n".join(held_out_texts().values()) if request.text is None else request.text)
     limit = min(len(text), sessions[0].config.max_position_embeddings - request.new_tokens)
     if max(request.contexts) > limit:
         raise InputError(f"{request.model} can continue {limit:,} tokens of this text, not {max(request.contexts):,}")
@@ -79,44 +95,89 @@ def measure(request: DraftRequest, progress: Progress | None = None, on_turn: On
 
 
 def _rows(sessions: Sequence[Session], prompt: list[int], request: DraftRequest, on_turn: OnTurn) -> list[DraftRow]:
-    times: list[list[tuple[float, float]]] = [[] for _ in sessions]
+    turns: list[list[_Times]] = [[] for _ in sessions]
     last: list[tuple[list[int], DraftReport | None]] = [([], None)] * len(sessions)
-    # The prompt is computed once: all go on from the same bytes.
-    stored = sessions[0].generate([prompt], max_new_tokens=1, keep=True, sampling=Sampling()).stored[0]
+    stored = None
+    if (draft := sessions[1].draft) and draft.follow(1, len(prompt)) is None:
+        stored = sessions[0].generate([prompt], max_new_tokens=1, keep=True, sampling=Sampling()).stored[0]
+    sessions = [sessions[0], sessions[1], _forgetful(sessions[2])]
     for turn in range(-1, request.repeats):
-        for index, session in enumerate(sessions):
+        # Back and forth, so that none always comes behind the same one.
+        for index, session in list(enumerate(sessions))[:: -1 if turn % 2 else 1]:
             on_turn(f"{_name(session)}, {len(prompt)} tokens")
-            seconds, tokens, drafting = _timed(session, prompt, stored, request.new_tokens)
+            times, tokens, drafting = _timed(
+                _forgetful(session) if index == 1 else session, prompt, stored, request.new_tokens
+            )
             last[index] = (tokens, drafting)
             if turn >= 0:
-                times[index].append(seconds)
+                turns[index].append(times)
     rows = []
-    for session, taken, (tokens, drafting) in zip(sessions, times, last, strict=True):
-        ratios = [(base[0] / turn[0], base[1] / max(turn[1], 1e-9)) for base, turn in zip(times[0], taken, strict=True)]
-        wall, cpu = (1e3 * statistics.median(t[clock] for t in taken) for clock in (0, 1))
-        gain, cpu_gain = (statistics.median(r[clock] for r in ratios) if session.draft else None for clock in (0, 1))
-        rows.append(DraftRow(len(prompt), _name(session), wall, cpu, gain, cpu_gain, tokens == last[0][0], drafting))
+    base = _Turns.of(turns[0])
+    for index, (session, taken, (tokens, drafting)) in enumerate(zip(sessions, turns, last, strict=True)):
+        ours, known, same = _Turns.of(taken), index == 2, tokens == last[0][0]
+        gain, cpu_gain, whole = ours.gains(base) if session.draft else (None, None, None)
+        name, ms, cpu_ms = _name(session), ours.ms, 1e3 * ours.cpu
+        rows.append(DraftRow(len(prompt), name, known, ms, cpu_ms, gain, cpu_gain, whole, same, drafting))
     return rows
+
+
+def _forgetful(session: Session) -> Session:
+    """The session before its first run: of its draft nothing is known."""
+    return replace(session, draft=replace(session.draft, experience=Experience()))  # type: ignore[type-var]
 
 
 def _name(session: Session) -> str:
     return f"{session.draft.name}, up to {session.draft_tokens}" if session.draft else "none"
 
 
+@dataclass(frozen=True)
+class _Times:
+    """Seconds: wall and CPU time a token of the decode steps, and CPU time of the whole call."""
+
+    wall: float
+    cpu: float
+    whole: float
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of one session: wall times in order, and the lower quartiles of CPU times."""
+
+    wall: list[float]
+    cpu: float
+    whole: float
+
+    @classmethod
+    def of(cls, turns: Sequence[_Times]) -> _Turns:
+        quarter = len(turns) // 4
+        cpu, whole = (sorted(of)[quarter] for of in ([t.cpu for t in turns], [t.whole for t in turns]))
+        return cls([t.wall for t in turns], cpu, whole)
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * statistics.median(self.wall)
+
+    def gains(self, base: _Turns) -> tuple[float, float, float]:
+        """How many times as fast: wall time, CPU time, CPU time of the whole call."""
+        wall = statistics.median(b / ours for b, ours in zip(base.wall, self.wall, strict=True))
+        return wall, base.cpu / max(self.cpu, 1e-9), base.whole / max(self.whole, 1e-9)
+
+
 def _timed(
-    session: Session, prompt: list[int], stored: StoredSequence, new_tokens: int
-) -> tuple[tuple[float, float], list[int], DraftReport | None]:
-    """Wall and CPU seconds a token of the decode steps, the new tokens, and what drafting did."""
-    began: list[tuple[float, float]] = []
+    session: Session, prompt: list[int], stored: StoredSequence | None, new_tokens: int
+) -> tuple[_Times, list[int], DraftReport | None]:
+    """A run's times, its new tokens, and what drafting did."""
+    first: list[tuple[float, float]] = []
 
     def on_token(_index: int, _token: int) -> None:
-        if not began:
-            began.append((time.perf_counter(), time.thread_time()))
+        if not first:
+            first.append((time.perf_counter(), time.thread_time()))
 
+    began = time.thread_time()
     result = session.generate([prompt], stored=stored, max_new_tokens=new_tokens, sampling=Sampling(), on_token=on_token)
     ended, steps = (time.perf_counter(), time.thread_time()), max(1, len(result.completions[0].token_ids) - 1)
-    wall, cpu = ((b - a) / steps for a, b in zip(began[0], ended, strict=True))
-    return (wall, cpu), result.completions[0].token_ids, result.drafting
+    wall, cpu = ((b - a) / steps for a, b in zip(first[0], ended, strict=True))
+    return _Times(wall, cpu, ended[1] - began), result.completions[0].token_ids, result.drafting
 
 
 def report(request: DraftRequest, rows: Sequence[DraftRow]) -> Report:
@@ -129,9 +190,9 @@ def report(request: DraftRequest, rows: Sequence[DraftRow]) -> Report:
     for r in rows:
         did = r.drafting
         rates = (shown(did.acceptance, ".0%"), shown(did.tokens_per_step)) if did else ("–", "–")
-        times = (shown(r.ms), shown(r.speed_up), shown(r.cpu_ms), shown(r.cpu_speed_up))
-        cells.append((str(r.context), r.draft, *times, *rates, "yes" if r.same_text else "no"))
+        times = (shown(r.ms), shown(r.speed_up), shown(r.cpu_ms), shown(r.cpu_speed_up), shown(r.whole_speed_up))
+        cells.append((str(r.context), r.draft + ", known" * r.known, *times, *rates, "yes" if r.same_text else "no"))
     title = f"{request.model}, {request.kv}: {request.new_tokens} new tokens, greedy, median of {request.repeats} turns"
-    notes = [f"{r.context:,} tokens: {r.drafting.describe()}" for r in rows if r.drafting]
+    notes = [f"{r.context:,} tokens{', known' * r.known}: {r.drafting.describe()}" for r in rows if r.drafting]
     values = {"draft": asdict(request.draft), "new_tokens": request.new_tokens, "rows": [asdict(r) for r in rows]}
     return Report("drafts", request.model, request.contexts, [request.kv], values, [Table(title, _COLUMNS, cells)], {0: notes})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from haarkv.engine.draft_pace import Experience
 from haarkv.engine.drafts import Beginning, Drafter, Proposal
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler
@@ -33,7 +35,7 @@ class ModelSource:
     plan: KVPlan
     shared_bytes: int = 0
     copies: bool = False
-    paced: bool = False
+    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
     def follow(self, sequences: int, max_context: int) -> None:
         return None
@@ -65,7 +67,13 @@ class _Sequence:
 
 
 class _ModelDrafter:
+    """A model that follows the texts.
+
+    Unless it did not pay in earlier runs, it reads the prompts at once, as part of the time until the first token.
+    """
+
     def __init__(self, source: ModelSource, beginning: Beginning) -> None:
+        self._source, self._beginning = source, beginning
         self._executor, config = source.executor, source.executor.config
         self._vocab, self._limit = beginning.vocab_size, source.context(beginning.max_context)
         self._own_vocab = config.vocab_size
@@ -75,17 +83,41 @@ class _ModelDrafter:
         )
         self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True)
         self._draws = beginning.sampling.temperature > 0
-        able = {row: prompt for row, prompt in enumerate(beginning.prompts) if self._can_read(prompt)}
-        self._sequences = {row: _Sequence(self._paging.add()) for row in able}
-        for row, prompt in able.items() if source.copies else ():
+        self._sequences: dict[int, _Sequence] = {}
+        self._opened = False
+        if source.experience.hopeful:
+            began = time.perf_counter()
+            self._open(dict(enumerate(beginning.prompts)))
+            source.experience.read(sum(map(len, beginning.prompts)), time.perf_counter() - began)
+
+    def _open(self, texts: Mapping[int, Sequence[int]]) -> None:
+        """Read what the model has stored of some texts: all of a prompt, all but the newest token later."""
+        self._opened = True
+        paging, ids = self._beginning.paging, self._beginning.sequences
+        able = {row: text[: paging.length(ids[row])] for row, text in texts.items() if self._can_read(text)}
+        self._sequences = {row: _Sequence(self._paging.add(), len(text)) for row, text in able.items()}
+        for row, text in able.items() if self._source.copies else ():
             carry_over(
-                beginning.cache, beginning.paging.places(beginning.sequences[row]), len(prompt),
-                self._cache, self._paging, self._sequences[row].id,
-            )  # fmt: skip
-        if able and not source.copies:
+                self._beginning.cache, paging.places(ids[row]), len(text), self._cache, self._paging, self._sequences[row].id
+            )
+        if able and not self._source.copies:
             self._read(able)
-        for row, prompt in able.items():
-            self._sequences[row].known = len(prompt)
+
+    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
+        if not self._opened:
+            return sum(map(len, texts.values()))
+        known = {row: ours.known + len(ours.drafted) for row, ours in self._sequences.items()}
+        return sum(max(len(text) - 1 - known[row], 0) for row, text in texts.items() if row in known and self._has_room(text))
+
+    def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
+        if not self._opened:
+            self._open(texts)
+            return
+        missed = {row: self._unread(row, text)[:-1] for row, text in texts.items() if self._follows(row, text)}
+        for row in missed:
+            self._sequences[row].known, self._sequences[row].drafted = len(texts[row]) - 1, []
+        if missed := {row: text for row, text in missed.items() if len(text)}:
+            self._read(missed)
 
     def _can_read(self, text: Sequence[int]) -> bool:
         """Whether a text fits, and none of its tokens is one that this model does not have."""
@@ -111,9 +143,12 @@ class _ModelDrafter:
             self._sequences[row].known, self._sequences[row].drafted = len(texts[row]), proposal.token_ids[:-1]
         return proposals
 
+    def _has_room(self, text: Sequence[int]) -> bool:
+        return len(text) <= self._limit
+
     def _follows(self, row: int, text: Sequence[int]) -> bool:
         """Whether this model has followed a text so far and can go on; one that it cannot read is given up."""
-        if row not in self._sequences:
+        if row not in self._sequences or not self._has_room(text):
             return False
         if self._own_vocab < self._vocab and max(text[self._sequences[row].known :], default=0) >= self._own_vocab:
             self._paging.free(self._sequences.pop(row).id)

@@ -1,11 +1,13 @@
 """Drafts by the model's own drafting layer (`models.mtp`), which goes on from the model's hidden states.
 
-Those are noted as the model's forwards give them. The layer reads what is known of the text, so its K and V are those of
-hidden states of the model; what it drafts from its own hidden states is taken back once the model has spoken.
+Those are noted as the model's forwards give them. As it begins to draft, the layer reads what is known of the text, so its K
+and V are those of hidden states of the model; what it drafts from its own hidden states is taken back once the model has
+spoken.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.draft_models import draw_next
+from haarkv.engine.draft_pace import Experience
 from haarkv.engine.drafts import Beginning, Drafter, Proposal
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, last_rows
@@ -23,8 +26,11 @@ from haarkv.models.mtp import MTP
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.table import OpTable
 
 _NAME = "mtp"
+READ = 32
+"""Hidden states that the layer reads at most, the newest, when it begins to draft or goes on after a pause."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class MTPSource:
     target: Executor
     shared_bytes: int
     name: str = _NAME
-    paced: bool = True
+    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
     def follow(self, sequences: int, max_context: int) -> MTPDrafter:
         """What notes the hidden states of a batch of sequences, and drafts from them."""
@@ -67,10 +73,11 @@ class _Sequence:
 
     Attributes:
         id: in the layer's own cache.
-        first: position of the first token that was noted; a prefix that was reused lies before it.
-        stored: hidden states of the model that were read, from there on.
+        first: position of the first token that was noted; what lies before it the layer never sees.
+        waiting: [n, hidden] of the positions from first + stored on, as the model has them before its last norm: those of
+            tokens that are gone may be last.
+        stored: hidden states of the model that were read, from `first` on.
         drafted: states of its own behind them.
-        waiting: [n, hidden], normed, of the positions from first + stored on: those of tokens that are gone may be last.
     """
 
     id: int
@@ -88,16 +95,17 @@ class _Sequence:
 class MTPDrafter:
     """A `Drafter`, and the follower that notes what it needs.
 
-    Attributes:
-        stopped: nothing is noted any more, nor drafted.
+    While nothing is drafted, notes are all that it costs. The layer reads the newest `READ` at most: hidden states carry what
+    came before them, and a whole prompt would take as long as in any other layer of the model.
     """
 
     def __init__(self, source: MTPSource, sequences: int, max_context: int) -> None:
-        self._source, self.stopped = source, False
+        self._source = source
         self._limit = min(max_context, source.plan.context or max_context)
         self._cache, self._paging = new_cache(
             source.mtp.model.config, source.plan, sequences=sequences, tokens=self._limit, device=source.executor.device
         )
+        self._notes: deque[tuple[Batch, Tensor]] = deque(maxlen=READ)
         self._by_row: dict[int, _Sequence] = {}
         self._sampler: BatchSampler | None = None
         self._rows: dict[int, int] = {}
@@ -108,35 +116,35 @@ class MTPDrafter:
         """The same executor, whose forwards are noted."""
         return _Watched(executor, self._note)
 
-    @torch.inference_mode()
-    def _note(self, token_ids: Tensor, batch: Batch, hidden: Tensor) -> None:
-        """Note the hidden states of a forward; those of a prompt are read at once, but for each sequence's last."""
-        if self.stopped:
-            return
-        target = self._source.target
-        normed = self._normed(hidden, target.weights.final_norm, target)
-        starts, rows = batch.query_start_loc.tolist(), batch.rows.tolist()
-        read: dict[int, tuple[Tensor, Tensor]] = {}
-        for row, begin, end, at in zip(
-            rows, starts, starts[1:], batch.positions[batch.query_start_loc[:-1].long()].tolist(), strict=False
-        ):
-            ours = self._by_row.get(row)
-            if ours is None or not ours.next <= at <= ours.next + len(ours.waiting):
-                if ours is not None:
-                    self._paging.free(ours.id)
-                ours = self._by_row[row] = _Sequence(self._paging.add(), at, normed[:0])
-            before = ours.waiting[: at - ours.next]
-            ours.waiting = torch.cat([before, normed[begin:end]])
-            if self._sampler is None and len(ours.waiting) > 1:
-                # In a prompt the token behind each is known: of those noted before, one lacked it.
-                following = token_ids[begin:end] if len(before) else token_ids[begin + 1 : end]
-                read[row] = following, ours.waiting[: len(following)]
-        if read:
-            self._run({row: pair for row, pair in read.items() if self._has_room(row, len(pair[0]))})
+    def _note(self, batch: Batch, hidden: Tensor) -> None:
+        """Note the hidden states of a forward: a copy, for an executor may use its memory again. Of a prompt, the last."""
+        many = len(hidden) > READ * len(batch.rows)
+        self._notes.append((batch, hidden if many else hidden.clone()))
+        if many:
+            self._sort()
 
-    def _has_room(self, row: int, more: int) -> bool:
-        ours = self._by_row[row]
-        return ours.stored + ours.drafted + more <= self._limit
+    def _sort(self) -> None:
+        """Bring what was noted to its sequences."""
+        for batch, hidden in self._notes:
+            rows, starts, positions = (of.tolist() for of in (batch.rows, batch.query_start_loc, batch.positions))
+            for row, begin, end in zip(rows, starts, starts[1:], strict=False):
+                ours, at = self._by_row.get(row), positions[begin]
+                if end - begin >= READ:
+                    self._begin(row, positions[end - READ], hidden[end - READ : end].clone())
+                    continue
+                if ours is None or not ours.next <= at <= ours.next + len(ours.waiting):
+                    ours = self._begin(row, at, hidden[:0])
+                ours.waiting = torch.cat([ours.waiting[: at - ours.next], hidden[begin:end]])
+                if len(ours.waiting) > READ:
+                    self._begin(row, ours.next + len(ours.waiting) - READ, ours.waiting[-READ:])
+        self._notes.clear()
+
+    def _begin(self, row: int, first: int, waiting: Tensor) -> _Sequence:
+        """A sequence that begins at a position, in place of what was known of the row."""
+        if row in self._by_row:
+            self._paging.free(self._by_row[row].id)
+        self._by_row[row] = _Sequence(self._paging.add(), first, waiting)
+        return self._by_row[row]
 
     # -- Drafting ------------------------------------------------------------------------------------------------------
     def begin(self, beginning: Beginning) -> None:
@@ -146,62 +154,70 @@ class MTPDrafter:
         self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True)
         self._draws = beginning.sampling.temperature > 0
 
-    def stop(self) -> None:
-        """Nothing more will be asked for."""
-        self.stopped = True
-        self._by_row.clear()
+    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
+        self._sort()
+        return sum(self._unread(index, text) - 1 for index, text in texts.items() if self._unread(index, text))
+
+    @torch.inference_mode()
+    def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
+        self._sort()
+        missed = [index for index, text in texts.items() if self._unread(index, text) > 1]
+        self._run({self._rows[index]: self._read(index, texts[index], 1) for index in missed})
 
     @torch.inference_mode()
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         assert self._sampler is not None
-        read: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sort()
         wanted: dict[int, int] = {}
         for index, text in texts.items():
-            row = self._rows[index]
-            ours = self._by_row.get(row)
-            if ours is None or most[index] < 1:
-                continue
-            count = len(text) - 1 - ours.next
-            room = self._limit - ours.stored - count
-            if count < 1 or len(ours.waiting) < count or room < 0:
-                continue
-            self._paging.take_back([ours.id], [ours.drafted])
-            ours.drafted = 0
-            self._sampler.begin_again(index, text)
-            tokens = torch.tensor(text[ours.next + 1 : len(text)])
-            read[row], wanted[index] = (tokens, ours.waiting[:count]), min(most[index], room + 1)
-        if not read:
+            if most[index] > 0 and (count := self._unread(index, text)):
+                self._sampler.begin_again(index, text)
+                ours = self._by_row[self._rows[index]]
+                wanted[index] = min(most[index], self._limit - ours.stored - count + 1)
+        if not wanted:
             return {}
-        rows = [index for index in texts if index in wanted]
+        rows = list(wanted)
         proposals = {index: Proposal([], [] if self._draws else None) for index in rows}
-        logits, hidden = self._run(read)
+        last, hidden = self._run({self._rows[index]: self._read(index, texts[index]) for index in rows})
         while True:
+            logits = self._source.executor.head(last)
             draw_next(self._sampler, logits, {index: proposals[index] for index in rows}, draws=self._draws)
             going = [place for place, index in enumerate(rows) if len(proposals[index].token_ids) < wanted[index]]
             if not going:
                 return proposals
             rows = [rows[place] for place in going]
-            last = {
+            own = {
                 self._rows[index]: (torch.tensor(proposals[index].token_ids[-1:]), hidden[place : place + 1])
                 for index, place in zip(rows, going, strict=True)
             }
-            logits, hidden = self._run(last, drafted=True)
+            last, hidden = self._run(own, drafted=True)
+
+    def _unread(self, index: int, text: Sequence[int]) -> int:
+        """States that wait before the newest token of a text; 0 where the layer cannot follow it."""
+        ours = self._by_row.get(self._rows[index])
+        count = len(text) - 1 - ours.next if ours is not None else 0
+        return count if ours is not None and 0 < count <= min(len(ours.waiting), self._limit - ours.stored) else 0
+
+    def _read(self, index: int, text: Sequence[int], but: int = 0) -> tuple[Tensor, Tensor]:
+        """Tokens and hidden states that wait, all but the last `but`; what was drafted before them is taken back."""
+        ours, count = self._by_row[self._rows[index]], self._unread(index, text) - but
+        self._paging.take_back([ours.id], [ours.drafted])
+        ours.drafted = 0
+        return torch.tensor(text[ours.next + 1 : ours.next + 1 + count]), ours.waiting[:count]
 
     def _run(self, read: Mapping[int, tuple[Tensor, Tensor]], *, drafted: bool = False) -> tuple[Tensor, Tensor]:
-        """Run the layer over the tokens and hidden states of some rows; logits [B, vocab] and normed states behind the last.
+        """Run the layer over the tokens and hidden states of some rows; what comes of the last of each, and that normed.
 
         Args:
-            drafted: the states are its own.
+            drafted: the states are its own, which are normed.
         """
         if not read:
             return torch.empty(0), torch.empty(0)
-        executor, device = self._source.executor, self._cache.device
-        ops = executor.ops
-        assert ops is not None, "choose() takes executors with an op table"
+        executor, target, device = self._source.executor, self._source.target, self._cache.device
         ids, counts = [self._by_row[row].id for row in read], [len(tokens) for tokens, _ in read.values()]
         batch = self._paging.batch(ids, counts).to(device)
         tokens, hidden = (torch.cat(list(parts)).to(device) for parts in zip(*read.values(), strict=True))
-        x = self._source.mtp.entered(tokens, hidden, ops)
+        x = self._source.mtp.entered(tokens, hidden if drafted else _normed(hidden, target), _ops(executor))
         last = last_rows(executor.layers(x, range(1), batch, self._cache), batch)
         for row, count in zip(read, counts, strict=True):
             ours = self._by_row[row]
@@ -210,15 +226,20 @@ class MTPDrafter:
             else:
                 ours.stored += count
                 ours.waiting = ours.waiting[count:]
-        logits = executor.head(last) if self._sampler is not None else torch.empty(0)
-        return logits, self._normed(last, executor.weights.final_norm, executor)
-
-    def _normed(self, hidden: Tensor, weight: Tensor, executor: Executor) -> Tensor:
-        assert executor.ops is not None
-        return executor.ops.rms_norm(hidden, weight, executor.config.final_norm.eps)
+        return last, _normed(last, executor)
 
 
-Note = Callable[[Tensor, Batch, Tensor], None]
+def _ops(executor: Executor) -> OpTable:
+    assert executor.ops is not None, "choose() takes executors with an op table"
+    return executor.ops
+
+
+def _normed(hidden: Tensor, executor: Executor) -> Tensor:
+    """Behind the last norm of the executor's model."""
+    return _ops(executor).rms_norm(hidden, executor.weights.final_norm, executor.config.final_norm.eps)
+
+
+Note = Callable[[Batch, Tensor], None]
 
 
 @dataclass
@@ -233,7 +254,7 @@ class _Watched:
 
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         hidden: Tensor = self.executor.forward(token_ids, batch, cache)
-        self.note(token_ids, batch, hidden)
+        self.note(batch, hidden)
         return hidden
 
     def over(self, wrap: Any) -> Any:

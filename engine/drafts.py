@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from haarkv.engine.draft_pace import Experience, Pace
 from haarkv.engine.sampling import Sampling
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -72,18 +73,24 @@ class Follower(Protocol):
     def watching(self, executor: Executor) -> Executor:
         """The same executor, whose forwards are noted."""
 
-    def stop(self) -> None:
-        """Nothing more will be drafted."""
-
 
 class Drafter(Protocol):
-    """Drafts for the sequences of one `generate`."""
+    """Drafts for the sequences of one `generate`, in those steps in which it is asked to.
+
+    `texts` are by the sequence's number: prompt and all that was chosen, whose last token the model has not stored. A text
+    begins as it did the last time.
+    """
+
+    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
+        """Tokens of some sequences that `catch_up` would read."""
+
+    def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
+        """Read what was missed of some sequences, so that `propose` takes as long as in the middle of drafting."""
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         """Draft what follows each of some sequences.
 
         Args:
-            texts: by the sequence's number, prompt and all that was chosen; it begins as it did the last time.
             most: tokens of each at most, 0 or more.
         """
 
@@ -94,14 +101,14 @@ class DraftSource(Protocol):
     Attributes:
         name: as `--draft` takes it.
         shared_bytes: of the model's weights that it does not hold a second time.
-        paced: the number of tokens a step is chosen by measured gain, and may be none.
+        experience: whether it paid so far.
     """
 
     @property
     def name(self) -> str: ...
 
     @property
-    def paced(self) -> bool: ...
+    def experience(self) -> Experience: ...
 
     def follow(self, sequences: int, max_context: int) -> Follower | None:
         """What looks on from the prompts on, if anything must."""
@@ -118,12 +125,13 @@ class DraftSource(Protocol):
 # -- The text itself ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class NgramSource:
     """What followed the last time that the text ended as it does now: prompt lookup. It costs next to nothing."""
 
-    name = "ngram"
-    shared_bytes = 0
-    paced = False
+    name: str = "ngram"
+    shared_bytes: int = 0
+    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
     def follow(self, sequences: int, max_context: int) -> None:
         return None
@@ -141,6 +149,12 @@ class _NgramDrafter:
         room = beginning.max_context + 1
         self._tokens = [np.zeros(max(room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
         self._lengths = [0] * len(beginning.prompts)
+
+    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
+        return 0
+
+    def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
+        """Nothing: adding tokens costs nothing worth counting."""
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         for row, text in texts.items():
@@ -181,17 +195,17 @@ class DraftCounts:
     """What drafting did so far in one `generate`.
 
     Attributes:
+        pace: what chose how many tokens a step; None before the first step.
         proposed, accepted: drafted tokens, and those of them that the model took.
         steps: decode steps of a sequence, with drafted tokens or without.
         plain: seconds a token of steps in which nothing was drafted.
-        pace: what measured gain chose, in words; empty where the number is fixed.
     """
 
+    pace: Pace | None = None
     proposed: int = 0
     accepted: int = 0
     steps: int = 0
     plain: list[float] = field(default_factory=list)
-    pace: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,7 @@ class DraftReport:
             where two tokens nearly tie, either may come.
         shared_bytes: of the model's weights, which the draft does not hold a second time.
         kv_bytes: of the draft's own cache.
-        pace: how many tokens a step measured gain chose, in words; empty where the number is fixed.
+        pace: how many tokens a step measured gain chose, in words.
     """
 
     name: str
@@ -262,8 +276,7 @@ class DraftReport:
         if self.speed_up is None or self.acceptance is None:
             return ""
         without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
-        times = f"{self.ms_per_token:.2f} ms a token, {without}"
-        return times if self.speed_up >= 1 else f"{times}: does not pay here, leave out --draft"
+        return f"{self.ms_per_token:.2f} ms a token, {without}"
 
 
 def report_of(
@@ -277,5 +290,6 @@ def report_of(
         ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
         plain_ms_per_token=1e3 * statistics.median(counts.plain) if counts.plain else None,
         executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
-        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context), pace=counts.pace,
+        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
+        pace=counts.pace.describe() if counts.pace else "",
     )  # fmt: skip

@@ -162,9 +162,7 @@ def generate(
             beginning = Beginning(
                 prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences, follower
             )
-            speculation = Speculation(
-                executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.paced, follower
-            )
+            speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.experience)
             timing.drafts = speculation.cost
         running = list(range(len(prompts)))
         drawn = sampler.next(logits, running)

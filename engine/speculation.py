@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from haarkv.engine.draft_pace import Pace
-from haarkv.engine.drafts import DraftCounts, Drafter, Follower, Proposal
+from haarkv.engine.draft_pace import Experience, Pace
+from haarkv.engine.drafts import DraftCounts, Drafter, Proposal
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
@@ -29,32 +30,40 @@ if TYPE_CHECKING:
 _NOTHING = Proposal()
 
 
+@dataclass
+class _Step:
+    """The last step, as `Pace.took` takes it."""
+
+    wanted: int = 0
+    seconds: float = 0.0
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    reading: float = 0.0
+    behind: int = 0
+
+
 class Speculation:
     """The decode steps of some sequences with drafted tokens.
 
     Args:
         cache, paging: where the sequences are.
         drafter: of these sequences.
-        tokens: drafted at most, of each sequence and step.
-        paced: how many is chosen by what steps take; else as many as may be.
-        follower: is told when nothing more is drafted.
+        tokens: drafted at most, of each sequence and step; how many is chosen by what steps take.
+        experience: of the draft.
     Attributes:
         cost: so far.
     """
 
     def __init__(
         self, executor: Executor, cache: PagedKVCache, paging: PagedSequences, sampler: BatchSampler, drafter: Drafter,
-        tokens: int, paced: bool = False, follower: Follower | None = None,
+        tokens: int, experience: Experience,
     ) -> None:  # fmt: skip
         self._executor, self._cache, self._paging = executor, cache, paging
         self._sampler, self._drafter = sampler, drafter
         limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
-        self._tokens = min(tokens, *limits) if limits else tokens
-        self._pace = Pace(self._tokens) if paced and self._tokens > 0 else None
-        self._follower = follower
+        self._pace = Pace(max(min([tokens, *limits]), 0), experience)
         self._advance: Advance | None = None
-        self._drafted: list[int] = []
-        self.cost = DraftCounts()
+        self._step = _Step()
+        self.cost = DraftCounts(self._pace)
 
     def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
         """One step: the tokens that come next, at least one of each sequence. `keep` must follow.
@@ -64,25 +73,34 @@ class Speculation:
             sequences: their ids in the cache.
             texts: what they are so far; the last token is not stored yet.
         """
-        if self._pace is None:
-            return self._step(rows, sequences, texts, self._tokens)
-        began, tokens = time.perf_counter(), self._pace.tokens()
-        if self._pace.stopped and self._follower is not None:
-            self._follower.stop()
-            self._follower = None
-        came = self._step(rows, sequences, texts, tokens)
-        took = time.perf_counter() - began
-        self._pace.took(took, tokens, [(n, len(new) - 1) for n, new in zip(self._drafted, came, strict=True)])
-        self.cost.pace = self._pace.describe()
+        began = time.perf_counter()
+        known = {row: text.token_ids for row, text in zip(rows, texts, strict=True)}
+        coming, paused = 1 + max(text.room for text in texts), not self._step.wanted
+
+        def behind() -> int:
+            """Tokens to read before drafts; in the middle of drafting, the few that came are part of it."""
+            return self._drafter.behind(known) if paused else 0
+
+        step = self._step = _Step(self._pace.tokens(coming, behind))
+        proposals: dict[int, Proposal] = {}
+        if step.wanted:
+            step.behind = behind()
+            if step.behind:
+                self._drafter.catch_up(known)
+                step.reading = time.perf_counter() - began
+            most = {row: min(step.wanted, text.room) for row, text in zip(rows, texts, strict=True)}
+            proposals = self._drafter.propose(known, most)
+        proposed = [proposals.get(row, _NOTHING) for row in rows]
+        came = self._checked(rows, sequences, texts, proposed)
+        step.drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(proposed, came, strict=True)]
+        step.seconds = time.perf_counter() - began - step.reading
         return came
 
-    def _step(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing], tokens: int) -> list[list[int]]:
-        """A step with at most this number of drafts a sequence."""
-        most = {row: min(tokens, text.room) for row, text in zip(rows, texts, strict=True)}
-        proposals = self._drafter.propose({row: text.token_ids for row, text in zip(rows, texts, strict=True)}, most)
+    def _checked(
+        self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing], proposed: Sequence[Proposal]
+    ) -> list[list[int]]:
+        """The model's step over what was drafted."""
         began = time.perf_counter()
-        proposed = [proposals.get(row, _NOTHING) for row in rows]
-        self._drafted = [len(drafts.token_ids) for drafts in proposed]
         new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]
         token_ids = uploaded(torch.tensor([token for one in new for token in one]), self._cache.device)
         self.cost.steps += len(rows)
@@ -105,9 +123,13 @@ class Speculation:
         Args:
             counts: the one before those that came, and all of these that were taken but the last.
         """
+        step, began = self._step, time.perf_counter()
         if self._advance is not None:
             self._advance.keep(counts)
             self._advance = None
+        if step.drafts:
+            step.seconds += time.perf_counter() - began
+            self._pace.took(step.seconds, step.wanted, step.drafts, step.reading, step.behind)
 
     def _judged(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
         if not self._sampler.settled:

@@ -1,5 +1,6 @@
 """Greedy text with drafts and without: equal where sums do not change with the batch, and near ties at most where they do."""
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -8,6 +9,7 @@ import torch
 
 import tq
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
+from haarkv.engine.draft_pace import Pace
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
 from haarkv.models.parallel import ALONE
@@ -47,10 +49,13 @@ def plain():
     [*(("tiny", spec) for spec in DRAFTS), *(("tiny-hybrid", DraftSpec(name)) for name in ("mtp", "ngram"))],
     ids=lambda given: getattr(given, "name", given),
 )
-def test_fifty_texts_of_two_hundred_tokens_are_those_without_drafts(plain, name, spec, capsys):
+def test_fifty_texts_of_two_hundred_tokens_are_those_without_drafts(plain, name, spec, capsys, monkeypatch):
     session, given, expected = plain(name)
     # A recurrent state keeps as many versions as tokens may be taken back, which a model is loaded with.
     drafted = load(name, executor="cpu", draft=spec) if session.config.state_shapes else drafting(session, spec)
+    # Most steps draft, whether it pays or not, and some pause.
+    draw = random.Random(0)
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: draw.choice([0, 1, 2, self._most, self._most]))
     result = drafted.generate(given, max_new_tokens=200, sampling=Sampling(), keep=True)
     with capsys.disabled():
         print(f"\n{result.drafting.describe()}")

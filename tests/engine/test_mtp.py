@@ -1,5 +1,6 @@
 """Drafts by the model's own layer: beside transformers' layer and plain torch, the text that comes, and when it stops."""
 
+import itertools
 import json
 import shutil
 from functools import cache
@@ -17,7 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers_judge import draw_weights
 
 from haarkv.engine.draft_choice import DraftSpec
-from haarkv.engine.draft_mtp import MTPDrafter
+from haarkv.engine.draft_mtp import READ, MTPDrafter
 from haarkv.engine.draft_pace import Pace
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
@@ -73,10 +74,10 @@ class Theirs:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.norms[name])
 
     @torch.inference_mode()
-    def drafted(self, text, count, layer=None):
-        """Logits [count, vocab] of `count` drafts behind a text: all states anew for each, the model's first."""
-        hidden = self.model.model(input_ids=torch.tensor([text])).last_hidden_state[0][:-1]
-        tokens, logits = list(text[1:]), []
+    def drafted(self, text, count, layer=None, read=READ):
+        """Logits [count, vocab] of `count` drafts behind a text: all states anew for each, the model's first, the newest."""
+        hidden = self.model.model(input_ids=torch.tensor([text])).last_hidden_state[0][:-1][-read:]
+        tokens, logits = list(text[1:])[-read:], []
         for _ in range(count):
             embedded = self.model.model.embed_tokens(torch.tensor(tokens))
             both = torch.cat([self.normed(embedded, "pre_fc_norm_embedding"), self.normed(hidden, "pre_fc_norm_hidden")], -1)
@@ -139,7 +140,7 @@ def session(folder, draft=None, executor="cpu"):
 
 @pytest.fixture
 def proposals(monkeypatch):
-    """(text, proposal, logits) of each sequence that was asked, in order; the pace is fixed."""
+    """(text, proposal) of each sequence that was asked, in order; in five steps of six as many as may be, then none."""
     seen, right = [], MTPDrafter.propose
 
     def propose(self, texts, most):
@@ -148,7 +149,8 @@ def proposals(monkeypatch):
         return made
 
     monkeypatch.setattr(MTPDrafter, "propose", propose)
-    monkeypatch.setattr(Pace, "tokens", lambda self: self._most)
+    turns = itertools.cycle([True] * 5 + [False])
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most * next(turns))
     return seen
 
 
@@ -218,7 +220,7 @@ def test_the_distributions_that_it_draws_from_are_its_own(saved, proposals):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_text_and_states_are_those_without(saved, name):
+def test_greedy_text_and_states_are_those_without(saved, proposals, name):
     folder, found = saved(name)[1], []
     for draft in (None, DraftSpec("mtp", 4)):
         result = session(folder, draft).generate(PROMPTS, max_new_tokens=30, keep=True, sampling=Sampling())
@@ -238,7 +240,7 @@ def test_greedy_text_and_states_are_those_without(saved, name):
     assert result.drafting.shared_bytes == 2 * 4 * 300 * 64
 
 
-def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, monkeypatch):
+def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, proposals, monkeypatch):
     import haarkv.engine.generation as generation
 
     folder = saved("qwen3_5")[1]
@@ -254,6 +256,22 @@ def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, monkeypatch)
     plain = session(folder).generate([more], max_new_tokens=12, sampling=Sampling())
     assert again.completions[0].token_ids == plain.completions[0].token_ids
     assert again.drafting.proposed > 0
+
+
+@pytest.mark.parametrize("read", [3, 6])
+def test_of_a_long_text_the_newest_states_are_read(saved, proposals, monkeypatch, read):
+    """Soon behind the prompt, and after a pause in which more tokens came than are read."""
+    theirs, folder = saved("qwen3_5")
+    monkeypatch.setattr("haarkv.engine.draft_mtp.READ", read)
+    turns = itertools.cycle([False, True] + [False] * 8)
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most * next(turns))
+    session(folder, DraftSpec("mtp", 3, "fp32")).generate([TEXT], max_new_tokens=40, sampling=Sampling())
+    assert len(proposals) >= 3
+    for text, proposal in proposals:
+        assert proposal.token_ids == theirs.drafted(text, len(proposal.token_ids), read=read).argmax(-1).tolist(), text
+    short = [theirs.drafted(text, 3, read=read).argmax(-1).tolist() != theirs.drafted(text, 3).argmax(-1).tolist()
+             for text, _ in proposals]  # fmt: skip
+    assert any(short), "the test would see more states"
 
 
 def test_what_enters_the_layer_goes_where_the_executor_is(saved):
@@ -293,53 +311,9 @@ def test_a_damaged_layer_is_refused_by_name(saved, tmp_path, change, words):
         load_mtp(tmp_path, model.config, torch.float32, {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head})
 
 
-# -- How many a step ---------------------------------------------------------------------------------------------------------
-def driven(most, seconds, shares, steps, seed=0):
-    """A pace over simulated steps: `seconds(n)` of n drafts, the i-th taken with `shares[i]` once those before it were."""
-    generator, pace = torch.Generator().manual_seed(seed), Pace(most)
-    spent, tokens, chosen = 0.0, 0, []
-    for _ in range(steps):
-        count = pace.tokens()
-        draws = torch.rand(max(count, 1), generator=generator).tolist()
-        taken = next((i for i in range(count) if draws[i] >= shares[i]), count)
-        pace.took(seconds(count), count, [(count, taken)])
-        spent, tokens = spent + seconds(count), tokens + 1 + taken
-        chosen.append(count)
-    return pace, spent / tokens, chosen
-
-
-def test_the_number_that_pays_most_is_found():
-    """All where drafts are cheap and good; one where the second is hardly taken; none where they are dear."""
-    for seconds, shares, best in (
-        (lambda n: 1 + 0.05 * n, (0.9, 0.9, 0.9, 0.9), 4),
-        (lambda n: 1 + 0.3 * n, (0.8, 0.05, 0.05, 0.05), 1),
-        (lambda n: 1 + 0.9 * n, (0.5, 0.5, 0.5, 0.5), 0),
-    ):
-        pace, _, chosen = driven(4, seconds, shares, 150)
-        assert pace.best == best
-        assert sorted(chosen[20:])[len(chosen[20:]) // 2] == best
-
-
-def test_drafts_that_do_not_pay_cost_little_and_stop():
-    pace, per_token, chosen = driven(4, lambda n: 1 + 0.9 * n, (0.1, 0.1, 0.1, 0.1), 1000)
-    assert pace.stopped
-    assert not any(chosen[300:])
-    assert "turned itself off" in pace.describe()
-    assert per_token <= 1.02
-
-
-def test_drafts_that_come_to_pay_are_taken_up():
-    """Before it has stopped: a text that is hard at first."""
-    pace = Pace(2)
-    for step in range(160):
-        count = pace.tokens()
-        taken = count if step > 40 else 0
-        pace.took(1 + 0.1 * count, count, [(count, taken)])
-    assert pace.best == 2
-
-
-def test_its_report_is_written(saved):
+def test_its_report_is_written(saved, proposals):
     ours = session(saved("qwen3_5")[1], DraftSpec("mtp", 2))
     report = ours.generate(PROMPTS[:1], max_new_tokens=10, sampling=Sampling()).drafting
+    assert report.pace
     assert json.loads(json.dumps(report.as_json()))["pace"] == report.pace
     assert report.pace in report.describe()

@@ -1,5 +1,6 @@
 """Drafted tokens: greedy text is that without them, sampled text is distributed as without, and what is stored is the same."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from samplers import Sampler
 import tq
 from haarkv.engine.draft_choice import SELF, DraftSpec, Target, choose, shared_bytes
 from haarkv.engine.draft_models import ModelSource
+from haarkv.engine.draft_pace import Experience, Pace
 from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, looked_up
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampling
@@ -24,6 +26,13 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch):
+    """Drafts as many as may be: what they cost is no matter here."""
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most)
+
 
 # -- Looking up --------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +85,7 @@ def drafting(session, spec):
 class Wrong:
     """Drafts tokens that the model does not like best, after one that it does."""
 
-    name, shared_bytes, paced = "wrong", 0, False
+    name, shared_bytes, experience = "wrong", 0, Experience()
 
     def follow(self, sequences, max_context):
         return None
@@ -89,6 +98,9 @@ class Wrong:
 
     def begin(self, beginning):
         return self
+
+    def behind(self, texts):
+        return 0
 
     def propose(self, texts, most):
         right = {row: self._texts[row][len(text) : len(text) + 1] for row, text in texts.items()}
@@ -119,6 +131,32 @@ def test_greedy_text_and_what_is_stored_are_those_without_drafts(tiny, expected,
     assert 0 < result.drafting.accepted <= result.drafting.proposed
     assert result.timing.decode_tokens == expected.timing.decode_tokens
     assert result.timing.decode_steps < expected.timing.decode_steps
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name} {s.tokens} {s.kv}")
+@pytest.mark.parametrize("known", [True, False], ids=["from the first step", "late"])
+def test_drafts_may_pause_and_begin_late(tiny, expected, monkeypatch, spec, known):
+    """Some steps draft, in any number; a draft that did not pay before reads nothing until it is asked."""
+    draw = random.Random(spec.tokens)
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: draw.choice([0, 0, 0, 1, self._most]))
+    session = drafting(tiny, spec)
+    if not known:
+        session.draft.experience.add(9.0, [(spec.tokens, 0)] * 9, spec.tokens)
+    result = session.generate(PROMPTS, max_new_tokens=NEW, keep=True, sampling=Sampling())
+    assert [c.token_ids for c in result.completions] == [c.token_ids for c in expected.completions]
+    assert all(map(same, result.stored, expected.stored))
+    assert 0 < result.drafting.accepted <= result.drafting.proposed
+    if spec.name == "tiny":  # whatever it missed, it reads: it is the model itself
+        assert result.drafting.acceptance > 0.97
+
+
+def test_a_draft_that_did_not_pay_reads_no_prompt(tiny, monkeypatch):
+    session, read = drafting(tiny, DraftSpec("tiny", 2, "bf16")), []
+    session.draft.experience.add(9.0, [(2, 0)] * 9, 2)
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: 0)
+    monkeypatch.setattr("haarkv.engine.draft_models.prefill_in_chunks", lambda *given: read.append(given))
+    session.generate(PROMPTS, max_new_tokens=5, sampling=Sampling())
+    assert not read
 
 
 def test_wrong_drafts_change_nothing_but_the_time(tiny, expected):

@@ -6,6 +6,7 @@ The fault that it looks for, drafts verified by lengths that are not theirs, is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
@@ -107,6 +108,27 @@ def test_every_text_is_that_of_plain_decoding(servers, way, record_property):
     # repetition with no drafts at all: two of fifty did, the same with every kind of drafts.
     assert found.repeating <= found.texts // 10, found
     assert_shown(way, served)
+
+
+@pytest.mark.vllm_server
+@pytest.mark.parametrize("kv", ["tq4", "k=tq6,v=tq4"])
+def test_a_hybrid_goes_on_from_states_that_were_kept(servers, kv, record_property):
+    """Prompts that fill vLLM's blocks, of some 640 tokens beside these states: one again, longer, and parting behind it."""
+    other, text = prompts(2, (60, 2000))
+    given = [text[:1330], text[:700], text[:1330], text[:1400], [*text[:1300], *other], [*text[:645], *other], text[:700]]
+    asked = [Request(tuple(prompt), 40) for prompt in given]
+    way = Way("tiny-hybrid", kv, context=2048, at_once=1)
+    served, anew = servers.serve(way, asked), servers.serve(replace(way, prefix=False), asked)
+    hits = served.figures["vllm:prefix_cache_hits"]
+    found, same = plain("tiny-hybrid", kv).compare(asked, served.texts), sum(map(list.__eq__, served.texts, anew.texts))
+    without = plain("tiny-hybrid", kv).compare(asked, anew.texts)
+    record_property("compared", f"{found}; {same} as without prefixes")
+    print(f"{way}: {hits:.0f} tokens known; {found}; {same} as without prefixes: {without}")
+    assert hits >= 4096, "five begin as one before them"
+    assert same == len(asked)
+    assert anew.figures["vllm:prefix_cache_hits"] == 0
+    assert not found.wrong, found.wrong
+    assert found.equal > 0
 
 
 @pytest.mark.vllm_server

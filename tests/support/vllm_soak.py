@@ -23,7 +23,6 @@ from vllm_server import ENVIRONMENT
 
 from haarkv.models.catalog import path_of
 
-MAX_MODEL_LEN = 512
 _ROOM, _SMALL = 2**28, 14
 """Bytes of a cache with room for all; blocks of one in which users make room for each other."""
 DRAFTED = 3
@@ -44,6 +43,8 @@ class Way:
         prefix: whether prefixes are cached.
         chunk: tokens of a forward at most; 0 for vLLM's default.
         small: whether requests must make room for each other.
+        context: tokens of a request at most.
+        at_once: requests that run at the same time, at most.
     """
 
     model: str = "tiny"
@@ -52,6 +53,8 @@ class Way:
     prefix: bool = True
     chunk: int = 0
     small: bool = False
+    context: int = 512
+    at_once: int = 25
 
     def __str__(self) -> str:
         parts = (
@@ -151,10 +154,11 @@ def _run(way: Way, requests: Sequence[Request], fault: str) -> Served:
     model, began = path_of(way.model), time.monotonic()
     with TemporaryDirectory() as folder:
         engine = LLM(
-            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=MAX_MODEL_LEN,
-            attention_backend="CUSTOM", additional_config={FORMAT: way.kv}, enable_prefix_caching=way.prefix, max_num_seqs=25,
-            max_num_batched_tokens=way.chunk or None, speculative_config=_drafts(way.drafts, folder), disable_log_stats=False,
-            kv_cache_memory_bytes=_ROOM, num_gpu_blocks_override=_SMALL if way.small else None,
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=way.context,
+            attention_backend="CUSTOM", additional_config={FORMAT: way.kv}, enable_prefix_caching=way.prefix,
+            max_num_seqs=way.at_once, max_num_batched_tokens=way.chunk or None, disable_log_stats=False,
+            speculative_config=_drafts(way.drafts, folder), kv_cache_memory_bytes=_ROOM,
+            num_gpu_blocks_override=_SMALL if way.small else None,
         )  # fmt: skip
     started = time.monotonic()
     asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]

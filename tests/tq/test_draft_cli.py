@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from haarkv.engine.draft_pace import Pace
 from haarkv.engine.drafts import DraftReport
 
 GENERATE = ["generate", "--executor", "cpu", "--prompt", "def main(", "--max-new-tokens", "40", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch):
+    """Drafts as many as may be, whatever the clock says."""
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most)
 
 
 # 3 of 4 drafted tokens taken; whether that paid is a matter of the clock, whose numbers are given here.
@@ -20,8 +27,8 @@ TAKEN = "ngram, up to 3: 3 of 4 accepted (75%), 1.50 tokens a step"
     ("changed", "line"),
     [
         ({}, f"{TAKEN}; 2.00 ms a token, 5.00 in steps without a draft (2.50x)"),
-        ({"plain_ms_per_token": 1.0},
-         f"{TAKEN}; 2.00 ms a token, 1.00 in steps without a draft (0.50x): does not pay here, leave out --draft"),
+        ({"plain_ms_per_token": 1.0, "pace": "turned itself off: does not pay here"},
+         f"{TAKEN}; turned itself off: does not pay here; 2.00 ms a token, 1.00 in steps without a draft (0.50x)"),
         ({"plain_ms_per_token": None, "shared_bytes": 2**20, "kv_bytes": 1200},
          f"{TAKEN}; 1.0 MiB of weights shared with the model; 1,200 bytes of KV cache of its own"),
         ({"proposed": 0, "accepted": 0}, "ngram: nothing drafted"),
@@ -44,9 +51,10 @@ def test_json_has_all_of_it(run):
     found = json.loads(out)["draft"]
     assert (found["name"], found["most"], found["executor"], found["same_text"]) == ("self", 4, "cpu", True)
     assert found["acceptance"] == found["accepted"] / found["proposed"] > 0.3
-    # A model that drafts for itself always has something to say: no step is plain.
+    # A model that drafts for itself always has something to say: here no step is plain.
     assert (found["plain_ms_per_token"], found["speed_up"]) == (None, None)
     assert 1 < found["tokens_per_step"] <= 5
+    assert found["pace"]
     assert found["kv_bytes"] > 0
     assert found["shared_bytes"] == 9_310_976 * 4
     found = json.loads(run(*GENERATE, "--json", "--draft", "ngram")[1])["draft"]
@@ -83,9 +91,11 @@ def test_bench_drafts_measures_both_in_one_run(run):
         "--repeats", 1, "--threads", 1, "--json",
     )  # fmt: skip
     assert code == 0, err
-    none, drafted = json.loads(out)["rows"]
+    none, first, known = json.loads(out)["rows"]
     assert (none["draft"], none["drafting"], none["speed_up"]) == ("none", None, None)
-    assert drafted["draft"] == "ngram, up to 4"
-    assert drafted["same_text"]
-    assert drafted["speed_up"] > 0 < drafted["cpu_speed_up"]
-    assert drafted["drafting"]["proposed"] > 0
+    for row in (first, known):
+        assert row["draft"] == "ngram, up to 4"
+        assert row["same_text"]
+        assert row["speed_up"] > 0 < row["cpu_speed_up"]
+        assert row["drafting"]["proposed"] > 0
+    assert (first["known"], known["known"]) == (False, True)

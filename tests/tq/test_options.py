@@ -64,6 +64,7 @@ OWN = {
     ("matrix", "--plot"): "of all rows",
     ("bench drafts", "--contexts"): "another default",
     ("bench drafts", "--repeats"): "another default",
+    ("bench drafts", "--text"): "to continue; tiny's own unless given",
     ("bench long-context", "--model"): "another default",
     ("bench long-context", "--kv"): "a list",
     ("bench long-context", "--dtype"): "another default",

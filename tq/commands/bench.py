@@ -255,17 +255,24 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
     _contexts("1024"),
     _repeats(3),
     options.draft_options,
+    click.option(
+        "--text", "text_file", metavar="FILE", help="The UTF-8 text to continue; - is stdin [default: tiny's held-out text]."
+    ),
     _save,
     options.json_option,
 )
-def drafts(**given: Any) -> None:
-    """Continue the held-out text of tiny with a draft and without, in turns, and measure what the draft is worth."""
+def drafts(text_file: str | None, **given: Any) -> None:
+    """Continue a text with a draft and without, in turns, and measure what the draft is worth.
+
+    A draft is measured twice: as in a session's first run, and, as "known", with what earlier runs have shown.
+    """
     from haarkv.benchmarks.drafts import DraftRequest, measure, report
 
     if (spec := options.draft_spec(given)) is None:
         raise click.UsageError("name what guesses the tokens: --draft ngram, self, or a smaller model")
     names = ("model", "executor", "kv", "contexts", "dtype", "layers", "device", "repeats")
-    request = DraftRequest(draft=spec, **{name: given[name] for name in names} | {"kv": given["kv"] or "tq4"})
+    text = None if text_file is None else read_text(text_file, "--text")
+    request = DraftRequest(draft=spec, text=text, **{name: given[name] for name in names} | {"kv": given["kv"] or "tq4"})
     with _turning(given) as on_turn, loading(request.model) as progress:
         rows = measure(request, progress, on_turn)
     _finish(report(request, rows), given)
