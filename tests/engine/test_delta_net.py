@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from said_again import Often
+from said_again import Often, always_drafting
 from small_models import small_model
 
 from haarkv.engine.generation import generate
@@ -111,10 +111,11 @@ def test_a_text_with_drafts_is_the_text_without_and_leaves_the_same_state():
         run, kept = Run(), []
         run.paging.free(run.sequence)
         said = [*TEXT[:12], *texts[0].token_ids] if drafted else []
-        (done,), timing = generate(
-            run.executor, run.cache, run.paging, [TEXT[:12]], max_new_tokens=40, max_context=200,
-            draft=Often(said) if drafted else None, draft_tokens=4, on_end=lambda _, stored, kept=kept: kept.append(stored),
-        )  # fmt: skip
+        with always_drafting():
+            (done,), timing = generate(
+                run.executor, run.cache, run.paging, [TEXT[:12]], max_new_tokens=40, max_context=200, draft_tokens=4,
+                draft=Often(said) if drafted else None, on_end=lambda _, stored, kept=kept: kept.append(stored),
+            )  # fmt: skip
         texts.append(done)
         states.append({name: tensor[-1] for name, tensor in kept[0].tensors.items() if name.endswith(("delta", "conv"))})
     assert texts[0].token_ids == texts[1].token_ids

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from recurrent_toy import Toy, hybrid, toy_mixer
-from said_again import Often
+from said_again import Often, always_drafting
 
 from haarkv.engine.generation import generate
 from haarkv.engine.plans import shape_of
@@ -88,10 +88,11 @@ def drafts():
         run.paging.free(run.sequence)
         said = [*TEXT[:12], *texts[0].token_ids] if draft else []
         kept = []
-        (done,), timing = generate(
-            run.executor, run.cache, run.paging, [TEXT[:12]], max_new_tokens=40, max_context=200,
-            draft=Often(said) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=kept: kept.append(stored),
-        )  # fmt: skip
+        with always_drafting():
+            (done,), timing = generate(
+                run.executor, run.cache, run.paging, [TEXT[:12]], max_new_tokens=40, max_context=200,
+                draft=Often(said) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=kept: kept.append(stored),
+            )  # fmt: skip
         texts.append(done)
         states.append({name: tensor for name, tensor in kept[0].tensors.items() if ".sum" in name})
     assert texts[0].token_ids == texts[1].token_ids

@@ -247,9 +247,13 @@ class PagedKVCache:
             raise ValueError(f"layer {layer} keeps room for {most} new tokens of a sequence; store more within `with_room`")
 
     def pieces(self, layer: int, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
-        """A batch as a layer stores and reads it: whole, or cut where its ring has too little room; see `Batch.cut`."""
-        most = self._most(layer)
-        return iter([(None, batch)]) if most is None else batch.cut(most)
+        """A batch as a layer stores and reads it: whole, or cut where its ring has too little room; see `Batch.cut`.
+
+        Raises:
+            ValueError: more new tokens of a sequence than `most_new_tokens`.
+        """
+        self.require_room(batch)
+        return iter([(None, batch)]) if self._kv[layer].ring is None else batch.cut(self._ring_chunk)
 
     def _most(self, layer: int) -> int | None:
         """New tokens of a sequence that a layer stores at a time, within `with_room`; None for any number."""
