@@ -1,6 +1,6 @@
 """Decoding with drafts beside decoding without, in turns: `tq bench drafts --draft NAME`.
 
-A row continues a text greedily from so many tokens: without drafts, with a draft of which nothing is known yet, as in the
+A row continues a text greedily behind a context: without drafts, with a draft of which nothing is known yet, as in the
 first run of a session, and with one that was measured in earlier runs. Times are of the decode steps, from the first new token
 to the last, and of the whole call. The prompt is computed once for all, unless the draft goes on from the model's hidden
 states, which are noted as it is computed. The CPU time of one thread does not count what else the machine does, but grows

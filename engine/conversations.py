@@ -126,7 +126,7 @@ class Conversations:
                 file.unlink(missing_ok=True)
 
     def _make_room(self, bytes_: int, but: str | None = None) -> None:
-        """Evict those used longest ago, but for one, until so many bytes fit beside the others."""
+        """Evict those used longest ago, but for one, until this number of bytes fits beside the others."""
         for name in [name for name in self._held if name != but]:
             if self.nbytes + bytes_ <= self.budget:
                 return

@@ -68,7 +68,7 @@ class Experience:
         return not self.tried or self.best(len(self.tried)) > 0
 
     def tokens(self, count: int) -> float:
-        """Tokens of a sequence expected of a step with so many drafts."""
+        """Tokens of a sequence expected of a step with `count` drafts."""
         total, reached, share = 1.0, 1.0, 0.5
         for place in range(count):
             # Where little was tried, a draft is taken to be as good as the one before it.
@@ -79,7 +79,7 @@ class Experience:
         return total
 
     def cost(self, count: int) -> float:
-        """What a step with so many drafts takes, in plain steps: where it was tried, else by the nearest two."""
+        """What a step with `count` drafts takes, in plain steps: where it was tried, else by the nearest two."""
         known = [(0, 1.0)]
         for number, times in sorted(self.costs.items()):
             # What was seen once may have been an interruption.

@@ -9,7 +9,7 @@ from haarkv.engine.draft_pace import AHEAD, GAPS, PLAIN, SHARE, Experience, Pace
 
 
 def driven(steps, cost, share, *, most=4, experience=None, seed=0, behind=0):
-    """A run of so many tokens: `cost(n)` seconds a step with n drafts, 1 without, each taken with `share(tokens so far)`.
+    """A run of a number of tokens: `cost(n)` seconds a step with n drafts, 1 without, each taken with `share(tokens so far)`.
 
     Returns:
         the time over that without drafts, what was drafted in each step, and the pace.

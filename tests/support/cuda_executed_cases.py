@@ -321,7 +321,7 @@ FAR_EXPERT, OF_AN_EXPERT = 70_000, (32, 1024)
 
 
 def far_expert(capability: int, *, fault: bool = False) -> str | None:
-    """The last of so many experts that its numbers lie beyond 2**31 others, which take no memory."""
+    """The last expert of a stack, whose numbers lie beyond 2**31 others, which take no memory."""
     rows, columns = OF_AN_EXPERT
     count = (FAR_EXPERT + 1) * rows * columns
     assert FAR_EXPERT * rows * columns > 2**31
