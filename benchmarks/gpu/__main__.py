@@ -52,12 +52,16 @@ _POLL_S = 0.2
 # -- What is checked and timed -----------------------------------------------------------------------------------------------
 _CONTRACT = ("-m", "haarkv.validation.ops", "--table", "cuda", "--json")
 _TESTS = {
-    "kernels": ("tests/tq_ops/cuda/test_cuda_ops.py", "tests/tq_ops/cuda/test_schedule.py"),
-    "executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
-}
+    "the kernels": tuple(f"tests/tq_ops/cuda/test_{name}.py" for name in ("cuda_ops", "blocks", "stretches", "schedule")),
+    "the executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
+    "hybrids and experts": (
+        "tests/tq_ops/cuda/test_delta.py", "tests/tq_ops/cuda/test_experts.py",
+        "tests/executors/test_cuda_hybrid.py", "tests/executors/test_cuda_experts.py",
+    ),
+}  # fmt: skip
 _SHARES = {"paged_attention": 6, "store_kv": 3}
 """Processes that share an op's cases, each of which compiles kernels of its own."""
-CHECKS_S = 165.0
+CHECKS_S = 185.0
 
 
 def checks(dry: bool) -> Mapping[str, Sequence[str]]:
@@ -68,21 +72,21 @@ def checks(dry: bool) -> Mapping[str, Sequence[str]]:
             "a check that fails": ["-c", "import sys; sys.exit('it fails on purpose')"],
         }
     # Compiling takes most of the time, so what can run at once does.
-    workers = ["-n", "2"] if find_spec("xdist") else []
+    workers = ["-n", "4", "--dist", "worksteal"] if find_spec("xdist") else []
     contract = {
         f"contract {op}, {part} of {shares}": [*_CONTRACT, "--op", op, "--share", f"{part}/{shares}"]
         for op, shares in {**dict.fromkeys(OP_NAMES, 1), **_SHARES}.items()
         for part in range(1, shares + 1)
     }
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "not slow and not cuda_compile"]
-    held_out = "models/tiny_qwen3/held_out.txt"
+    left_out = "not slow and not cuda_compile and not cuda_long and not ptx_long"
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", left_out]
+    validate = ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", "models/tiny_qwen3/held_out.txt",
+                "--prompt-tokens", "300", "--steps", "8", "--model"]  # fmt: skip
     return {
         **contract,
-        "tests of the kernels": [*pytest, *workers, *_TESTS["kernels"]],
-        "tests of the executor": [*pytest, *workers, *_TESTS["executor"]],
-        "validate tiny": ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", held_out, "--prompt-tokens", "300",
-                          "--steps", "8"],
-    }  # fmt: skip
+        **{f"tests of {what}": [*pytest, *workers, *files] for what, files in _TESTS.items()},
+        **{f"validate {model}": [*validate, model] for model in ("tiny", "tiny-hybrid")},
+    }
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="haarkv.benchmarks.gpu", description=__doc__, formatter_class=form)
     parser.add_argument("folder", metavar="OUT", type=Path, help="where the results go; made if need be")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, in Triton's interpreter; the figures mean nothing")
+    parser.add_argument(
+        "--only", action="append", metavar="WORDS", help="only checks and groups whose name holds them; repeatable"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)  # of a group's own process
     given = parser.parse_args(argv)
     folder, dry = given.folder.absolute(), given.dry_run
@@ -159,12 +166,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.one:
             run_one(groups[given.one], folder, given.one, dry=dry)
             return 0
+        every = [*checks(dry), *groups]
+        checked, groups = _chosen(checks(dry), given.only), _chosen(groups, given.only)
+        if not {**checked, **groups}:
+            raise InputError(f"nothing is named {' or '.join(given.only)}; name some of: {', '.join(every)}")
         folder.mkdir(parents=True, exist_ok=True)
         _drop_half_row(folder)
         done = {key for key, row in read_rows(folder).items() if "error" not in row}
         code = 0
         try:
-            _run({name: command for name, command in checks(dry).items() if name not in done}, CHECKS_S, folder)
+            _run({name: command for name, command in checked.items() if name not in done}, CHECKS_S, folder)
             for name, timing in groups.items():
                 command = ["-m", "haarkv.benchmarks.gpu", str(folder), "--one", name, *["--dry-run"] * dry]
                 _run({name: command} if name not in done else {}, timing.seconds, folder)
@@ -176,9 +187,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
         print(f"haarkv.benchmarks.gpu: {why}", file=sys.stderr)
         return 2
-    wrong = [key for key in (*checks(dry), *groups) if "error" in rows.get(key, {"error": ""})]
+    wrong = [key for key in (*checked, *groups) if "error" in rows.get(key, {"error": ""})]
     print(f"{len(rows)} rows in {folder / ROWS}, {len(wrong)} of them wrong or missing", folder / PAGE, sep="\n")
     return code or int(bool(wrong))
+
+
+def _chosen(named: Mapping[str, Any], only: Sequence[str] | None) -> dict[str, Any]:
+    return {name: what for name, what in named.items() if not only or any(words in name for words in only)}
 
 
 def _run(commands: Mapping[str, Sequence[str]], seconds: float, folder: Path) -> None:
