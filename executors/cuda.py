@@ -42,6 +42,13 @@ class _Run(NamedTuple):
     layers: Callable[[Tensor, range, Batch, PagedKVCache], Tensor]
 
 
+class _Steps(NamedTuple):
+    """Decode steps on one cache by their sequences, and the memory that their graphs share; None without graphs."""
+
+    pool: Any
+    by_size: dict[int, DecodeStep]
+
+
 class _Forward(NamedTuple):
     """The last forward, should its head find that it went wrong; it keeps no cache alive."""
 
@@ -108,9 +115,8 @@ class CudaExecutor:
             self._run = _bound(self._model, self.step_ops)
         self._last: _Forward | None = None
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
-        graphs = self.device.type == "cuda" and self._model.ranks.size == 1
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._steps: WeakKeyDictionary[PagedKVCache, dict[int, DecodeStep]] = WeakKeyDictionary()
+        self._graphs = self.device.type == "cuda" and self._model.ranks.size == 1
+        self._steps: WeakKeyDictionary[PagedKVCache, _Steps] = WeakKeyDictionary()
 
     @property
     def weights(self) -> Weights:
@@ -135,10 +141,13 @@ class CudaExecutor:
             if len(token_ids) > len(batch.seq_lens):
                 cache.require_room(batch)
                 return self._run.forward(token_ids, batch, cache)
-            steps, size = self._steps.setdefault(cache, {}), bucket_of(len(token_ids))
-            if size not in steps:
-                steps[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), self._pool)
-            return steps[size](token_ids, batch)
+            if (steps := self._steps.get(cache)) is None:
+                # A pool of its own: one that outlives its last graph takes no other.
+                steps = self._steps[cache] = _Steps(torch.cuda.graph_pool_handle() if self._graphs else None, {})
+            if (size := bucket_of(len(token_ids))) not in steps.by_size:
+                longest = self.config.max_position_embeddings
+                steps.by_size[size] = DecodeStep(size, cache, longest, self._step_on(cache), steps.pool)
+            return steps.by_size[size](token_ids, batch)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class DecodeStep:
             rows=torch.zeros(size, dtype=torch.int64, device=device),
         )
         self._has_rows = cache.keeps_rows
+        self._step = step  # what it reads must live as long as a graph that reads it
         self._run = self._captured(step, pool) if pool is not None else lambda: step(self._token_ids, self._fresh())
 
     def _captured(self, step: Step, pool: Any) -> Callable[[], Tensor]:

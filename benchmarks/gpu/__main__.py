@@ -50,7 +50,7 @@ _POLL_S = 0.2
 
 
 # -- What is checked and timed -----------------------------------------------------------------------------------------------
-_CONTRACT = ("-m", "haarkv.validation.ops", "--table", "cuda", "--json")
+_CONTRACT = ("-m", "haarkv.validation.ops", "--table", "cuda", "--threads", "1", "--json")
 _TESTS = {
     "the kernels": tuple(f"tests/tq_ops/cuda/test_{name}.py" for name in ("cuda_ops", "blocks", "stretches", "schedule")),
     "the executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
@@ -79,7 +79,7 @@ def checks(dry: bool) -> Mapping[str, Sequence[str]]:
         for part in range(1, shares + 1)
     }
     left_out = "not slow and not cuda_compile and not cuda_long and not ptx_long"
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", left_out]
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short", "-m", left_out]
     validate = ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", "models/tiny_qwen3/held_out.txt",
                 "--prompt-tokens", "300", "--steps", "8", "--model"]  # fmt: skip
     return {

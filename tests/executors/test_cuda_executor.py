@@ -302,7 +302,7 @@ def test_a_captured_step_gives_what_the_same_step_gives_uncaptured():
     for captured in (True, False):
         ours = executor(model)
         if not captured:
-            ours._pool = None
+            ours._graphs = False
         cache = new_cache(CONFIG, "tq4", num_blocks=6)
         host = OnHost(ours, cache)
         results.append((run(host, cache), [t.cpu() for *_, t in cache_tensors(host.cache)]))

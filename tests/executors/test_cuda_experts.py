@@ -62,7 +62,8 @@ def texts(one, steps: int = 2) -> torch.Tensor:
         tokens = torch.tensor([token for some in new for token in some])
         return verify(one, tokens.to(cache.device), batch.to(cache.device), cache).cpu()
 
-    told = (([0, 1, 2], [[3, 14, 15], [9], [2, 6]]), ([2, 0, 1], [[5], [35], [8]]), ([0, 2], [[9], [7]]))
+    # Of none of these is another expert as likely but for what BF16 rounds: a GPU would choose it.
+    told = (([0, 1, 2], [[3, 14, 15], [9], [2, 6]]), ([2, 0, 1], [[5], [35], [8]]), ([0, 2], [[16], [30]]))
     return torch.cat([run(*some) for some in told[: 1 + steps]])
 
 

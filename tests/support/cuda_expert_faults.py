@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import planted_kernels
@@ -102,9 +102,20 @@ def planted(name: str) -> AbstractContextManager[None]:
     return planted_kernels.planted(experts, "expert_kernels", old, new)
 
 
+@contextmanager
+def unwritten_as_nan() -> Iterator[None]:
+    """New tensors hold NaN. A GPU's hold what an earlier call left there, which is right."""
+    torch.use_deterministic_algorithms(True)  # which fills new memory as well
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def off_by(case: Mixture, device: torch.device | str = "cpu", stored: Callable[[str, Tensor], Weight] | None = None) -> float:
     """How far each token's numbers are from the formula's, of their length."""
     stack = case.stack(stored)
     moved = Stack(*list(vars(stack).values())[:4], *(weight.to(device) for weight in (stack.gate, stack.up, stack.down)))
-    ours = experts.through(*(tensor.to(device) for tensor in case.inputs()), moved)
+    with unwritten_as_nan():
+        ours = experts.through(*(tensor.to(device) for tensor in case.inputs()), moved)
     return relative(ours, case.expected(stack))

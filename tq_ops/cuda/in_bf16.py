@@ -35,7 +35,8 @@ def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexp
     """
     sequence = sequence_of(token, into.query_start_loc, sequences, into.SEQUENCE_BITS) if into.SEQUENCE_BITS > 0 else token
     row, position = tl.load(into.rows + sequence, live, 0), tl.load(into.positions + token, live, 0).to(tl.int32)
-    at, (of_low, of_high) = kept + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None], places(HALF, D)
+    at = kept + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None]
+    of_low, of_high = places(HALF, D)
     low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
     if into.RING > 0:
         newest = at + ((position % into.RING + into.SINK) * D)[:, None]

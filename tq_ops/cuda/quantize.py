@@ -210,8 +210,8 @@ def store_side(
 ):  # fmt: skip
     """What a program of `quantize_kernel` does of K or of V."""
     token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
-    live, (of_low, of_high) = token < tokens, places(into.HALF, D)
-    at = x + (token * HEADS + head)[:, None].to(tl.int64) * D
+    of_low, of_high = places(into.HALF, D)
+    live, at = token < tokens, x + (token * HEADS + head)[:, None].to(tl.int64) * D
     low = tl.load(at + of_low[None, :], live[:, None], 0.0).to(tl.float32)
     high = tl.load(at + of_high[None, :], live[:, None], 0.0).to(tl.float32)
     append_and_keep(

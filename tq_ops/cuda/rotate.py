@@ -202,8 +202,8 @@ def rotate_kernel(
     Grid: [tiles of `vectors_of`, D / WIDTH, programs that share the stretches].
     """
     token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, MATRICES, ROWS)
-    live, (of_low, of_high) = (token < tokens)[:, None], places(HALF, D)
-    at = q + (token * HEADS + head)[:, None].to(tl.int64) * D
+    of_low, of_high = places(HALF, D)
+    live, at = (token < tokens)[:, None], q + (token * HEADS + head)[:, None].to(tl.int64) * D
     low, high = tl.load(at + of_low[None, :], live, 0.0), tl.load(at + of_high[None, :], live, 0.0)
     store_rotated(
         low, high, token, head, matrix, tokens, tl.program_id(1) * WIDTH, tl.program_id(2), tl.num_programs(2), rotation,

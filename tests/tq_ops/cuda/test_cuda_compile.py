@@ -6,12 +6,14 @@ tests take one launch of each kernel; `make test-cuda-compile` takes every launc
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from pathlib import Path
 
 import machine_code
 import pytest
 from cuda_rows import rows_of
+from places import ROOT
 
 from haarkv.benchmarks.gpu import predictions
 
@@ -181,6 +183,20 @@ def test_a_kernel_outside_its_bounds_is_seen():
         "buffers 1 < 2",
         "in_flight 0 < 2",
     ]
+
+
+def test_no_kernel_takes_a_tuple_within_a_tuple_apart():
+    """Triton 3.6 fails at it before it compiles anything, and later ones do not."""
+    within = []
+    for path in (ROOT / "tq_ops" / "cuda").glob("*.py"):
+        for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(kernel, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in kernel.decorator_list):
+                targets = [target for one in ast.walk(kernel) if isinstance(one, ast.Assign) for target in one.targets]
+                within += [
+                    f"{path.name}: {ast.unparse(target)}" for target in targets
+                    if isinstance(target, ast.Tuple) and any(isinstance(part, ast.Tuple) for part in target.elts)
+                ]  # fmt: skip
+    assert within == []
 
 
 @pytest.mark.cuda_compile
