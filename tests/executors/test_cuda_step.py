@@ -215,18 +215,21 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, d
         seen.update(k=k, v=v)
         reference.store_kv(k, v, *rest)
 
-    wanted = cuda_composed.attention(
-        with_ops(reference, {"store_kv": store}), qkv, heads, rope, made, LAYER, batch, scale
-    )  # fmt: skip
+    cuda_composed.attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, made, LAYER, batch, scale)
     fault, on_device = ops.new_fault(DEVICE), tuple(x.to(DEVICE) for x in rope)
     ours = CudaFused(fault).attention(qkv.to(DEVICE), moved(heads), on_device, copy, LAYER, batch.to(DEVICE), scale)
     ops.raise_fault(fault, copy, batch)
-    assert (ours.dtype, ours.shape) == (dtype, wanted.shape)
+    assert (ours.dtype, ours.shape) == (dtype, (len(qkv), heads.num_heads * case.head_dim))
     check_stored(copy, made, seen["k"], seen["v"], batch, bounds.LAYER_FP32.kv_noise)
     for mine, other in zip(windows_of(copy), windows_of(made), strict=True):
         # K and V as two computations of them round to BF16: here and there to the other neighbour. NaN stays where it was.
         torch.testing.assert_close(mine.cpu(), other, rtol=2.0**-7, atol=1e-6, equal_nan=True)
         assert (mine.cpu().view(torch.int16) != other.view(torch.int16)).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
+    # A level beside a boundary may have fallen to its other side, as was checked: attention is judged over the same codes.
+    for mine, other in zip(everything_in(copy), everything_in(made), strict=True):
+        other.copy_(mine)
+    nothing = with_ops(reference, {"store_kv": lambda *_: None})
+    wanted = cuda_composed.attention(nothing, qkv, heads, rope, made, LAYER, batch, scale)
     shape = (len(qkv), heads.num_heads, case.head_dim)
     assert relative(ours.view(shape), wanted.view(shape)) <= within(dtype)
 

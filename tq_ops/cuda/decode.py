@@ -77,6 +77,7 @@ class Shape(NamedTuple):
 
 
 _BITS = (2, 3, 4)
+_OF_A_STEP = 48  # bytes of shared memory
 _RESERVED = 1024
 """Bytes of shared memory that each thread block takes beside its own."""
 
@@ -135,9 +136,8 @@ def blocks_a_processor(group: int, head_dim: int, memory: int) -> int:
 
 
 def shared_bytes(group: int, head_dim: int) -> int:
-    """Dynamic shared memory of a thread block: the table of pairs, four warps' outputs, and all warps' maxima and sums."""
-    columns = _columns(group)
-    return 65536 + 4 * columns * head_dim * 4 + 2 * 8 * columns * 4
+    """Dynamic shared memory of a thread block: the table of pairs, an output, the weights of its parts, maxima and sums."""
+    return 65536 + _columns(group) * (head_dim + MOST_BLOCKS + 2 * (THREADS // 32 + 1)) * 4 + _OF_A_STEP
 
 
 def _columns(group: int) -> int:

@@ -32,7 +32,6 @@
 // goes without.
 
 #include "merge.cuh"
-#include "work.cuh"
 
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES && THREADS == BLOCK_THREADS && TILE == TILE_TOKENS,
               "decode.py says otherwise");
@@ -41,54 +40,54 @@ static_assert(sizeof(Arguments) == ARGUMENT_BYTES && THREADS == BLOCK_THREADS &&
 extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(const __grid_constant__ Arguments given) {
     if ((__cvta_generic_to_shared(shared) & 0xffffff) != SHARED_BASE) __trap();
     int head = blockIdx.y, block = blockIdx.x;
-    Centroids centroids = load_centroids(given);
     if (block == 0) fetch_rotation(given);
-    int tiles = find_sequence(given, 0x7fffffff).first_tile;
-    float* y = &scratch().sums[0][0][0];
+    Division work = divide(given, gridDim.x);
     // A sequence without tokens pads the batch, or all of its tokens are seen in BF16.
     for (int b = block; b < given.sequences; b += gridDim.x)
         if (stored_tokens(given, b) <= 0) {
             if (KEPT) {
-                add_in_bf16(y, given, b, head, false);
+                add_in_bf16(given, b, head, false);
                 __syncthreads();
-                write_out(y, given, b, head);
+                write_out(given, b, head);
                 __syncthreads();
             } else {
                 for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS)
                     given.out[(long long)(b * HEADS + head) * GROUP * HEAD_DIM + i] = 0;
             }
         }
-    int blocks = min((int)gridDim.x, tiles);
-    if (block >= blocks) return;
-    fill_table(centroids);
-    __syncthreads();
-    for (int tile = first_of(block, tiles, blocks), stop = first_of(block + 1, tiles, blocks); tile < stop;) {
-        Found found = find_sequence(given, tile);
-        int until = min(stop, found.first_tile + found.tiles);
+    if (block >= work.blocks) return;
+    int at = work.each ? block : first_of(block, work.tiles, work.blocks);
+    int stop = work.each ? block + 1 : first_of(block + 1, work.tiles, work.blocks);
+    while (at < stop) {
         State state;
-        int begin = (tile - found.first_tile) * TILE, end = min((until - found.first_tile) * TILE, found.tokens);
-        int origin = origin_of(given, found.sequence);
-        attend(state, given, found.sequence, head, origin + begin, origin + end, first_seen(given, found.sequence));
-        fold_warps(state);
-        int first = taker_of(found.first_tile, tiles, blocks),
-            last = taker_of(found.first_tile + found.tiles - 1, tiles, blocks);
-        bool merges = true;
-        if (first == last) {
-            normalize(y, state);
+        {
+            Piece piece = piece_at(given, work, at, stop);
+            if (threadIdx.x == 0) scratch().step = {work, piece, at, stop};
+            int origin = origin_of(given, piece.sequence);
+            attend(state, given, piece.sequence, head, origin + piece.begin * TILE,
+                   origin + min(piece.end * TILE, piece.tokens), first_seen(given, piece.sequence));
+        }
+        gather_warps(state);
+        const Step step = reread(scratch().step);
+        const Piece& piece = step.piece;
+        bool merges = piece.first == piece.last;
+        if (merges) {
+            normalize();
         } else {
-            leave_part(state, given, slot_of(block, first, head));
-            merges = is_last(given, found.sequence, head, last - first + 1);
-            if (merges) merge_parts(y, given, head, first, last);
+            leave_part(given, slot_of(block, piece.first, head));
+            merges = is_last(given, piece.sequence, head, piece.last - piece.first + 1);
+            if (merges) merge_parts(given, head, piece.first, piece.last);
         }
         if (merges) {
             __syncthreads();
             if (KEPT) {
-                add_in_bf16(y, given, found.sequence, head, true);
+                add_in_bf16(given, piece.sequence, head, true);
                 __syncthreads();
             }
-            write_out(y, given, found.sequence, head);
+            write_out(given, piece.sequence, head);
         }
         __syncthreads();
-        tile = until;
+        work = step.work, stop = step.stop;
+        at = step.at + (work.each ? 1 : piece.end - piece.begin);
     }
 }

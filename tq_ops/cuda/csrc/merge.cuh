@@ -2,16 +2,32 @@
 #pragma once
 
 #include "step.cuh"
+#include "work.cuh"
 
+// Beside the table. While no table is needed, its place holds what threads hand to each other.
 struct Scratch {
-    float sums[FOLDED_WARPS][SUMS][32];
+    float y[COLUMNS * HEAD_DIM];          // a sequence's output, normalized, in layout.kernel_order
+    float weights[MOST_BLOCKS][COLUMNS];  // of its parts, in `place_of_weight`
     float maxima[WARPS][COLUMNS], totals[WARPS][COLUMNS];
+    float peak[COLUMNS], total[COLUMNS];  // of the thread block's tokens, then of all that are packed
+    Step step;                            // the thread block's, while registers are needed for other things
+    int is_last;
 };
 
 static_assert(TABLE_BYTES + sizeof(Scratch) == SHARED_BYTES, "shared_bytes of decode.py");
-static_assert(COLUMNS * (HEAD_DIM + MOST_BLOCKS) * 4 <= sizeof(Scratch::sums), "an output, and the weights of its parts");
+static_assert(WARPS * SUMS * 32 * 4 <= TABLE_BYTES, "all warps' outputs in the table's place");
 
 __device__ __forceinline__ Scratch& scratch() { return *(Scratch*)(shared + TABLE_BYTES); }
+
+// What shared memory holds now, whatever the compiler knows of it: so it keeps nothing of it in registers meanwhile.
+__device__ __forceinline__ Step reread(const Step& step) {
+    Step out;
+    word at = __cvta_generic_to_shared(&step);
+#pragma unroll
+    for (int i = 0; i < (int)(sizeof(Step) / 4); i++)
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(((int*)&out)[i]) : "r"(at + 4 * i));
+    return out;
+}
 
 // The query head of a lane's number `sum` of the output, and its column in layout.kernel_order.
 __device__ __forceinline__ int column_of(int sum, int lane) { return sum / (4 * STEPS) * 8 + lane % 4 * 2 + sum % 2; }
@@ -21,12 +37,25 @@ __device__ __forceinline__ int place_in_vector(int sum, int lane) {
     return sum % 4 / 2 * BYTES + column_of_level<V_BITS, 8>(lane / 4, step / 4, step % 4);
 }
 
-// All warps' states in warp 0's: `out` in units of 1, `peak` the thread block's, `total` of all tokens and equal in all lanes
-// of a column.
-__device__ __forceinline__ void fold_warps(State& state) {
+// Numbers of the output that a thread adds up: four lanes' of one sum, so of columns 2 apart.
+constexpr int NUMBERS = SUMS * 32;
+
+__device__ __forceinline__ float4 plus(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Read anew: a number kept since before the loop would take a register there.
+__device__ __forceinline__ int thread() {
+    int out;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(out));
+    return out;
+}
+
+// All warps' outputs in the table's place, in units of 1 and of the thread block's peak; that and the total in `scratch`.
+__device__ __forceinline__ void gather_warps(const State& state) {
     Scratch& at = scratch();
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
+    int lane = thread() % 32, warp = thread() / 32, t = lane % 4;
+#pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
         for (int c = 0; c < 2; c++) {
             float total = sum_of_tokens(state.total[n][c]);
             if (lane < 4) {
@@ -35,7 +64,10 @@ __device__ __forceinline__ void fold_warps(State& state) {
             }
         }
     __syncthreads();
+    float* out = (float*)shared + warp * NUMBERS + lane;
+#pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
         for (int c = 0; c < 2; c++) {
             int column = 8 * n + 2 * t + c;
             // A share of sinks alone has no maximum; any finite one gives it the weight 0.
@@ -44,20 +76,37 @@ __device__ __forceinline__ void fold_warps(State& state) {
             for (int w = 0; w < WARPS; w++) total += at.totals[w][column] * exp2_fast(at.maxima[w][column] - peak);
             float grow = exp2_fast(state.peak[n][c] - peak) * state.unit;
             for (int step = 0; step < STEPS; step++)
-                for (int i = c; i < 4; i += 2) state.out[n][step][i] *= grow;
-            state.peak[n][c] = peak;
-            state.total[n][c] = total;
+                for (int i = c; i < 4; i += 2) out[((n * STEPS + step) * 4 + i) * 32] = state.out[n][step][i] * grow;
+            if (thread() < 4) at.peak[column] = peak, at.total[column] = total;
         }
-    for (int half = WARPS / 2; half; half /= 2) {
-        float* own = &state.out[0][0][0];
-        if (half <= warp && warp < 2 * half)
-#pragma unroll
-            for (int i = 0; i < SUMS; i++) at.sums[warp - half][i][lane] = own[i];
-        __syncthreads();
-        if (warp < half)
-#pragma unroll
-            for (int i = 0; i < SUMS; i++) own[i] += at.sums[warp][i][lane];
-        __syncthreads();
+    __syncthreads();
+}
+
+// Four numbers of the thread block's output, from `index` on.
+__device__ __forceinline__ float4 sum_of_warps(int index) {
+    float4 sum = *(const float4*)((const float*)shared + index);
+    for (int w = 1; w < WARPS; w++) sum = plus(sum, *(const float4*)((const float*)shared + w * NUMBERS + index));
+    return sum;
+}
+
+// Puts four numbers of the output, those from `index` on, where they belong in `y`.
+__device__ __forceinline__ void place_numbers(float4 numbers, int index) {
+    float* y = scratch().y + place_in_vector(index / 32, index % 32);
+    int column = column_of(index / 32, 0);
+    y[column * HEAD_DIM] = numbers.x;
+    y[(column + 2) * HEAD_DIM] = numbers.y;
+    y[(column + 4) * HEAD_DIM] = numbers.z;
+    y[(column + 6) * HEAD_DIM] = numbers.w;
+}
+
+// The output of a sequence that this thread block holds whole.
+__device__ __forceinline__ void normalize() {
+    const float* total = scratch().total;
+    for (int i = 4 * thread(); i < NUMBERS; i += 4 * THREADS) {
+        float4 sum = sum_of_warps(i);
+        int column = column_of(i / 32, 0);
+        sum.x /= total[column], sum.y /= total[column + 2], sum.z /= total[column + 4], sum.w /= total[column + 6];
+        place_numbers(sum, i);
     }
 }
 
@@ -78,34 +127,38 @@ __device__ __forceinline__ void load_rotation(float (&out)[8], const Arguments& 
 // The rotation is needed last, by whoever merges, and lies in no cache: ask for it first.
 __device__ __forceinline__ void fetch_rotation(const Arguments& given) {
     constexpr int SIZE = HEAD_DIM * HEAD_DIM * (ROTATION_FP32 ? 4 : 2);
-    for (int i = 128 * threadIdx.x; i < SIZE; i += 128 * THREADS)
+    for (int i = 128 * thread(); i < SIZE; i += 128 * THREADS)
         asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)given.rotation + i));
 }
 
-// Writes the output of a sequence and KV head, of which `y` [COLUMNS][HEAD_DIM] holds the normalized sums, in
-// layout.kernel_order.
-__device__ __forceinline__ void write_out(const float* y, const Arguments& given, int sequence, int head) {
+// Writes the output of a sequence and KV head, whose normalized sums are `y` of scratch.
+__device__ __forceinline__ void write_out(const Arguments& given, int sequence, int head) {
     half_bits* out = given.out + (long long)(sequence * HEADS + head) * GROUP * HEAD_DIM;
-    // Back is `y @ rotation.T`: a thread multiplies a row of the matrix by a share of the columns.
-    constexpr int AT_ONCE = THREADS / HEAD_DIM;
-    int coordinate = threadIdx.x % HEAD_DIM;
-    constexpr int SHARE = (GROUP + AT_ONCE - 1) / AT_ONCE;
-    int column = threadIdx.x / HEAD_DIM * SHARE;
-    float sums[SHARE] = {};
+    // Back is `y @ rotation.T`: a thread multiplies a share of a row of the matrix with all columns.
+    constexpr int SHARERS = THREADS / HEAD_DIM, ROW = HEAD_DIM / SHARERS;
+    int coordinate = thread() % HEAD_DIM, share = thread() / HEAD_DIM;
+    float sums[GROUP] = {};
 #pragma unroll 4
-    for (int i = 0; i < HEAD_DIM; i += 8) {
+    for (int i = share * ROW; i < share * ROW + ROW; i += 8) {
         float row[8];
         load_rotation(row, given, coordinate * HEAD_DIM + i);
-        for (int n = 0; n < SHARE; n++) {
-            float numbers[8];
-            // Columns past the group's are there, and their sums are not used.
-            for (int j = 0; j < 8; j += 4)
-                *(float4*)(numbers + j) = *(const float4*)(y + (column + n) % COLUMNS * HEAD_DIM + i + j);
-            for (int j = 0; j < 8; j++) sums[n] += numbers[j] * row[j];
-        }
+#pragma unroll
+        for (int n = 0; n < GROUP; n++)
+            for (int j = 0; j < 8; j += 4) {
+                float4 y = *(const float4*)(scratch().y + n * HEAD_DIM + i + j);
+                sums[n] += y.x * row[j] + y.y * row[j + 1] + y.z * row[j + 2] + y.w * row[j + 3];
+            }
     }
-    for (int n = 0; n < SHARE; n++)
-        if (column + n < GROUP) out[(column + n) * HEAD_DIM + coordinate] = to_bf16(sums[n]);
+    if (SHARERS > 1) {
+        float* others = (float*)shared + coordinate;
+        if (share)
+            for (int n = 0; n < GROUP; n++) others[((share - 1) * GROUP + n) * HEAD_DIM] = sums[n];
+        __syncthreads();
+        if (share) return;
+        for (int s = 0; s < SHARERS - 1; s++)
+            for (int n = 0; n < GROUP; n++) sums[n] += others[(s * GROUP + n) * HEAD_DIM];
+    }
+    for (int n = 0; n < GROUP; n++) out[n * HEAD_DIM + coordinate] = to_bf16(sums[n]);
 }
 
 // Parts of a sequence: of thread block `first`, its second slot, and the first slot of those after it.
@@ -113,98 +166,81 @@ __device__ __forceinline__ long long slot_of(int block, int first, int head) {
     return ((long long)block * HEADS + head) * 2 + (block == first);
 }
 
-__device__ __forceinline__ void leave_part(const State& state, const Arguments& given, long long slot) {
-    int lane = threadIdx.x % 32;
-    if (threadIdx.x < 32) {
-        const float* own = &state.out[0][0][0];
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) given.parts[(slot * SUMS + i) * 32 + lane] = own[i];
-        for (int n = 0; n < COLUMN_TILES; n++)
-            for (int c = 0; c < 2; c++)
-                if (lane < 4) {
-                    given.part_maxima[slot * COLUMNS + 8 * n + 2 * lane + c] = state.peak[n][c];
-                    given.part_sums[slot * COLUMNS + 8 * n + 2 * lane + c] = state.total[n][c];
-                }
-        __threadfence();
+__device__ __forceinline__ void leave_part(const Arguments& given, long long slot) {
+    for (int i = 4 * thread(); i < NUMBERS; i += 4 * THREADS) *(float4*)(given.parts + slot * NUMBERS + i) = sum_of_warps(i);
+    if (thread() < COLUMNS) {
+        given.part_maxima[slot * COLUMNS + thread()] = scratch().peak[thread()];
+        given.part_sums[slot * COLUMNS + thread()] = scratch().total[thread()];
     }
+    __threadfence();
 }
 
 // Whether this thread block is the last of `parts` to arrive.
 __device__ __forceinline__ bool is_last(const Arguments& given, int sequence, int head, int parts) {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (thread() == 0) {
         int* arrived = given.arrived + sequence * HEADS + head;
         bool last = atomicAdd(arrived, 1) == parts - 1;
         if (last) *arrived = 0;
         __threadfence();
-        *(int*)scratch().maxima = last;  // which nobody needs any more
+        scratch().is_last = last;
     }
     __syncthreads();
-    return *(const int*)scratch().maxima;
-}
-
-// Maximum and sum of a column's packed tokens, for `add_in_bf16`.
-__device__ __forceinline__ void note_packed(int column, float peak, float total) {
-    if (!KEPT) return;
-    scratch().maxima[1][column] = peak;
-    scratch().totals[1][column] = total;
+    return scratch().is_last;
 }
 
 // Adds what a sequence saw in BF16 to `y`, the normalized sums of its packed tokens, or to nothing where it has none.
-__device__ __forceinline__ void add_in_bf16(float* y, const Arguments& given, int sequence, int head, bool some) {
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS) {
+__device__ __forceinline__ void add_in_bf16(const Arguments& given, int sequence, int head, bool some) {
+    float* y = scratch().y;
+    for (int i = thread(); i < GROUP * HEAD_DIM; i += THREADS) {
         int column = i / HEAD_DIM;
         long long vector = (long long)(sequence * HEADS + head) * GROUP + column;
-        float peak = given.in_bf16_maxima[vector], packed_peak = some ? scratch().maxima[1][column] : LEAST_PEAK;
+        float peak = given.in_bf16_maxima[vector], packed_peak = some ? scratch().peak[column] : LEAST_PEAK;
         float most = fmaxf(peak, packed_peak), grow = exp2_fast(peak - most);
-        float packed = some ? scratch().totals[1][column] * exp2_fast(packed_peak - most) : 0.0f;
+        float packed = some ? scratch().total[column] * exp2_fast(packed_peak - most) : 0.0f;
         float total = packed + grow * given.in_bf16_sums[vector];
         float sum = (some ? y[i] * packed : 0.0f) + grow * given.in_bf16[vector * HEAD_DIM + i % HEAD_DIM];
         y[i] = total == 0.0f ? 0.0f : sum / total;
     }
 }
 
+// Where the weight of a column lies: those of `place_numbers` side by side.
+__device__ __forceinline__ int place_of_weight(int column) { return column / 8 * 8 + column % 2 * 4 + column % 8 / 2; }
+
 // The output of a sequence whose parts lie in thread blocks first ... last.
-__device__ __forceinline__ void merge_parts(float* y, const Arguments& given, int head, int first, int last) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* weights = y + COLUMNS * HEAD_DIM;  // [parts, COLUMNS]
+__device__ __forceinline__ void merge_parts(const Arguments& given, int head, int first, int last) {
+    int lane = thread() % 32, warp = thread() / 32;
+    Scratch& to = scratch();
     for (int column = warp; column < COLUMNS; column += WARPS) {
-        float peak = MINUS_INFINITY, total = 0.0f;
-        for (int b = first + lane; b <= last; b += 32)
-            peak = fmaxf(peak, __ldcg(given.part_maxima + slot_of(b, first, head) * COLUMNS + column));
-        for (int step = 1; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, step));
-        for (int b = first + lane; b <= last; b += 32) {
+        float maxima[MOST_BLOCKS / 32], weights[MOST_BLOCKS / 32], peak = MINUS_INFINITY, total = 0.0f;
+        for (int i = 0; i < MOST_BLOCKS / 32; i++) {
+            int b = first + lane + 32 * i;
             long long at = slot_of(b, first, head) * COLUMNS + column;
-            float weight = exp2_fast(__ldcg(given.part_maxima + at) - peak);
-            total += weight * __ldcg(given.part_sums + at);
-            weights[(b - first) * COLUMNS + column] = weight;
+            maxima[i] = b <= last ? __ldcg(given.part_maxima + at) : MINUS_INFINITY;
+            weights[i] = b <= last ? __ldcg(given.part_sums + at) : 0.0f;
+        }
+        for (int i = 0; i < MOST_BLOCKS / 32; i++) peak = fmaxf(peak, maxima[i]);
+        for (int step = 1; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, step));
+        for (int i = 0; i < MOST_BLOCKS / 32; i++) {
+            float weight = exp2_fast(maxima[i] - peak);
+            total += weight * weights[i];
+            weights[i] = weight;
         }
         for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
-        for (int b = first + lane; b <= last; b += 32) weights[(b - first) * COLUMNS + column] /= total;
-        if (lane == 0) note_packed(column, peak, total);
+        for (int i = 0; i < MOST_BLOCKS / 32; i++)
+            if (first + lane + 32 * i <= last) to.weights[lane + 32 * i][place_of_weight(column)] = weights[i] / total;
+        if (lane == 0) to.peak[column] = peak, to.total[column] = total;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < SUMS * 32; i += THREADS) {
-        int column = column_of(i / 32, i % 32);
-        float sum = 0.0f;
+    for (int i = 4 * thread(); i < NUMBERS; i += 4 * THREADS) {
+        int place = place_of_weight(column_of(i / 32, 0));
+        float4 sum = {};
 #pragma unroll 8
-        for (int b = first; b <= last; b++)
-            sum += weights[(b - first) * COLUMNS + column] * __ldcg(given.parts + slot_of(b, first, head) * SUMS * 32 + i);
-        y[column * HEAD_DIM + place_in_vector(i / 32, i % 32)] = sum;
-    }
-}
-
-__device__ __forceinline__ void normalize(float* y, const State& state) {
-    int lane = threadIdx.x % 32;
-    if (threadIdx.x < 32) {
-        const float* own = &state.out[0][0][0];
-        for (int n = 0; n < COLUMN_TILES; n++)
-            for (int c = 0; c < 2; c++)
-                if (lane < 4) note_packed(8 * n + 2 * lane + c, state.peak[n][c], state.total[n][c]);
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) {
-            float total = state.total[i / (4 * STEPS)][i % 2];
-            y[column_of(i, lane) * HEAD_DIM + place_in_vector(i, lane)] = own[i] / total;
+        for (int b = first; b <= last; b++) {
+            float4 part = __ldcg((const float4*)(given.parts + slot_of(b, first, head) * NUMBERS + i));
+            float4 weight = *(const float4*)(to.weights[b - first] + place);
+            sum.x += weight.x * part.x, sum.y += weight.y * part.y, sum.z += weight.z * part.z, sum.w += weight.w * part.w;
         }
+        place_numbers(sum, i);
     }
 }

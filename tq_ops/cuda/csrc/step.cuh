@@ -23,6 +23,18 @@ __device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], 
     for (int n = 0; n < COLUMN_TILES; n++) {
         int column = 8 * n + g;
         const half_bits* at = given.q + (first + column) * HEAD_DIM;
+#if !K_LEARNED && K_BITS == 4
+        // A lane's coordinates follow each other, as its levels do.
+        word low[STEPS] = {}, high[STEPS] = {};
+        if (column < GROUP) {
+            load_codes(low, (const unsigned char*)(at + t * (HEAD_DIM / 8)));
+            load_codes(high, (const unsigned char*)(at + t * (HEAD_DIM / 8) + HEAD_DIM / 2));
+        }
+        for (int step = 0; step < STEPS; step++) {
+            q[n][step][0] = __byte_perm(low[step], high[step], 0x5410);
+            q[n][step][1] = __byte_perm(low[step], high[step], 0x7632);
+        }
+#else
         for (int step = 0; step < STEPS; step++) {
             for (int i = 0; i < 2; i++) {
 #if K_LEARNED
@@ -34,6 +46,7 @@ __device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], 
                 q[n][step][i] = column < GROUP ? at[low] | (word)at[high] << 16 : 0;
             }
         }
+#endif
     }
 }
 
@@ -161,7 +174,8 @@ __device__ __forceinline__ void move_peaks(State& state, const Arguments& given,
 #endif
 }
 
-// This warp's share of tokens begin ... end - 1, of which those before `first` do not count.
+// This warp's share of tokens begin ... end - 1, of which those before `first` do not count. The table is filled while the
+// first codes are on their way.
 __device__ __forceinline__ void attend(State& state, const Arguments& given, int sequence, int head, int begin, int end,
                                        int first) {
     for (int n = 0; n < COLUMN_TILES; n++) {
@@ -172,12 +186,16 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
     state.unit = LEAST_UNIT;
     int token = begin + threadIdx.x / 32 * SPAN;
     if (SINK && token + SPAN <= first) token += (first - token - SPAN) / TILE * TILE + TILE;  // sinks alone
-    if (token >= end) return;
     const int* table = given.block_table + (long long)sequence * given.table_width;
+    Centroids centroids = load_centroids(given);
     Codes codes;
+    // A warp without tokens reads others', for nothing.
     Place place = place_of(table, head, token, end), next = place_of(table, head, token + TILE, end);
     load_k(codes, given, place, end - token);
     load_v(codes, given, place);
+    fill_table(centroids);
+    __syncthreads();
+    if (token >= end) return;
     for (bool more = true; more;) {
         int stretch = K_LEARNED ? token / STRETCH : 0;
         long long queries = query_of(given, stretch, sequence, head);
