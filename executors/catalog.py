@@ -171,7 +171,7 @@ def create(
     executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
-    if entry.programs:
+    if entry.ahead:
         cast(Any, executor).compile_ahead(plan, on_program or (lambda _: None))
     return executor
 

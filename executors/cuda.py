@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -17,6 +18,7 @@ from haarkv.executors.cuda_graph import DecodeStep, bucket_of
 from haarkv.executors.non_finite import blame, not_finite_among_ranks
 from haarkv.models import fused
 from haarkv.models.base import DecoderModel, tables_of
+from haarkv.models.caches import new_cache
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.delta_net import DeltaNet
 from haarkv.models.packed import with_stacks
@@ -32,6 +34,9 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.table import OpTable, with_ops
+
+_AHEAD = 512, 20, 1
+"""New tokens of a long prompt, a short one and a step, which launch other kernels."""
 
 
 class _Run(NamedTuple):
@@ -83,7 +88,7 @@ class CudaExecutor:
     batches_alike = False
     blocks: tuple[str, ...] = ()
     decode_step = None
-    compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    compiled: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, device: str | None = None, *, interpreted: bool = False) -> None:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
@@ -128,6 +133,33 @@ class CudaExecutor:
         if others:
             return f"it has no kernels for a layer that mixes tokens by {min(kind.__name__ for kind in others)}"
         return unsupported(READS, plan, config.kv_shapes)
+
+    @torch.inference_mode()
+    def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
+        """Compile what prompts of one sequence and steps after them launch with such a cache, many kernels at once.
+
+        Learned keys have kernels for each layer's bits: one by one, a small model's took longer than a minute. Triton keeps
+        them on disk for the next time. What other batches launch is compiled as they come.
+        """
+        if self.simulated or self._model.ranks.size > 1:
+            return
+        from haarkv.tq_ops.cuda.launching import compiled_ahead
+
+        cache, paging = new_cache(self.config, plan, sequences=1, tokens=sum(_AHEAD), device=self.device)
+        sequence, began, count = paging.add(), time.perf_counter(), 0
+
+        def told(kernels: int) -> None:
+            nonlocal count
+            count = kernels
+            on_program(f"{kernels} kernels")
+
+        with self._current(), compiled_ahead(told):
+            for new in (min(new, cache.most_new_tokens or new) for new in _AHEAD):
+                batch = paging.batch([sequence], [new]).to(self.device)
+                tokens = torch.zeros(new, dtype=torch.int64, device=self.device)
+                self._run.head(self._run.forward(tokens, batch, cache))
+        if count:
+            self.compiled = {f"{count} kernels": time.perf_counter() - began}
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None

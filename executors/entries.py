@@ -40,8 +40,8 @@ class Entry:
         here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
         missing: what is not installed without which it would run as another, slower one; None if nothing is.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
-        programs: opens what calls single programs on a device, for an executor whose kernels are programs; it has a
-            `compile_ahead`, for what its first forwards with a cache would have to compile.
+        programs: opens what calls single programs on a device, for an executor whose kernels are programs.
+        ahead: it has a `compile_ahead`, for what its first forwards with a cache would have to compile.
         whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
         numbered: its first device is one of several, of which each rank takes its own.
         blocks: names of the types of quantised blocks that it multiplies with as they are, on the first of its devices.
@@ -56,6 +56,7 @@ class Entry:
     missing: Callable[[], str | None] = _nothing
     require: Callable[[str | None], object] = _any
     programs: Callable[[str | None], Runner] | None = None
+    ahead: bool = False
     whole_layers: str = ""
     numbered: bool = False
     blocks: tuple[str, ...] = ()
@@ -154,11 +155,11 @@ ENTRIES: dict[str, Entry] = {
     ),
     "cuda": Entry(
         partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True,
-        blocks=tuple(PLANES),
+        blocks=tuple(PLANES), ahead=True,
     ),
     "npu": Entry(
         partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, numbered=True,
-        programs=_npu_programs,
+        programs=_npu_programs, ahead=True,
     ),
     "onnx": Entry(
         partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 
 import pytest
 import torch
+from cuda_rows import rows_of
 from small_models import (
     cache_tensors,
     decode,
@@ -255,6 +257,17 @@ def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
 
 def test_batches_share_few_sizes():
     assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
+
+
+@pytest.mark.parametrize("kv", ["tq4", "tail", "learned"])
+def test_what_is_compiled_ahead_is_what_is_launched(kv):
+    """As a card would compile it: in the background, with nothing launched, and later nothing is left to compile."""
+    (found,) = rows_of("cuda_compiled_ahead.py", kv)
+    assert found.pop("asked") > 8
+    assert found.pop("launches") > 30
+    (said,) = found.pop("said")
+    assert re.fullmatch(r"\d+ kernels", said)
+    assert found == {"launched": 0, "here": False, "later": 0}
 
 
 # -- With a GPU --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.block_kernels import product_kernel, rows_kernel
 from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
+from haarkv.tq_ops.cuda.launching import launch
 
 
 def _planes_of(weight: PlaneBlocks) -> dict[str, object]:
@@ -42,7 +43,7 @@ def product(x: Tensor, weight: PlaneBlocks) -> Tensor:
     tokens, outputs = x.shape[0], len(weight)
     out = torch.empty(tokens, outputs, device=x.device)
     tile = choices.block_tile(tokens, x.dtype)
-    product_kernel[(triton.cdiv(outputs, tile.rows), triton.cdiv(tokens, tile.columns))](
+    launch(product_kernel, (triton.cdiv(outputs, tile.rows), triton.cdiv(tokens, tile.columns)))(
         x, tokens=tokens, outputs=outputs, out=out, out_stride=outputs, **_planes_of(weight), ROWS=tile.rows,
         COLUMNS=tile.columns, TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), num_warps=tile.warps,
         num_stages=tile.stages, **choices.COMPILED,
@@ -54,5 +55,7 @@ def rows_of(weight: PlaneBlocks, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [R, in] of `dtype` by their numbers [R] int64, one launch; the bits that `Blocks.rows` restores."""
     index, blocks = index.contiguous(), weight.shape[1] // BLOCK
     out = torch.empty(len(index), weight.shape[1], dtype=dtype, device=weight.device)
-    rows_kernel[(len(index), triton.cdiv(blocks, 8))](index, out=out, **_planes_of(weight), BLOCKS=8, **choices.COMPILED)
+    launch(rows_kernel, (len(index), triton.cdiv(blocks, 8)))(
+        index, out=out, **_planes_of(weight), BLOCKS=8, **choices.COMPILED
+    )
     return out

@@ -21,6 +21,7 @@ from haarkv.tq_ops.cuda import nvrtc
 from haarkv.tq_ops.cuda.available import capability, processors
 from haarkv.tq_ops.cuda.halves import halves_of
 from haarkv.tq_ops.cuda.kept import Part, kept_in
+from haarkv.tq_ops.cuda.launching import only_compiles
 from haarkv.tq_ops.cuda.layout import Layout, Rotated, columns_of
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.formats.stretches import STRETCH
@@ -240,5 +241,7 @@ def attend(
         *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
         side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
     )  # fmt: skip
-    _kernel(shape, device).launch((blocks, heads), THREADS, arguments)
+    kernel = _kernel(shape, device)
+    if not only_compiles():
+        kernel.launch((blocks, heads), THREADS, arguments)
     return out

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices, delta_kernels
 from haarkv.tq_ops.cuda.arguments import sequence_bits
+from haarkv.tq_ops.cuda.launching import launch
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
@@ -54,13 +55,13 @@ def advance(
         "VERSIONS": versions, "VERSIONS_SIZE": triton.next_power_of_2(versions),
     }  # fmt: skip
     key_size = triton.next_power_of_2(key_dim)
-    delta_kernels.delta_inputs_kernel[(tokens, 2 * key_heads + value_heads)](
+    launch(delta_kernels.delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
         x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
         batch.query_start_loc, sequences, fault, layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
         SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape, **choices.COMPILED,
     )  # fmt: skip
     columns = choices.delta_columns(key_size)
-    delta_kernels.delta_rule_kernel[(sequences * value_heads, triton.cdiv(value_dim, columns))](
+    launch(delta_kernels.delta_rule_kernel, (sequences * value_heads, triton.cdiv(value_dim, columns)))(
         mixed, gates, turns, memories, state.seen, batch.positions, batch.rows, batch.query_start_loc, out,
         KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape, **choices.COMPILED,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda import choices, expert_kernels
 from haarkv.tq_ops.cuda.arguments import constant
 from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
+from haarkv.tq_ops.cuda.launching import launch
 from haarkv.tq_ops.fused import Stack
 from haarkv.tq_ops.weight import Weight
 
@@ -69,7 +70,7 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
     tokens, count = logits.shape
     chosen = torch.empty(tokens, per_token, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens, per_token, device=logits.device)
-    expert_kernels.choose_kernel[(tokens,)](
+    launch(expert_kernels.choose_kernel, (tokens,))(
         logits.contiguous(), chosen, shares, EXPERTS=count, PER_TOKEN=per_token, NORMALIZED=normalized,
         SIZE=triton.next_power_of_2(count), num_warps=1, **choices.COMPILED,
     )  # fmt: skip
@@ -83,7 +84,7 @@ def ordered(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     slots = pairs if by_pair else pairs // COLUMNS + experts
     tiles = torch.zeros(slots, 3, dtype=torch.int32, device=chosen.device)
-    expert_kernels.order_kernel[(triton.cdiv(pairs, _ROWS),)](
+    launch(expert_kernels.order_kernel, (triton.cdiv(pairs, _ROWS),))(
         chosen, order, tiles, pairs, EXPERTS=experts, BY_PAIR=by_pair, COLUMNS=COLUMNS, ROWS=_ROWS, AT_ONCE=_AT_ONCE,
         **choices.COMPILED,
     )  # fmt: skip
@@ -95,7 +96,7 @@ def multiply(
 ) -> None:
     """One launch of `expert_kernels.expert_kernel`, whose arguments these are."""
     tile, (outputs, inputs) = choices.expert_tile(x.dtype), (out.shape[1], x.shape[1])
-    expert_kernels.expert_kernel[(triton.cdiv(outputs, tile.rows), len(tiles))](
+    launch(expert_kernels.expert_kernel, (triton.cdiv(outputs, tile.rows), len(tiles)))(
         x, order, tiles, _stacked(gate), None if up is None else _stacked(up), out, outputs, inputs, PER_TOKEN=per_token,
         ACT=act, ROWS=tile.rows, COLUMNS=COLUMNS, STEP=tile.step,
         TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), num_warps=tile.warps, num_stages=tile.stages,
@@ -121,7 +122,7 @@ def through(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
     multiply(made, order, tiles, stack.down, None, y, stack.per_token, "")
     out = torch.empty(tokens, width, device=x.device)
     size = min(1024, triton.next_power_of_2(width))
-    expert_kernels.share_kernel[(tokens, triton.cdiv(width, size))](
+    launch(expert_kernels.share_kernel, (tokens, triton.cdiv(width, size)))(
         y, shares, out, width, PER_TOKEN=stack.per_token, SIZE=size, **choices.COMPILED
     )
     return out

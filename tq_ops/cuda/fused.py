@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices, elementwise, experts, ops
+from haarkv.tq_ops.cuda.launching import launch
 from haarkv.tq_ops.fused import Heads, Stack
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -58,7 +59,7 @@ class CudaFused:
         hidden, update, (rows, width) = hidden.contiguous(), update.contiguous(), hidden.shape
         out, normed, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
         of_update, its_eps = behind or (None, 0.0)
-        elementwise.add_norm_kernel[(rows,)](
+        launch(elementwise.add_norm_kernel, (rows,))(
             hidden, update, of_update, weight, out, normed, width, its_eps, eps, SIZE=size, num_warps=choices.row_warps(size),
             **choices.COMPILED,
         )  # fmt: skip

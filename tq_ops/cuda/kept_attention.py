@@ -9,6 +9,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda import choices, in_bf16
 from haarkv.tq_ops.cuda.arguments import tokens_of
 from haarkv.tq_ops.cuda.kept import Kept, Part
+from haarkv.tq_ops.cuda.launching import launch
 from haarkv.tq_ops.cuda.layout import into_rotated
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -33,7 +34,7 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
     new = tokens_of(batch, kept, cache.shape(layer).window, triton.next_power_of_2(sequences))
-    in_bf16.kept_kernel[(column_tiles, heads)](
+    launch(in_bf16.kept_kernel, (column_tiles, heads))(
         q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
         scale,
         HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens, RING=kept.ring, TYPE=operand,

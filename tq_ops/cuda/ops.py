@@ -22,6 +22,7 @@ from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.block_products import product
 from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in
 from haarkv.tq_ops.cuda.kept_attention import attend_kept
+from haarkv.tq_ops.cuda.launching import launch
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, stretches_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.errors import NonFiniteError
@@ -41,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     size = triton.next_power_of_2(width)
-    elementwise.rms_norm_kernel[(x.numel() // width,)](
+    launch(elementwise.rms_norm_kernel, (x.numel() // width,))(
         x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size), **choices.COMPILED
     )
     return out
@@ -62,7 +63,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x = x.contiguous()
     tokens, heads, head_dim = x.shape
     out = torch.empty_like(x)
-    elementwise.rope_kernel[(tokens,)](
+    launch(elementwise.rope_kernel, (tokens,))(
         x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads),
         **choices.COMPILED,
     )  # fmt: skip
@@ -90,7 +91,7 @@ def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, act: str) -> Tensor
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    elementwise.gated_mul_kernel[grid](gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.COMPILED)
+    launch(elementwise.gated_mul_kernel, grid)(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.COMPILED)
     return out
 
 
@@ -162,7 +163,7 @@ def append(
     assert not (kept and stand_in)
     k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
     layouts = _layouts(cache, layer, k.device)
-    quantize.quantize_kernel[(max(tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2)](
+    launch(quantize.quantize_kernel, (max(tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2))(
         k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],
         positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault,
         layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
@@ -191,7 +192,7 @@ def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
     out = unset_queries(tokens, heads, of_k, stretches, q.dtype, q.device)
     exact = of_k.rotation.dtype == q.dtype == torch.bfloat16
     operand = choices.rotation_operand(q, exact)
-    rotate_kernel[(tiles_of(tokens, heads, of_k), head_dim // _WIDTH, choices.stretch_programs(stretches))](
+    launch(rotate_kernel, (tiles_of(tokens, heads, of_k), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
         q.contiguous(), *out, of_k.rotation, turning(of_k, batch, shape.window, operand), tokens, HEADS=heads,
         MATRICES=of_k.matrices, D=head_dim, TYPE=operand, ROWS=ROWS, WIDTH=_WIDTH,
         HALF=of_k.learned.half if of_k.learned else head_dim // 2, **choices.COMPILED,
@@ -295,7 +296,7 @@ def _attend_in_parts(
         "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole,
         **choices.COMPILED,
     }  # fmt: skip
-    attention.attend_kernel[(programs, heads)](
+    launch(attention.attend_kernel, (programs, heads))(
         *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
         read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k)),
         read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v)), scale, programs,
@@ -304,7 +305,7 @@ def _attend_in_parts(
     )  # fmt: skip
     out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
     tiles = tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
-    merge.merge_kernel[(tiles, head_dim // (merging.width * merging.pieces))](
+    launch(merge.merge_kernel, (tiles, head_dim // (merging.width * merging.pieces)))(
         parts, maxima, sums, out, of_v.rotation, tokens, new, sequences, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         ROWS=merging.rows, AT_ONCE=merging.at_once, WIDTH=merging.width, PIECES=merging.pieces,
@@ -356,7 +357,7 @@ def rotate_and_append(
     one_each, shares = tokens == batch.seq_lens.shape[0], choices.stretch_programs(stretches)
     width = choices.query_columns(one_each, shape.head_dim, q_type) if ahead else shape.head_dim
     of_q = tiles_of(tokens, heads.num_heads, of_k) * (shape.head_dim // width) * shares
-    prologue.prologue_kernel[(sum(tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,)](
+    launch(prologue.prologue_kernel, (sum(tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,))(
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept or not ahead else None,
         *(rotated or (None, None, None)), of_k.rotation, turning(of_k, batch, shape.window, q_type), shares,
         keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],

@@ -1,0 +1,49 @@
+"""Compiles ahead as on a GPU, without one, and prints what was asked of the compiler, and launched, then and later.
+
+A process of its own: where Triton has been imported to interpret, it does not compile.
+"""
+
+import json
+import sys
+import threading
+
+import torch
+from cuda_launches import TAIL, TQ4, Nothing, learned, recorded, shaped_model
+
+from haarkv.executors import cuda
+from haarkv.executors.cuda import CudaExecutor
+from haarkv.models.caches import new_cache
+
+ORDERS = {"tq4": TQ4, "tail": TAIL, "learned": learned("k=lr3,v=tq4", 64, 2, tail=32, sink=4)}
+
+
+def main(kv: str) -> None:
+    launched, threads = [], set()
+
+    class Counted(Nothing):
+        def run(self, *_: object) -> None:
+            launched.append(1)
+
+    def kernel(_asked: object) -> Nothing:
+        threads.add(threading.get_ident())
+        return Counted()
+
+    model = shaped_model(64, torch.bfloat16, 2)
+    plan = ORDERS[kv].plan(2)
+    with recorded(90, kernel) as asked:
+        executor = CudaExecutor(model, interpreted=True)
+        executor.simulated = False
+        said = []
+        executor.compile_ahead(plan, said.append)
+        before = {"asked": len(asked), "launched": len(launched), "said": said, "here": threading.get_ident() in threads}
+        cache, paging = new_cache(model.config, plan, sequences=1, tokens=sum(cuda._AHEAD), device=executor.device)
+        sequence = paging.add()
+        for new in (min(new, cache.most_new_tokens or new) for new in cuda._AHEAD):
+            with torch.inference_mode():
+                hidden = executor.forward(torch.zeros(new, dtype=torch.int64), paging.batch([sequence], [new]), cache)
+                executor._run.head(hidden)
+        print(json.dumps({**before, "later": len(asked) - before["asked"], "launches": len(launched)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
