@@ -79,11 +79,13 @@ class DecodeStep:
         """Hidden states [B, hidden] of a batch of one new token a sequence; valid until the next call."""
         count, blocks = len(token_ids), min(batch.block_table.shape[1], self._batch.block_table.shape[1])
         self._token_ids[:count] = token_ids
-        if count < len(self._token_ids):  # dead sequences are alike: all of them choose the same experts
-            self._token_ids[count:] = 0
+        if count < len(self._token_ids):
+            self._token_ids[count:] = 0  # dead sequences are alike: all of them choose the same experts
+            self._batch.slot_mapping[count:] = -1
+            self._batch.seq_lens[count:] = 0
         self._batch.positions[:count] = batch.positions
-        self._batch.slot_mapping.fill_(-1)[:count] = batch.slot_mapping
-        self._batch.seq_lens.zero_()[:count] = batch.seq_lens
+        self._batch.slot_mapping[:count] = batch.slot_mapping
+        self._batch.seq_lens[:count] = batch.seq_lens
         # Padding of a shorter table is -1, which nobody reads; what lies beyond it is another sequence's, nor that.
         self._batch.block_table[:count, :blocks] = batch.block_table[:, :blocks]
         if self._has_rows:

@@ -27,7 +27,7 @@ from haarkv.tq_ops.cuda import ops
 from haarkv.tq_ops.cuda.fused import CudaFused
 from haarkv.tq_ops.cuda.layout import NO_FAULT
 from haarkv.tq_ops.fused import Heads
-from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -47,10 +47,10 @@ def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator
     """The step as a peer, of a model from `random_model`; K and V [B, Hkv, context, D] bf16 are copied for each layer."""
     device, layers = k.device, model.config.num_layers
     cache, paging = filled(KVSpec("tq4").plan(layers), model.config, case, k, v, _SLOTS_LEFT)
-    batch = paging.batch(range(case.batch), [1] * case.batch).to(device)
     attend, form = _fastest_sdpa(model.config, k, v)
     kv = [(k.clone(), v.clone()) for _ in range(layers)]
-    run = dense_step(fuse(model, device), cache, batch, next_tokens(model.config, case.batch, device), kv, attend)
+    tokens = next_tokens(model.config, case.batch, device)
+    run = dense_step(fuse(model, device), cache, paging, tokens, kv, attend)
     yield decode_peers.Peer(f"{form} in our step", run, 16.0)
 
 
@@ -96,12 +96,13 @@ class DenseOps(CudaFused):
 
 
 def dense_step(
-    model: FusedModel, cache: PagedKVCache, batch: Batch, tokens: Tensor, kv: Sequence[tuple[Tensor, Tensor]], attend: Sdpa
-) -> Callable[[], object]:
-    """A captured step of `DenseOps` and its head, over when the host knows that it went well, as an executor's is.
+    model: FusedModel, cache: PagedKVCache, paging: PagedSequences, tokens: Tensor, kv: Sequence[tuple[Tensor, Tensor]],
+    attend: Sdpa,
+) -> Callable[[], object]:  # fmt: skip
+    """A captured step of `DenseOps` and its head; as `decode_step` it is over when the host has its tokens.
 
     Args:
-        cache, batch: of the packed step, whose codes this one writes, too.
+        cache, paging: of the packed step, whose codes this one writes, too; always those of the same token.
         kv: K and V of every layer.
     """
     dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
@@ -112,9 +113,15 @@ def dense_step(
     pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
     captured_step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
 
+    each = range(len(tokens)), [1] * len(tokens)
+
     @torch.inference_mode()
     def run() -> bool:
+        batch = paging.batch(*each).to(tokens.device)
+        paging.take_back(*each)
         logits = model.head(captured_step(tokens, batch), dense)
-        return bool((dense.fault[0] == NO_FAULT) & torch.isfinite(logits).all())
+        sound = bool((dense.fault[0] == NO_FAULT) & torch.isfinite(logits).all())
+        logits.argmax(-1).tolist()
+        return sound
 
     return run

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -55,8 +56,8 @@ class Batch:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device; a GPU is not waited for."""
-        return Batch(**{name: uploaded(tensor, torch.device(device)) for name, tensor in self.tensors.items()})
+        """The same batch on another device; a GPU is not waited for, and gets all of it in one copy."""
+        return Batch(**all_uploaded(self.tensors, torch.device(device)))
 
     def at_most(self, tokens: int) -> bool:
         """Whether no sequence has more new tokens than so many; a device is waited for where sizes do not tell, and once."""
@@ -110,6 +111,35 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+_ALIGNED = 64
+"""Bytes that divide where a tensor begins within what is copied at once: kernels are compiled for pointers that 16 divides."""
+
+
+def all_uploaded(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Small tensors on another device; from the host to a GPU in one copy, of which they are then parts."""
+    if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors.values()):
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    return unpacked(uploaded(packed(tensors), device), tensors)
+
+
+def packed(tensors: dict[str, Tensor]) -> Tensor:
+    """The bytes of tensors one after the other, each from a multiple of `_ALIGNED` on."""
+    size = sum(-(-tensor.nbytes // _ALIGNED) for tensor in tensors.values()) * _ALIGNED
+    together = torch.empty(size, dtype=torch.uint8)
+    for name, part in unpacked(together, tensors).items():
+        part.copy_(tensors[name])
+    return together
+
+
+def unpacked(together: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of what `packed` made, with the shapes and dtypes of others."""
+    parts, begin = {}, 0
+    for name, tensor in like.items():
+        parts[name] = together[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        begin += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    return parts
 
 
 _LEAST_ROOM = 4
@@ -236,18 +266,21 @@ class PagedSequences:
             raise ValueError("a batch has at least one new token of each of its sequences")
         self._reserve(sequences, [self._lengths[s] + n for s, n in zip(sequences, new_tokens, strict=True)])
         tables = [self._tables[sequence][: len(self._blocks[sequence])] for sequence in sequences]
-        positions, slots, starts = [], [], [0]
-        for sequence, count, blocks in zip(sequences, new_tokens, tables, strict=True):
-            begin = self._lengths[sequence]
-            self._lengths[sequence] = begin + count
-            position = torch.arange(begin, begin + count)
-            positions.append(position)
-            block = blocks[position // self.block_size].long()
-            slots.append(block * self.block_size + position % self.block_size)
-            starts.append(starts[-1] + count)
+        begins = [self._lengths[sequence] for sequence in sequences]
+        self._lengths |= {s: begin + count for s, begin, count in zip(sequences, begins, new_tokens, strict=True)}
+        size, starts = self.block_size, [0, *accumulate(new_tokens)]
+        if starts[-1] == len(sequences):  # a decode step: a few Python numbers are quicker than a few tensors a sequence
+            blocks = (self._blocks[s][begin // size] for s, begin in zip(sequences, begins, strict=True))
+            slots = torch.tensor([block * size + begin % size for block, begin in zip(blocks, begins, strict=True)])
+            positions = torch.tensor(begins)
+        else:
+            each = [torch.arange(begin, begin + count) for begin, count in zip(begins, new_tokens, strict=True)]
+            positions = torch.cat(each)
+            of_each = [table[position // size].long() for table, position in zip(tables, each, strict=True)]
+            slots = torch.cat(of_each) * size + positions % size
         return Batch(
-            positions=torch.cat(positions),
-            slot_mapping=torch.cat(slots),
+            positions=positions,
+            slot_mapping=slots,
             block_table=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1),
             seq_lens=torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32),
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
