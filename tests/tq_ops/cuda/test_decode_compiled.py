@@ -79,11 +79,8 @@ BOUNDS = [
 ]
 
 
-SPILLED_LOADS, SPILLED_STORES = 20, 8
-"""At most, outside the loop: where a thread block's work begins and ends, a few instructions for each piece of a context.
-
-Measured: 15 loads with two thread blocks a processor and head_dim 128, else 8 and 4 stores or none.
-"""
+SPILLED_LOADS, SPILLED_STORES = 4, 4
+"""At most, outside the loop: where a thread block's work begins and ends. Measured: none or one of each."""
 
 
 def check_spills(text: str) -> None:
@@ -106,12 +103,12 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
 
     Those of learned keys are no lookups.
     """
-    capability, head_dim, group = shape[:3]
-    learned = len(shape) > 8
+    (capability, head_dim, group), block, learned = shape[:3], shape[5], len(shape) > 8
     text, registers = built(*shape)
     loop = machine_code.hottest_loop(text)
     counts = machine_code.count(loop)
-    assert counts["LDL"] == counts["STL"] == 0
+    assert counts["STL"] == 0
+    assert counts["LDL"] <= (block == 16)  # a number that stays the same, where two blocks a warp take its register
     check_spills(text)
     lookups = head_dim // 2 * (2 - learned)  # 32 tokens of K and of V, a lane each
     assert counts["LDS"] == lookups
