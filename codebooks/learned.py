@@ -47,7 +47,8 @@ class Basis:
     Attributes:
         mean: [H, D] fp32, in units of x.
         forward: [H, D, D] fp32; column i makes coordinate i.
-        back: [H, D, D] fp32; row i is what one unit of coordinate i adds to the vector.
+        back: [H, D, D] fp32; row i is what one unit of coordinate i adds to the vector. Its column is 0 in a channel whose
+            errors cost nothing: there a vector comes back as the mean.
         weights: [H, D] fp32, what a squared error of a coordinate costs; descending by eighths, with the sum D.
         inv_freq: [R/2] fp64, the angle by which RoPE turns numbers i and i + R/2 of a key from one position to the next; the
             keys it was learned from were turned back to where their stretch of the text begins. Empty where nobody knows.
@@ -105,6 +106,10 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
     damped = (_damped(metric[head].double(), spread[head].double(), damping) for head in range(heads))
     parts = [_of_head(*both, power) for both in damped]
     forward, back, weights = (torch.stack(part) for part in zip(*parts, strict=True))
+    # The inverse has numbers of 1e7 there. No query reads them, but whatever stores the vector in another format would.
+    diagonal = metric.diagonal(dim1=-2, dim2=-1)
+    unread = diagonal <= _DEAD * diagonal.amax(-1, keepdim=True)
+    back = back.masked_fill(unread.unsqueeze(1), 0.0)
     return Basis(mean.float(), forward.float(), back.float(), weights.float())
 
 

@@ -95,6 +95,18 @@ def test_a_head_without_any_vectors_has_coordinates():
     assert all(torch.isfinite(part).all() for part in (basis.forward, basis.back, basis.weights))
 
 
+def test_channels_that_no_query_reads_come_back_as_the_mean():
+    """As Gemma 3 has some. The inverse has numbers of 1e7 there; the others are not changed."""
+    metric, spread = random_moment(16, 1), random_moment(16, 2)
+    metric[:, 3], metric[..., 3] = 0.0, 0.0
+    basis = learn(metric, spread, torch.zeros(2, 16))
+    x = torch.randn(2, 50, 16, generator=torch.Generator().manual_seed(3))
+    again = x @ basis.forward @ basis.back
+    assert (again[..., 3] == 0).all()
+    others = torch.arange(16) != 3
+    assert torch.allclose(again[..., others], x[..., others], atol=0.05)
+
+
 @pytest.mark.parametrize("broken", ["metric", "spread", "mean"])
 def test_what_is_not_finite_is_refused(broken):
     moments = {"metric": random_moment(8, 1), "spread": random_moment(8, 2), "mean": torch.zeros(2, 8)}

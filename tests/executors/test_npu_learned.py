@@ -10,6 +10,7 @@ from npu_programs import needs_pypto, with_pypto
 from small_models import cache_tensors, random_tokens, resized, small_model
 
 from haarkv.codebooks import cubic
+from haarkv.codebooks.learned import learn
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
@@ -17,7 +18,7 @@ from haarkv.models.qwen3_14b.npu import inputs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.formats.columns import Column, Part, pack_columns
-from haarkv.tq_ops.formats.learned import COLUMNS
+from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner, open_runner
 from haarkv.tq_ops.npu.first_programs import StoreByProgram
@@ -76,6 +77,29 @@ def test_lifts_keep_queries_by_rows_no_longer_than_the_queries():
     at = layout.rows(128)
     assert torch.equal((rows * lift)[:, at], of.rows * factors)
     assert (rows.norm(dim=-1) > 0).sum() == 2 * 128
+
+
+def test_channels_that_queries_hardly_have_leave_products_with_queries_all_their_bits(monkeypatch):
+    """Rows are 1e7 there, and 10 or less elsewhere. Heads' norms of four layers of Gemma 3 270M have zeros."""
+    generator = torch.Generator().manual_seed(0)
+    channel = torch.logspace(0, 1, 128, dtype=torch.float64)
+    channel[::16] *= 1e-8
+    q, k = (torch.randn(4096, 128, generator=generator, dtype=torch.float64) for _ in "qk")
+    q, k = q * channel, k @ torch.randn(128, 128, generator=generator, dtype=torch.float64)
+    basis = learn((q.T @ q)[None], (k.T @ k)[None], torch.zeros(1, 128))
+    assert basis.back.abs().max() > 1e6 * basis.back[..., 1].abs().max()
+    kv_format, queries = Calibration((basis,), "faint channels").format(5), q[:256].to(torch.bfloat16).float()
+
+    def off():
+        learned.domain_tensors.cache_clear()
+        products = queries @ learned.domain_tensors(kv_format, 128, 0, CPU)["rows"].T
+        return ((products.half().float() - products).norm(dim=-1) / products.norm(dim=-1)).max(), products.abs().max()
+
+    error, largest = off()
+    assert error < 2**-11
+    assert largest < 2**6
+    monkeypatch.setattr(learned, "_HEADROOM", torch.inf)
+    assert off()[0] > 2**-6
 
 
 def test_every_width_of_learned_keys_is_taken_and_values_are_not():

@@ -29,6 +29,8 @@ SPAN = 8.0
 _BYTE = 8
 _MOST_ROWS = 64  # of a part, of 128 tokens
 _POWERS = 4
+_HEADROOM = 256.0
+"""How many times as large as is typical a query's product with a row may be, of a query of length 1, before it exceeds 1."""
 
 
 def coordinates_of(kv_format: KVFormat, head_dim: int, layer: int) -> Coordinates | None:
@@ -220,8 +222,7 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
         numbers: [3 * H + 11, TRIES * D] fp32: means, weights, lifts (each the same in all columns), and `LEVEL_ROWS`.
         places: as `places_of` makes it.
         rows: [H * width, D] fp32, by rows of a tile, each coordinate times the factor of its centroids, divided by the head's
-            lift. A lift is the power of two above the longest row: queries by rows are no longer than the queries, so FP16
-            holds them.
+            lift, of `_lifts`.
     """
     coordinates = coordinates_of(kv_format, head_dim, layer)
     assert coordinates is not None, f"{kv_format.name} has no learned coordinates"
@@ -229,7 +230,7 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
     factors = torch.tensor([cubic_of(bits).factor for bits in layout.widths]).repeat_interleave(head_dim // EIGHTHS)
     rows = torch.zeros(len(coordinates.rows), layout.width(head_dim), head_dim)
     rows[:, layout.rows(head_dim)] = coordinates.rows * factors.unsqueeze(-1)
-    lift = torch.ldexp(torch.ones(len(rows)), torch.frexp(rows.norm(dim=-1).amax(1)).exponent).unsqueeze(1)
+    lift = _lifts(coordinates, rows, factors).unsqueeze(1)
     tensors = {
         "forward": coordinates.forward.flatten(0, 1).to(torch.bfloat16),
         "numbers": torch.cat(
@@ -239,6 +240,24 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
         "rows": (rows / lift.unsqueeze(-1)).flatten(0, 1),
     }
     return {name: tensor.to(device).contiguous() for name, tensor in tensors.items()}
+
+
+def _lifts(coordinates: Coordinates, rows: Tensor, factors: Tensor) -> Tensor:
+    """[H] fp32, what queries by rows are divided by so that FP16 holds them: a power of two for each KV head.
+
+    Above the longest row, queries by rows are no longer than the queries. But a row is long beyond measure in channels that no
+    query has, and above that one all products would be too small for FP16. So a lift is at most `_HEADROOM` times what is
+    typical. The metric of the queries, E[q q^T], is F diag(weights) F^T, F being `forward`; a query as long as the root of its
+    trace then meets row i with a root mean square of sqrt(weights[i]).
+
+    Args:
+        rows: [H, width, D] fp32, each coordinate times its factor.
+        factors: [D] fp32.
+    """
+    length = (coordinates.forward.square() * coordinates.weights.unsqueeze(1)).sum((1, 2)).sqrt()
+    typical = (coordinates.weights.sqrt() * factors).amax(1) / length
+    most = torch.minimum(rows.norm(dim=-1).amax(1), _HEADROOM * typical)
+    return torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent)
 
 
 def layout_of(kv_format: KVFormat, head_dim: int) -> Layout:
