@@ -35,8 +35,8 @@ from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.table import OpTable, with_ops
 
-_AHEAD = 512, 20, 1
-"""New tokens of a long prompt, a short one and a step, which launch other kernels."""
+_AHEAD = 512, 20, 16, 2, 1
+"""New tokens of prompts, and of a step, that launch kernels of their own; 16 fit beside a tail without more memory."""
 
 
 class _Run(NamedTuple):
@@ -145,7 +145,7 @@ class CudaExecutor:
             return
         from haarkv.tq_ops.cuda.launching import compiled_ahead
 
-        cache, paging = new_cache(self.config, plan, sequences=1, tokens=sum(_AHEAD), device=self.device)
+        cache, paging = new_cache(self.config, plan, sequences=1, tokens=_AHEAD[0], device=self.device)
         sequence, began, count = paging.add(), time.perf_counter(), 0
 
         def told(kernels: int) -> None:
@@ -154,10 +154,12 @@ class CudaExecutor:
             on_program(f"{kernels} kernels")
 
         with self._current(), compiled_ahead(told):
-            for new in (min(new, cache.most_new_tokens or new) for new in _AHEAD):
+            most = min(cache.most_new_tokens or _AHEAD[0], self.config.max_position_embeddings)
+            for new in (min(new, most) for new in _AHEAD):
                 batch = paging.batch([sequence], [new]).to(self.device)
+                paging.take_back([sequence], [new])
                 tokens = torch.zeros(new, dtype=torch.int64, device=self.device)
-                self._run.head(self._run.forward(tokens, batch, cache))
+                self._run.head(self._run.forward(tokens, batch, cache)[-1:])
         if count:
             self.compiled = {f"{count} kernels": time.perf_counter() - began}
 
@@ -199,8 +201,9 @@ class CudaExecutor:
         return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], Tensor]:
-        weakly = ref(cache)  # or a step without a graph would keep its cache alive, which keeps the step
-        return lambda token_ids, batch: self._run.forward(token_ids, batch, cast(PagedKVCache, weakly()))
+        # A step keeps neither its cache, which keeps the step, nor this executor.
+        weakly, forward = ref(cache), self._run.forward
+        return lambda token_ids, batch: forward(token_ids, batch, cast(PagedKVCache, weakly()))
 
     def _blame(self, key: int) -> Exception:
         """Which weight it was: the last forward and its head again, op by op. Of a state that was not there, that it was."""

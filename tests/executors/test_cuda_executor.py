@@ -259,7 +259,7 @@ def test_batches_share_few_sizes():
     assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
 
 
-@pytest.mark.parametrize("kv", ["tq4", "tail", "learned"])
+@pytest.mark.parametrize("kv", ["tq4", "tail", "learned", "short"])
 def test_what_is_compiled_ahead_is_what_is_launched(kv):
     """As a card would compile it: in the background, with nothing launched, and later nothing is left to compile."""
     (found,) = rows_of("cuda_compiled_ahead.py", kv)

@@ -27,13 +27,15 @@ def only_compiles() -> bool:
 def compiled_ahead(on_kernels: Callable[[int], object]) -> Iterator[None]:
     """Launches within compile their kernels, all at once, and compute nothing; it is over when all are compiled.
 
+    What does not compile is left to the launch that needs it, whose error it is.
+
     Args:
         on_kernels: called with how many there are before they are waited for.
     """
     import triton  # not where kernels are only looked at: it may be missing there
 
     # Most of a compilation runs without Python's lock: two threads take 0.6 of the time of one.
-    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool) as mode:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True) as mode:
         token = _compiles.set(True)
         try:
             yield

@@ -80,7 +80,10 @@ BOUNDS = [
 
 
 SPILLED_LOADS, SPILLED_STORES = 8, 8
-"""At most, outside the loop: where a thread block's work begins and ends. Measured: none or one of each, and eight of 16 query heads over learned keys."""
+"""At most, outside the loop: where a thread block's work begins and ends.
+
+Measured: none or one of each; of 16 query heads over learned keys eight loads.
+"""
 
 
 def check_spills(text: str) -> None:

@@ -72,6 +72,9 @@ CASES = [
     # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
     at_length("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
+    # More sequences than thread blocks: each takes several in turn, the first among them, whose barriers are watched.
+    case("tq4", 128, 5, 2, 128, *[200] * 8),
+    at_length("tq4", 64, 3, 1, 128, 3, 12, 300, 600, 700, 3, 3, 3, 3, 3, tail=9, sink=4),
     # Windows that begin within 32 tokens, at their edge and before the context; with a tail, and sinks left behind.
     case("tq4", 128, 4, 1, 32, 700, 3, 224, 210, window=200),
     at_length("tq4", 64, 3, 1, 128, 300, 13, 41, 400, tail=9, sink=4, window=40),
@@ -108,6 +111,18 @@ def test_nothing_is_left_from_launch_to_launch():
     made, batch = filled(one)
     first, second = (attend_in(made, batch, one)[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
+    made, batch = filled(CASES[0])
+    k, v = (layout_of(f, LAYER, 128, torch.device("cpu")) for f in (made.k_format(LAYER), made.v_format(LAYER)))
+    q, placed = torch.randn(len(batch.positions), 10, 128).bfloat16(), made.placed(LAYER, batch)
+    rotated = ops.rotate(q, made, LAYER, batch)
+    compiled = []
+    monkeypatch.setattr(decode, "only_compiles", lambda: True)
+    monkeypatch.setattr(decode, "_kernel", lambda *given: compiled.append(given))
+    assert decode.attend(q, rotated, made, LAYER, placed, k, v, 0.1).shape == q.shape
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 4}, {"window": 40}], ids=str)

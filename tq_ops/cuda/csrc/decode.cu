@@ -17,9 +17,9 @@
 // Levels of 2 bits: a byte holds four, and a shift by two brings the other two to where those of 4 bits lie; the table ignores
 // the bits between. Levels of 3 bits have their third in a plane of its own, from where a shift and a bit select bring it.
 //
-// Each warp takes 32 tokens of every TILE and keeps maximum, sum and output in registers. Tiles of all sequences form one list
-// that the thread blocks of a KV head share evenly, whatever the lengths. A thread block that holds a whole sequence writes
-// its output; of several that share one, each leaves a part, and the last to arrive merges them. Which one that is does not
+// Each warp takes 32 tokens of every TILE and keeps maximum, sum and output in registers. The thread
+// blocks of a KV head share the tiles of all sequences almost evenly (work.cuh). One that holds a whole sequence writes its
+// output; of several that share one, each leaves a part, and the last to arrive merges them. Which one that is does not
 // change a bit: parts are added in the order of the context.
 //
 // Tokens that are seen in BF16 are left out here. An earlier launch, of window.py, attended to them; whoever writes a

@@ -25,7 +25,7 @@ __device__ __forceinline__ Step reread(const Step& step) {
     word at = __cvta_generic_to_shared(&step);
 #pragma unroll
     for (int i = 0; i < (int)(sizeof(Step) / 4); i++)
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(((int*)&out)[i]) : "r"(at + 4 * i));
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(((int*)&out)[i]) : "r"(at + 4 * i) : "memory");
     return out;
 }
 

@@ -20,7 +20,6 @@ constexpr int PAIRS = 256, PAIR_STRIDE = 256;  // bytes from a pair to the next:
 constexpr int TABLE_BYTES = PAIRS * PAIR_STRIDE;
 constexpr bool KEPT = TAIL + SINK > 0;     // some tokens are seen in BF16
 constexpr bool LOWER = SINK + WINDOW > 0;  // some of the first are not seen packed
-constexpr int FOLDED_WARPS = WARPS / 2;    // whose outputs wait in shared memory at once
 constexpr unsigned ALL = 0xffffffffu;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 constexpr float LEAST_PEAK = -1e30f;                  // below every logit

@@ -72,11 +72,11 @@ constexpr int MOST_UNEVEN = 4;
 
 __device__ __forceinline__ Division divide(const Arguments& given, int blocks) {
     int tiles = find_sequence(given, EVERY, 1).first, least = (tiles + blocks - 1) / blocks;
-    for (int each = least; tiles && each <= least + MOST_UNEVEN; each++) {
+    if (!tiles || find_sequence(given, EVERY, least + MOST_UNEVEN).first > blocks) return {tiles, min(blocks, tiles), 0};
+    for (int each = least;; each++) {  // the most there may be is enough
         int shares = find_sequence(given, EVERY, each).first;
         if (shares <= blocks) return {tiles, shares, each};
     }
-    return {tiles, min(blocks, tiles), 0};
 }
 
 // Tiles begin ... end - 1 of a sequence, and the thread blocks that share it.
