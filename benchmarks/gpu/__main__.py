@@ -1,6 +1,7 @@
 """Everything that needs an NVIDIA GPU, in one call of less than nine minutes.
 
     python -m haarkv.benchmarks.gpu OUT              measure; run it again with the same OUT to go on after a cut
+    python -m haarkv.benchmarks.gpu OUT --only model --model FILE --kv-plan FILE     a pretrained model alone: validate, time
     TRITON_INTERPRET=1 python -m haarkv.benchmarks.gpu OUT --dry-run     rehearse at tiny sizes, on a CPU
 
 First the kernels are checked against the reference; then attention, storing, prompts and whole steps are timed, as `tq bench
@@ -23,22 +24,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from haarkv.benchmarks.decode import Request, measure, report, svg
-from haarkv.benchmarks.decode_peers import SDPA
+from haarkv.benchmarks.decode import measure, report, svg
 from haarkv.benchmarks.gpu import predictions
+from haarkv.benchmarks.gpu.asked import CHECKS_S, PRETRAINED_S, Pretrained, Timing, checks, timings
 from haarkv.benchmarks.report import Table
 from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
-from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.table import OP_NAMES
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,95 +48,16 @@ _END_LINES, _FAILED_CASES = 30, 20
 _POLL_S = 0.2
 
 
-# -- What is checked and timed -----------------------------------------------------------------------------------------------
-_CONTRACT = ("-m", "haarkv.validation.ops", "--table", "cuda", "--threads", "1", "--json")
-_TESTS = {
-    "the kernels": tuple(f"tests/tq_ops/cuda/test_{name}.py" for name in ("cuda_ops", "blocks", "stretches", "schedule")),
-    "the executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
-    "hybrids and experts": (
-        "tests/tq_ops/cuda/test_delta.py", "tests/tq_ops/cuda/test_experts.py",
-        "tests/executors/test_cuda_hybrid.py", "tests/executors/test_cuda_experts.py",
-    ),
-}  # fmt: skip
-_SHARES = {"paged_attention": 6, "store_kv": 3}
-"""Processes that share an op's cases, each of which compiles kernels of its own."""
-CHECKS_S = 185.0
-
-
-def checks(dry: bool) -> Mapping[str, Sequence[str]]:
-    """Arguments of Python by the name of the check. In a rehearsal they take seconds, and nothing is proved."""
-    if dry:
-        return {
-            "contract rms_norm": [*_CONTRACT, "--op", "rms_norm", "--share", "1/2"],
-            "a check that fails": ["-c", "import sys; sys.exit('it fails on purpose')"],
-        }
-    # Compiling takes most of the time, so what can run at once does.
-    workers = ["-n", "4", "--dist", "worksteal"] if find_spec("xdist") else []
-    contract = {
-        f"contract {op}, {part} of {shares}": [*_CONTRACT, "--op", op, "--share", f"{part}/{shares}"]
-        for op, shares in {**dict.fromkeys(OP_NAMES, 1), **_SHARES}.items()
-        for part in range(1, shares + 1)
-    }
-    left_out = "not slow and not cuda_compile and not cuda_long and not ptx_long"
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short", "-m", left_out]
-    validate = ["-m", "tq", "validate", "--executor", "cuda", "--prompt-file", "models/tiny_qwen3/held_out.txt",
-                "--prompt-tokens", "300", "--steps", "8", "--model"]  # fmt: skip
-    return {
-        **contract,
-        **{f"tests of {what}": [*pytest, *workers, *files] for what, files in _TESTS.items()},
-        **{f"validate {model}": [*validate, model] for model in ("tiny", "tiny-hybrid")},
-    }
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A group of cases in one process, and the seconds that it may take."""
-
-    request: Request
-    seconds: float
-
-
-_WHOLE_BYTES = 112 * 2**30
-"""Of a GPU on which all layers fit: weights, packed and 16-bit K and V of the largest case, and what a step computes with."""
-_FEW_LAYERS = 4
-
-
-def timings(dry: bool, memory: int) -> dict[str, Timing]:
-    """All groups by name, of Qwen3-14B's shape.
-
-    Args:
-        memory: bytes of the GPU's; too few for the whole model, and a few of its layers are run.
-    """
-    layer = Request("random:14b", ["cuda"], ["tq4"], (1024, 4096, 16384, 32768), (1,), layers=1, peers=(SDPA,), repeats=11,
-                    kinds=("attention",))  # fmt: skip
-    every = [name for name in formats.names() if not formats.needs_calibration(name)]
-    prompt = replace(layer, kinds=("prefill",), contexts=(2048,))
-    steps = replace(layer, kinds=("step",), layers=None if memory >= _WHOLE_BYTES else _FEW_LAYERS)
-    groups = {
-        **{f"attention of {batch}": Timing(replace(layer, batches=(batch,)), 45) for batch in (1, 8, 32)},
-        "attention of every format": Timing(replace(layer, kvs=every, contexts=(4096, 32768), batches=(1, 8), peers=()), 45),
-        "a prompt": Timing(prompt, 25),
-        "a prompt behind 32768": Timing(replace(prompt, stored=32768), 25),
-        "steps at 4096": Timing(replace(steps, contexts=(4096,), batches=(1, 8)), 60),
-        "steps at 32768": Timing(replace(steps, contexts=(32768,), batches=(8,)), 60),
-    }
-    if not dry:
-        return groups
-    small: dict[str, Any] = {"model": "tiny", "layers": None, "executors": ["reference"], "kvs": ["tq4"], "contexts": (32,)}
-    rehearsed = {name: groups[name].request for name in ("attention of 1", "a prompt behind 32768", "steps at 4096")}
-    return {
-        name: Timing(replace(request, **small, batches=(1,), repeats=1, stored=min(request.stored, 16)), 120)
-        for name, request in rehearsed.items()
-    }
-
-
+# -- A group -----------------------------------------------------------------------------------------------------------------
 def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
     """Measure a group in this process; its row is printed as the last line, and its plot written."""
     # What follows imports Triton, which the process that starts this one may lack.
     from haarkv.benchmarks.gpu.steps import random_model, sdpa_step
 
-    request = replace(timing.request, step_peers=sdpa_step)
-    model = None if dry else random_model(read_config(request.model, request.layers), open_gpu(None))
+    request, model = timing.request, None
+    if request.model.startswith("random:") or dry:
+        request = replace(request, step_peers=sdpa_step)
+        model = None if dry else random_model(read_config(request.model, request.layers), open_gpu(None))
     machine, rows = measure(request, on_turn=lambda who: print(f"timing {who}", flush=True), model=model)
     kind = "prefill" if "prefill" in request.kinds else "decode"
     found = report(kind, request, machine, rows)
@@ -157,18 +77,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", metavar="WORDS", help="only checks and groups whose name holds them; repeatable"
     )
+    parser.add_argument("--model", metavar="MODEL", help="a pretrained model to validate and time as well, after all else")
+    parser.add_argument("--kv-plan", metavar="FILE", help="with --model: its cache, beside tq4")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # of a group's own process
     given = parser.parse_args(argv)
     folder, dry = given.folder.absolute(), given.dry_run
     try:
         memory = 0 if dry else torch.cuda.get_device_properties(open_gpu(None)).total_memory
-        groups = timings(dry, memory)
+        own = Pretrained(given.model, given.kv_plan) if given.model else None
+        groups = {**timings(dry, memory), **(own.timings() if own else {})}
         if given.one:
             run_one(groups[given.one], folder, given.one, dry=dry)
             return 0
-        every = [*checks(dry), *groups]
+        every = [*checks(dry), *(own.check() if own else ()), *groups]
         checked, groups = _chosen(checks(dry), given.only), _chosen(groups, given.only)
-        if not {**checked, **groups}:
+        own_check = _chosen(own.check() if own else {}, given.only)
+        if not {**checked, **own_check, **groups}:
             raise InputError(f"nothing is named {' or '.join(given.only)}; name some of: {', '.join(every)}")
         folder.mkdir(parents=True, exist_ok=True)
         _drop_half_row(folder)
@@ -176,8 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 0
         try:
             _run({name: command for name, command in checked.items() if name not in done}, CHECKS_S, folder)
+            _run({name: command for name, command in own_check.items() if name not in done}, PRETRAINED_S, folder)
+            again = [*["--dry-run"] * dry, *(own.words() if own else ())]
             for name, timing in groups.items():
-                command = ["-m", "haarkv.benchmarks.gpu", str(folder), "--one", name, *["--dry-run"] * dry]
+                command = ["-m", "haarkv.benchmarks.gpu", str(folder), "--one", name, *again]
                 _run({name: command} if name not in done else {}, timing.seconds, folder)
         except KeyboardInterrupt:
             code = _INTERRUPTED
@@ -187,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
         print(f"haarkv.benchmarks.gpu: {why}", file=sys.stderr)
         return 2
-    wrong = [key for key in (*checked, *groups) if "error" in rows.get(key, {"error": ""})]
+    wrong = [key for key in (*checked, *own_check, *groups) if "error" in rows.get(key, {"error": ""})]
     print(f"{len(rows)} rows in {folder / ROWS}, {len(wrong)} of them wrong or missing", folder / PAGE, sep="\n")
     return code or int(bool(wrong))
 

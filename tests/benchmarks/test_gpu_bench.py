@@ -123,6 +123,23 @@ def test_the_checks_that_a_card_runs_are_whole():
         assert all((ROOT / word).exists() for word in words if word.endswith((".py", ".txt"))), words
 
 
+def test_a_pretrained_model_is_validated_and_timed_with_its_own_cache():
+    own = command.Pretrained("m.gguf", "plan.safetensors")
+    (words,) = own.check().values()
+    assert words[words.index("--model") + 1 :] == ["m.gguf", "--kv-plan", "plan.safetensors"]
+    assert {"--executor", "cuda"} <= set(words)
+    (timing,) = own.timings().values()
+    assert (timing.request.model, timing.request.kvs) == ("m.gguf", ["tq4", "plan.safetensors"])
+    assert own.words() == ["--model", "m.gguf", "--kv-plan", "plan.safetensors"]
+    assert command.Pretrained("m.gguf", None).timings()["the model"].request.kvs == ["tq4"]
+
+
+def test_one_group_of_a_given_model_is_measured_in_a_rehearsal(tmp_path, capsys):
+    """As its own process does it, with a model that is loaded."""
+    assert command.main([str(tmp_path), "--dry-run", "--model", "tiny", "--only", "nothing of this name"]) == 2
+    assert "validate the model, attention of 1" in capsys.readouterr().err
+
+
 def test_the_page_compares_with_what_was_predicted():
     predicted = [row for row in predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
 
