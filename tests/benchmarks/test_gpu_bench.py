@@ -134,8 +134,8 @@ def test_a_pretrained_model_is_validated_and_timed_with_its_own_cache():
     assert command.Pretrained("m.gguf", None).timings()["the model"].request.kvs == ["tq4"]
 
 
-def test_one_group_of_a_given_model_is_measured_in_a_rehearsal(tmp_path, capsys):
-    """As its own process does it, with a model that is loaded."""
+def test_words_that_name_nothing_are_refused_with_the_names_there_are(tmp_path, capsys):
+    """Those of a given model among them."""
     assert command.main([str(tmp_path), "--dry-run", "--model", "tiny", "--only", "nothing of this name"]) == 2
     assert "validate the model, attention of 1" in capsys.readouterr().err
 
