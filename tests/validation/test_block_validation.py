@@ -23,6 +23,7 @@ from haarkv.validation.layers.replay.case import judged
 from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.self_test import WholeLayers, self_test_of_blocks
+from haarkv.validation.layers.window_faults import WINDOWED, window_faults
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE
 
@@ -104,6 +105,25 @@ def test_8_bits_are_excused_where_the_blocks_ask_for_them(drive):
     for bits in (7, 16):
         report = run(asked, DRIVES[drive](InBlocks(asked, rounding(bits, restored=True))))
         assert (report.first_divergence.layer, report.first_divergence.reason) == (0, "fault"), bits
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_rounded_x_is_no_other_window_and_another_window_is_found(drive):
+    """Where attention is faint, steps of the MLP's x move a layer as far as a window's end changes it."""
+    made, prompts = small_model(CONFIG), [random_tokens(CONFIG, 90)]
+    faint = [layer.changed(lambda field, w: w / 64 if field == "o_proj" else w) for layer in made.weights.layers]
+    model = in_blocks(replace(made, weights=replace(made.weights, layers=tuple(faint))), ("Q8_0", "Q5_0"))
+    plan = WINDOWED.plan(model.config.num_layers)
+
+    def report(candidate):
+        return validate(ReferenceExecutor(model), DRIVES[drive](candidate), model, prompts, 1, plan)
+
+    right = CpuExecutor(model)
+    clean = report(right)
+    assert clean.passed, clean.first_divergence
+    attend = next(f for f in window_faults(model, 1) if f.name == "the window is one token short").ops["paged_attention"]
+    first = report(right.over(lambda ops: with_ops(ops, {"paged_attention": attend}))).first_divergence
+    assert (first.layer, first.reason) == (1, "fault")
 
 
 def test_an_executor_that_restores_blocks_is_given_nothing():

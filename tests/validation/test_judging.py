@@ -168,6 +168,24 @@ def test_rounding_along_a_direction_of_one_vector_is_judged_by_all():
     assert wrong.gain == pytest.approx(1, abs=0.05)
 
 
+def test_steps_of_x_along_a_direction_of_few_vectors_are_excused_and_no_more():
+    """Nothing rounds but the executor's x: what draws move vectors by says how much of that lies along the direction."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(40, 32, generator=generator) * torch.tensor([1.0] + 39 * [1e-3]).unsqueeze(-1)
+    shares, unexcused = [], []
+    for _ in range(1000):
+        ours, *moved = torch.randn(4, 40, 32, generator=generator, dtype=torch.float64)
+        moved = [0.01 * by for by in moved]
+        theirs = ours + 0.01 / math.sqrt(3) * torch.randn(40, 32, generator=generator, dtype=torch.float64)
+        shares.append(uneven_errors(ours, theirs, None, direction, 0.0, moved).share)
+        unexcused.append(uneven_errors(ours, theirs, None, direction, 0.0).share)
+    assert max(shares) < 1
+    assert min(unexcused) > 1
+    wrong = uneven_errors(ours, theirs + direction, None, direction, 0.0, moved)
+    assert wrong.share > 1
+    assert wrong.gain == pytest.approx(1, abs=0.05)
+
+
 def test_one_direction_is_less_likely_than_it_says():
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(0, 3, 40)

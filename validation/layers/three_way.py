@@ -87,14 +87,20 @@ class UnevenErrors(Errors):
     direction is therefore taken from all vectors alike, and multiplied by the size of the error of each.
 
     Attributes:
+        own: what rounding to FP32 makes along the direction, squared.
         samples: vectors at which the direction is not zero.
         parts: of the reference's errors that lie along the direction, squared, summed over these.
         expected: squares of the reference's errors times squares of the direction, summed.
+        moved: vectors that a draw of rounded x moves, the mean of all draws.
+        moved_parts, moved_expected: as `parts` and `expected`, of what the draws move.
         slack: sums along the direction that are no fault whatever the chance.
     """
 
     parts: float
     expected: float
+    moved: float
+    moved_parts: float
+    moved_expected: float
     slack: float
 
     @property
@@ -102,30 +108,50 @@ class UnevenErrors(Errors):
         """The largest gain that rounding explains, as `Errors.limit`; the executor may be `bounds.FARTHER` from the truth."""
         if not self.size or not self.samples:
             return math.inf
-        own = self.expected * self.parts / self.samples
-        by_rounding = math.sqrt((1 + bounds.FARTHER**2) * own) * student_limit(self.samples) if own else 0.0
+        both = (1 + bounds.FARTHER**2) * self.expected * self.parts / self.samples
+        one = self.own + self.moved_expected * self.moved_parts / max(self.moved, 1.0)
+        by_rounding = math.sqrt(both + 2 * one) * student_limit(self.samples)
         by_sign = math.sqrt(2 * math.log(2 / bounds.CHANCE) * self.squares)
         return max(self.slack, min(by_rounding, by_sign)) / self.size
 
 
-def uneven_errors(ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, slack: float) -> UnevenErrors:
+def uneven_errors(
+    ours: Tensor, theirs: Tensor, exact: Tensor | None, direction: Tensor, slack: float, moved: Sequence[Tensor] = ()
+) -> UnevenErrors:
     """Sum errors over vectors, as `errors`.
 
     Args:
         slack: see `UnevenErrors`.
     """
     d = direction.double()
-    length, off = d.norm(dim=-1), (ours.double() - (ours if exact is None else exact).double())
-    along, size = (off * d).sum(-1), off.norm(dim=-1)
-    there = (length > 0) & ((size > 0) | (exact is None))
-    parts = (along / (length * size).clamp(min=1e-300))[there].square().sum()
-    found = vars(errors(ours, theirs, exact, direction, 0.0)) | {"samples": int(there.sum())}
-    return UnevenErrors(**found, parts=float(parts), expected=float((length * size).square().sum()), slack=slack)
+    length = d.norm(dim=-1)
+
+    def along(off: Tensor) -> tuple[int, float, float]:
+        """Vectors, and `parts` and `expected` of them, of errors [..., N]."""
+        size = off.norm(dim=-1)
+        there = (length > 0) & (size > 0)
+        part = ((off * d).sum(-1) / (length * size).clamp(min=1e-300))[there].square().sum()
+        return int(there.sum()), float(part), float((length * size).square().sum())
+
+    found = vars(errors(ours, theirs, exact, direction, 0.0)) | {"own": _by_fp32(ours.double(), d)}
+    found["samples"], parts, expected = (int((length > 0).sum()), 0.0, 0.0) if exact is None else along(ours.double() - exact)
+    by_draw = [along(by) for by in moved] or [(0, 0.0, 0.0)]
+    count, moved_parts, moved_expected = (sum(values) / len(by_draw) for values in zip(*by_draw, strict=True))
+    # Half a step is 1 / sqrt(3) of itself on average.
+    return UnevenErrors(
+        **found, parts=parts, expected=expected, moved=count, moved_parts=moved_parts, moved_expected=moved_expected / 3,
+        slack=slack,
+    )  # fmt: skip
 
 
 _FP32_ROUNDING = 2 * 2.0**-48 / 3
 """Variance of a number that was rounded to FP32 twice, relative to its square: half a unit in its last place each time.
 At a hidden state of 10,000, as pretrained models have in a few channels, it is more than many a layer adds elsewhere."""
+
+
+def _by_fp32(a: Tensor, d: Tensor) -> float:
+    """Variance of sums along d, of numbers a that both sides rounded to FP32."""
+    return _FP32_ROUNDING * float((a * d).square().sum())
 
 
 def errors(
@@ -145,8 +171,7 @@ def errors(
     each, size, samples = ((b - a) * d).sum(-1), float(d.square().sum()), d[..., 0].numel()
     along, squares = float(each.sum()), float(each.square().sum())
     if exact is None:
-        own_fp32 = _FP32_ROUNDING * float((a * d).square().sum())
-        return Errors(along, squares, own_fp32 + of_steps, size, samples, 0.0, 0.0, floor)
+        return Errors(along, squares, _by_fp32(a, d) + of_steps, size, samples, 0.0, 0.0, floor)
     e = exact.double()
     own, far, near = ((a - e) * d).sum(-1).square().sum(), (b - e).square().sum(), (a - e).square().sum()
     return Errors(along, squares, float(own) + of_steps, size, samples, float(far), float(near), floor)
@@ -260,7 +285,7 @@ def errors_of_layer(
     for name, change in edges(ops, q, read or cache, *places).items():
         ends = _apart([through(_only(change, head, kv_heads)) for head in range(kv_heads)])
         slack = _slack(floor, each, ends)
-        found[name] = [uneven_errors(ours, theirs, exact, end, by) for end, by in zip(ends, slack, strict=True)]
+        found[name] = [uneven_errors(ours, theirs, exact, end, by, moved) for end, by in zip(ends, slack, strict=True)]
     return found
 
 
