@@ -193,6 +193,9 @@ def test_one_direction_is_less_likely_than_it_says():
     for tail in (-1, -2):
         assert sum(value < tail for value in drawn) / 2000 <= 10**tail
     assert one_sided(torch.full((80,), 1e-9)) < -15
+    # Eighty tokens of one vector err once.
+    assert one_sided(torch.full((80,), 1e-9), torch.zeros(80, dtype=torch.int64)) > -0.3
+    assert one_sided(torch.full((80,), 1e-9), torch.arange(80)) < -15
     assert one_sided(torch.zeros(5)) == 0
 
 

@@ -568,6 +568,22 @@ def test_a_number_is_explained_by_rounding_alone():
     assert compare_numbers(ours, off, x, 1e-6).unexplained == 1
 
 
+def test_a_number_that_makes_most_of_a_vector_takes_its_length_along_when_it_falls_the_other_way():
+    """One channel of a key in BF16 is a hundred times as long as the rest, as pretrained models have it."""
+    plain, noise = formats.get("bf16"), 1e-6
+    x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)) / 8
+    x[..., 5] = 100 + 2.0**-2  # midway between two numbers of BF16
+    ours, theirs = plain.quantize(x * (1 + noise / 2), 0), plain.quantize(x * (1 - noise / 2), 0)
+    compared, length = compare_stored(plain, 0, ours, theirs, x, noise)
+    assert compared.different >= 3
+    assert (compared.unexplained, length) == (0, 0)
+    assert (ours["data"].float().norm(dim=-1) / theirs["data"].float().norm(dim=-1)).max() > 1 + bounds.LAYER_FP32.length
+    # Where no number lies beside a rounding point, a vector that is too long is found.
+    x[..., 5] = 100
+    longer = {"data": (x * (1 + 2 * bounds.LAYER_FP32.length)).bfloat16()}
+    assert compare_stored(plain, 0, plain.quantize(x, 0), longer, x, noise)[1] > bounds.LAYER_FP32.length
+
+
 @pytest.mark.parametrize("name", ["tq4", "tq4_seed"])
 def test_reach_covers_what_noise_does_and_little_more(name):
     """K off by noise: every level that moves is explained; with no noise allowed, some are not."""

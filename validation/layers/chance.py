@@ -221,14 +221,21 @@ def student_limit(samples: int) -> float:
     return math.sqrt(samples * math.expm1(exponent)) if exponent < 600 else math.inf
 
 
-def one_sided(values: Tensor) -> float:
+def one_sided(values: Tensor, alike: Tensor | None = None) -> float:
     """log10 of a bound on the chance that independent errors, each as likely up as down, add up to so much (Hoeffding).
 
         P <= 2 exp(-s**2 / 2), s = |sum| / sqrt(sum of squares), whatever their sizes
 
     Args:
         values: [n], one of each token.
+        alike: [n] int64, the same number for tokens that err together: those of one vector. V of the first layer is one
+            vector a token of the vocabulary.
     """
+    if alike is not None:
+        _, which = alike.unique(return_inverse=True)
+        values = torch.zeros(int(which.max()) + 1 if len(which) else 0, dtype=torch.float64).index_add(
+            0, which, values.double()
+        )
     size = float(values.double().square().sum())
     if size == 0:
         return 0.0

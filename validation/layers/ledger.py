@@ -36,17 +36,20 @@ class _Tokens:
     Attributes:
         levels, lengths: bool [T, H], vectors that differ.
         off: fp64 [T, H], relative differences of length.
+        alike: int64 [T], the same number for tokens of which the reference stored the same.
         chances: of those tokens for which they were asked; None of none. In the others nothing differed.
     """
 
     levels: Tensor
     lengths: Tensor
     off: Tensor
+    alike: Tensor
     chances: Chances | None = None
 
     def __add__(self, other: _Tokens) -> _Tokens:
-        levels, lengths, off = (torch.cat([getattr(x, name) for x in (self, other)]) for name in ("levels", "lengths", "off"))
-        return _Tokens(levels, lengths, off, _both(self.chances, other.chances))
+        fields = ("levels", "lengths", "off", "alike")
+        added = {name: torch.cat([getattr(x, name) for x in (self, other)]) for name in fields}
+        return _Tokens(**added, chances=_both(self.chances, other.chances))
 
 
 def _both(one: Chances | None, other: Chances | None) -> Chances | None:
@@ -80,7 +83,9 @@ class Ledger:
         """
         parts = [part for part in parts_of(self._cache, layer) if len(next(iter(ours[part.name].values())))]
         now = {
-            part.name: _Tokens(*stored_differently(part.kv_format, layer, ours[part.name], theirs[part.name]))
+            part.name: _Tokens(
+                *stored_differently(part.kv_format, layer, ours[part.name], theirs[part.name]), _digests(ours[part.name])
+            )
             for part in parts
         }
         differs = any(tokens.levels.any() or tokens.lengths.any() for tokens in now.values())
@@ -182,6 +187,14 @@ class Ledger:
         return tuple(rows)
 
 
+def _digests(fields: dict[str, Tensor]) -> Tensor:
+    """[T] int64, of what fields [T, *] hold of each token."""
+    rows = torch.cat([tensor.contiguous().flatten(1).view(torch.uint8) for tensor in fields.values()], 1).long()
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (rows.shape[1],), generator=generator)
+    return (rows * factors).sum(1)
+
+
 def _rates(kept: _Tokens, heads: slice, title: str) -> list[tuple[float, str]]:
     """log10 of the chance of so many vectors with other levels, and with another length; in words."""
     if kept.chances is None:
@@ -205,7 +218,7 @@ def _rates(kept: _Tokens, heads: slice, title: str) -> list[tuple[float, str]]:
 def _bias(kept: _Tokens, heads: slice, title: str) -> tuple[float, str]:
     """log10 of the chance that rounding moves the lengths so far one way; in words."""
     off = kept.off[:, heads]
-    mean, log10 = float(off.mean()), one_sided(off.sum(-1))
+    mean, log10 = float(off.mean()), one_sided(off.sum(-1), kept.alike)
     if not abs(mean) > bounds.LENGTH_BIAS:
         return 0.0, ""
     where = f" of KV head {heads.start}" if heads.start is not None else ""
