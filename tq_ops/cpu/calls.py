@@ -192,8 +192,8 @@ def _store_side(
     entries = {field.name: getattr(learned, field.name) if learned else 0 for field in dataclasses.fields(Refinement)}
     quantizer = library.Quantizer(
         matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **entries,
-        tries=len(learned.gains) if learned else 0, first_plane=widths[0], second_plane=widths[1], bytes=stored.bytes,
-        cell=stored.cell,
+        tries=len(learned.gains) if learned else 0, along=by.along, first_plane=widths[0], second_plane=widths[1],
+        bytes=stored.bytes, cell=stored.cell,
     )  # fmt: skip
     return library.StoreSide(
         x=0, codes=stored.codes, scales=_or_null(stored.scale), codes_stride=_block_bytes(stored.codes),

@@ -10,7 +10,7 @@ differ in width, are in their own order too: kernels take them out of their colu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -93,6 +93,7 @@ class Tables:
         boundaries: [2**bits - 1] fp32; where widths differ, of 1 to 6 bits one after the other.
         centroids: [2**bits] fp32, likewise.
         refinement: of learned coordinates; None of a rotation.
+        along: of `Description`.
     """
 
     planes: tuple[int, ...] = ()
@@ -100,11 +101,15 @@ class Tables:
     boundaries: Tensor | None = None
     centroids: Tensor | None = None
     refinement: Refinement | None = None
+    along: bool = False
 
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
-    return Layout(head_dim) if kv_format.plain else _layout(*_described(kv_format, layer, head_dim))
+    if kv_format.plain:
+        return Layout(head_dim)
+    described, layer = _described(kv_format, layer, head_dim)
+    return _layout(replace(described, along=False), layer)  # K and V that are read alike share one
 
 
 def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables:
@@ -178,7 +183,7 @@ def _tables(described: Description, layer: int) -> Tables:
     if described.transform.coordinates is None:
         boundaries, centroids = numbers_on(described.boundaries, _CPU), numbers_on(described.centroids, _CPU)
         rotation = described.transform.on(layer, described.head_dim, _CPU).bfloat16().unsqueeze(0)
-        return Tables(tuple(planes(described.bits)), rotation, boundaries, centroids)
+        return Tables(tuple(planes(described.bits)), rotation, boundaries, centroids, along=described.along)
     coordinates = described.transform.coordinates(layer)
     matrix = coordinates.forward.bfloat16()
     assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"

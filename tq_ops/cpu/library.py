@@ -107,8 +107,8 @@ class Quantizer(_Structure):
 
     _fields_ = (
         ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("weights", c_void_p),
-        ("gains", c_void_p), ("columns", c_void_p), ("tries", c_int32), ("first_plane", c_int32),
-        ("second_plane", c_int32), ("bytes", c_int32), ("cell", c_int32),
+        ("gains", c_void_p), ("columns", c_void_p), ("tries", c_int32), ("along", c_int32),
+        ("first_plane", c_int32), ("second_plane", c_int32), ("bytes", c_int32), ("cell", c_int32),
     )  # fmt: skip
 
 

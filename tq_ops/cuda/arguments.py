@@ -55,6 +55,7 @@ class Write(NamedTuple):
         forward, boundaries: of `layout.Layout`.
         mean, weights, widths, gains, cos, sin: of `layout.Learned`; None of a rotation.
         kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
+        ALONG: of `Description`.
         LEARNED: whether these are learned keys.
         HALF, STRETCHES: of `rotate.places`, D/2 of a rotation, and rows of `cos`.
         TYPE: operands of the product with `forward`.
@@ -78,6 +79,7 @@ class Write(NamedTuple):
     COLUMNS: Any
     UNITS: Any
     PARTS: Any
+    ALONG: Any
     LEARNED: Any
     HALF: Any
     STRETCHES: Any
@@ -176,7 +178,7 @@ def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tenso
         codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, mean, weights,
         widths, gains, cos, sin, kept,
         BITS=constant(of.bits), COLUMNS=constant(len(of.columns.units)), UNITS=constant(of.columns.units),
-        PARTS=constant(of.columns.parts), LEARNED=constant(learned is not None),
+        PARTS=constant(of.columns.parts), ALONG=constant(of.along), LEARNED=constant(learned is not None),
         HALF=constant(learned.half if learned else of.rotation.shape[-1] // 2),
         STRETCHES=constant(len(learned.cos) if learned else 0),
         TYPE=constant(choices.rotation_operand(x, exact_in_bf16=True)),

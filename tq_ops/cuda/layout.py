@@ -124,6 +124,7 @@ class Layout:
         boundaries: [2**bits - 1] fp32, ascending; of learned keys likewise of each width.
         columns: of learned keys; none where levels lie in planes.
         learned: of learned keys; None of a rotation.
+        along: of `Description`.
     """
 
     bits: int
@@ -133,6 +134,7 @@ class Layout:
     boundaries: Tensor
     columns: Columns = NO_COLUMNS
     learned: Learned | None = None
+    along: bool = False
 
     @property
     def matrices(self) -> int:
@@ -251,6 +253,7 @@ def _layout(described: Description, layer: int, device: torch.device) -> Layout:
         centroids=centroids,
         words=words_of(centroids),
         boundaries=numbers_on(described.boundaries, device),
+        along=described.along,
     )
 
 

@@ -51,7 +51,7 @@ def levels(y, boundaries, BITS: tl.constexpr):
 @triton.jit
 def by_rotation(
     low, high, rotation, centroids, boundaries,
-    D: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, ALONG: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Levels [ROWS, D/2] of both halves of rotated vectors, and their scales [ROWS] fp32."""
     low, high, norm = exact_norm(low, high)
@@ -60,8 +60,11 @@ def by_rotation(
     rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
     low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
     low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
-    length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
-    return low, high, tl.div_rn(norm, length)
+    if ALONG:
+        length = tl.sum(low_centroid * rotated_low, 1) + tl.sum(high_centroid * rotated_high, 1)
+    else:
+        length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
+    return low, high, tl.where(length > 0, tl.div_rn(norm, tl.where(length > 0, length, 1.0)), 0.0)
 
 
 @triton.jit
@@ -163,7 +166,7 @@ def append(
         low, high, scale = by_coordinates(low, high, into, matrix, D, ROWS)
     else:
         low, high, scale = by_rotation(
-            low, high, into.forward, into.centroids, into.boundaries, D, into.BITS, ROWS, into.TYPE
+            low, high, into.forward, into.centroids, into.boundaries, D, into.BITS, into.ALONG, ROWS, into.TYPE
         )  # fmt: skip
     scale = tl.minimum(scale, 65504.0)
     slot = tl.load(slots + token, live, -1)

@@ -27,7 +27,7 @@ from haarkv.tq_ops.formats.oscar import NAME as OSCAR
 from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.formats.plain import FP8E4M3, ByStretches, Plain
 from haarkv.tq_ops.formats.stretches import Turns
-from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed
+from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed, rotated_pair
 from haarkv.tq_ops.formats.vllm import EvenValues, NormCorrectedKeys
 
 Side = Literal["k", "v"]
@@ -39,7 +39,8 @@ PUBLISHED = TurboQuant4Seed()
 _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     TurboQuant(4, "rotated; fastest to read"),
     PUBLISHED,
-    *(TurboQuant(bits, f"as tq4, with {bits} bits") for bits in (2, 3, 5, 6, 8)),
+    *(rotated_pair(bits) for bits in (2, 3)),
+    *(TurboQuant(bits, f"as tq4, with {bits} bits") for bits in (5, 6, 8)),
     Manthan3(),
     HadamardTQ3(),
     HadamardTBQ4(),

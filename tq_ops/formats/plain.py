@@ -41,11 +41,11 @@ class Plain(KVFormat):
         reach = super().length_reach(x, layer, noise)
         if self.plain != torch.bfloat16:
             return reach
-        x = x.float()
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-30)
-        return reach + bf16_reach(
-            x.unsqueeze(-2), (x / length.square()).unsqueeze(-1), (noise * length).unsqueeze(-1)
-        ).squeeze((-2, -1))
+        x = x.double()
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-300)
+        slope, given = x / length / length, torch.as_tensor(noise, dtype=x.dtype) * length
+        moved = bf16_reach(x.unsqueeze(-2), slope.unsqueeze(-1), given.unsqueeze(-1)).squeeze((-2, -1))
+        return reach + torch.where(x.isfinite().all(-1), moved, 0.0)
 
 
 class ByStretches(Plain):

@@ -4,6 +4,8 @@ Such a format rotates a unit vector, keeps the level of each coordinate, and one
 
     y = unit @ matrix;  level = #{b : y >= b};  scale = ||x|| / ||c[level]||;  it stands for scale * c[level] @ matrix.T
 
+or, `along` x itself, scale = ||x|| / sum(c[level] * y).
+
 Everything else is data, which `Description` holds. A backend is built from descriptions and declares which of them its
 kernels read (`tq_ops.kv.reads`); none asks for a format's name or class.
 """
@@ -90,6 +92,7 @@ class Description:
         boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}; none where widths differ.
         columns: how levels of several widths lie in the codes, with the tables of `codebooks.cubic`; `bits` is their mean
             then. Empty where all have the same width.
+        along: whether the scale keeps the length along the vector, and not the length of what comes back.
     """
 
     head_dim: int
@@ -99,6 +102,7 @@ class Description:
     centroids: tuple[float, ...]
     boundaries: tuple[float, ...]
     columns: tuple[Column, ...] = ()
+    along: bool = False
 
 
 @cache
@@ -112,8 +116,8 @@ def centroids_at(level: Tensor, centroids: Tensor) -> Tensor:
     return centroids.index_select(0, level.flatten().int()).view(level.shape)
 
 
-def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> Tensor:
-    """Rotate unit vectors and quantize each coordinate: `level_i = #{b : (unit @ rotation)_i >= b}`.
+def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate unit vectors and quantize each coordinate: `level_i = #{b : y_i >= b}`, y = unit @ rotation.
 
     Args:
         unit: [..., D] fp32, of norm 1 (or 0).
@@ -121,10 +125,11 @@ def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> Tensor:
         boundaries: [2**bits - 1] fp32, ascending.
     Returns:
         level: [..., D] uint8, 0 to 2**bits - 1. A zero vector gets level 8 of 16 everywhere if the middle boundary is <= 0.
+        y: [..., D] fp32.
     Rounding points: unit to BF16; the product accumulates in FP32 and stays there.
     """
     y = unit.to(torch.bfloat16).float() @ rotation
-    return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8)
+    return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8), y
 
 
 def level_choice(unit: Tensor, rotation: Tensor, boundaries: Tensor, noise: float | Tensor) -> LevelChoice:
@@ -235,9 +240,11 @@ class RotatedFormat(KVFormat):
         require_finite(x)
         described, rotation, boundaries = self._on(x, layer)
         unit, norm = exact_norm(x)
-        level = choose_levels(unit, rotation, boundaries)
-        length = torch.linalg.vector_norm(centroids_at(level, numbers_on(described.centroids, x.device)), dim=-1)
-        return {"codes": self.pack(level), "scale": stored_scale(norm.squeeze(-1) / length)}
+        level, y = choose_levels(unit, rotation, boundaries)
+        centroids = centroids_at(level, numbers_on(described.centroids, x.device))
+        length = (centroids * y).sum(-1) if described.along else torch.linalg.vector_norm(centroids, dim=-1)
+        scale = torch.where(length > 0, norm.squeeze(-1) / length, 0.0)
+        return {"codes": self.pack(level), "scale": stored_scale(scale)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         """The vectors [..., N] fp32 in the domain of the levels: `scale * c[level]`."""
@@ -260,6 +267,19 @@ class RotatedFormat(KVFormat):
         x = x.float()
         _, rotation, boundaries = self._on(x, layer)
         return level_choice(exact_norm(x)[0], rotation, boundaries, noise)
+
+    def length_reach(self, x: Tensor, layer: int, noise: float | Tensor) -> Tensor:
+        described, rotation, boundaries = self._on(x, layer)
+        reach = super().length_reach(x, layer, noise)
+        if not described.along:
+            return reach
+        # A coordinate of the unit vector that falls to the other BF16 neighbour moves y.
+        unit, _ = exact_norm(x.float())
+        level, y = choose_levels(unit, rotation, boundaries)
+        centroids = centroids_at(level, numbers_on(described.centroids, x.device))
+        slope = centroids @ rotation.T / (centroids * y).sum(-1, keepdim=True).clamp(min=1e-30)
+        given = noise.unsqueeze(-1) if isinstance(noise, Tensor) and noise.ndim > 1 else noise
+        return reach + bf16_reach(unit.unsqueeze(-2), slope.unsqueeze(-1), given).squeeze((-2, -1))
 
     def _on(self, x: Tensor, layer: int) -> tuple[Description, Tensor, Tensor]:
         """The description for x [..., D], and on its device the rotation [D, D] fp32 and the boundaries."""

@@ -55,15 +55,21 @@ class TurboQuant(RotatedFormat):
     It stands for `scale * c[level]` in the rotated domain. A zero vector stores scale 0 and comes back as zeros; a scale
     above FP16 saturates at its largest finite value, one below its smallest comes back as zeros.
 
+    With `along`, scale = fp16(gamma / sum(c[level] * y)), y what levels are chosen from: the length along x is kept, and all
+    of the error lies across it. Else what comes back is too short along x, `tq2` by 6 %, `tq3` by 1.7 %. Attention takes the
+    mean of many values, in which errors across them cancel, and a common shortfall does not. Keys are better off short: what
+    they err makes a softmax's sum too large.
+
     Args:
         bits: of a level.
         purpose: one line for a table.
         rotation: of a layer; the shipped one unless given.
+        along: of values of few bits.
     """
 
-    def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation) -> None:
+    def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation, along: bool = False) -> None:
         super().__init__(f"tq{bits}", purpose, bits, self._described)
-        self._transform = Transform(rotation, per_layer=True)
+        self._transform, self._along = Transform(rotation, per_layer=True), along
 
     def _described(self, head_dim: int) -> Description:
         together = 8 // planes(self.bits)[-1]
@@ -78,7 +84,14 @@ class TurboQuant(RotatedFormat):
             transform=self._transform,
             centroids=tuple(book.centroids.tolist()),
             boundaries=tuple(book.boundaries.tolist()),
+            along=self._along,
         )
+
+
+def rotated_pair(bits: int) -> tuple[TurboQuant, TurboQuant]:
+    """K's and V's format of a few bits."""
+    purpose = f"as tq4, with {bits} bits"
+    return TurboQuant(bits, purpose), TurboQuant(bits, purpose, along=True)
 
 
 class TurboQuant4Seed(KVFormat):
@@ -115,7 +128,7 @@ class TurboQuant4Seed(KVFormat):
 
     def choose(self, unit: Tensor, rotation: Tensor) -> Tensor:
         """Levels [..., D] uint8 of unit vectors [..., D] fp32."""
-        return choose_levels(unit, rotation, codebook_on(unit.shape[-1], unit.device).boundaries)
+        return choose_levels(unit, rotation, codebook_on(unit.shape[-1], unit.device).boundaries)[0]
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         codes = fields["codes"]

@@ -37,7 +37,7 @@ from haarkv.validation.planning.auto import (
 )
 from haarkv.validation.planning.calibrate import unlearnable
 
-_VERSION = 6
+_VERSION = 7
 
 
 TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9

@@ -112,7 +112,13 @@ class LevelScopes:
         y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.heads.num_kv_heads)
         level = self._level(g, y, side, np.array(described.boundaries, np.float32))
         chosen = g.node("chosen", "Gather", self._centroid_table(g, side), level)
-        length = g.node("chosen_norm", "Sqrt", g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", chosen, chosen)))
+        if described.along:
+            along = g.reduce("along", "ReduceSum", g.node("along_each", "Mul", chosen, y))
+            some = g.node("is_along", "Greater", along, g.scalar(0.0))
+            length = g.node("along_or_1", "Where", some, along, g.scalar(1.0))
+        else:
+            square = g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", chosen, chosen))
+            length = g.node("chosen_norm", "Sqrt", square)
         return [self._packed(g, level, side), self._scale(g, norm, g.node("norm_of_x", "Div", norm, lift), length)]
 
     def quantize_learned(self, g: Graph, x: str, mean: str, forward: str, weights: str, *, side: str) -> list[str]:

@@ -94,6 +94,21 @@ def test_four_bits_lose_what_theory_says(head_dim):
     assert ((x - restored).square().sum(-1) / x.square().sum(-1)).mean() < error
 
 
+@pytest.mark.parametrize(("bits", "shortfall"), [(2, 0.06), (3, 0.017)])
+def test_values_of_few_bits_are_as_long_along_themselves_as_they_were(bits, shortfall):
+    """The mean of many is then as long as it was; that of keys' format is not, and each of those has its own length."""
+    x = torch.randn(20_000, 128, generator=torch.Generator().manual_seed(1))
+    for side, expected in (("k", 1 - shortfall), ("v", 1.0)):
+        kv_format = formats.get(f"tq{bits}", side)
+        restored = kv_format.dequantize(kv_format.quantize(x, 3), 3)
+        along = (restored * x).sum(-1) / x.square().sum(-1)
+        assert along.mean() == pytest.approx(expected, abs=0.003)
+        if side == "v":
+            torch.testing.assert_close(along, torch.ones_like(along), rtol=0, atol=5e-3)
+        else:
+            torch.testing.assert_close(restored.norm(dim=-1), x.norm(dim=-1), rtol=5e-3, atol=0)
+
+
 def test_tq4_keeps_zero_and_saturates():
     tq4 = formats.get("tq4")
     shape = torch.randn(5, 128, generator=torch.Generator().manual_seed(2))

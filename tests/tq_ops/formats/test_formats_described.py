@@ -32,6 +32,8 @@ from haarkv.validation.layers.compare import compare_levels
 CPU = torch.device("cpu")
 LAYER = 1
 DESCRIBED = [name for name in formats.names() if formats.get(name).description(256) is not None]
+ALONG = ["tq2", "tq3"]
+"""Whose values keep their length along themselves."""
 
 
 def vectors(*shape, seed=0):
@@ -46,10 +48,10 @@ def test_every_rotated_format_describes_itself():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_stored_bytes_are_those_described(name, head_dim):
+@pytest.mark.parametrize(("name", "side"), [*((name, "k") for name in DESCRIBED), *((name, "v") for name in ALONG)])
+def test_stored_bytes_are_those_described(name, side, head_dim):
     """Levels, packing, scales and the way back, by the description alone."""
-    kv_format = formats.get(name)
+    kv_format = formats.get(name, side)
     described, x = kv_format.description(head_dim), vectors(40, head_dim)
     fields = kv_format.quantize(x, LAYER)
     level, scale = unpack_planes(fields["codes"], described.bits), fields["scale"]
@@ -64,9 +66,11 @@ def test_stored_bytes_are_those_described(name, head_dim):
     restored = (centroids * scale.unsqueeze(-1)) @ matrix.double().T
     torch.testing.assert_close(kv_format.dequantize(fields, LAYER).double(), restored, rtol=0, atol=1e-5)
     lengths = x.double().norm(dim=-1)
-    torch.testing.assert_close(scale.double(), lengths / centroids.norm(dim=-1), rtol=2**-10, atol=0)
     unit = (x.double() / lengths.unsqueeze(-1)).float().bfloat16()
     y, boundaries = unit.double() @ matrix.double(), torch.tensor(described.boundaries, dtype=torch.float64)
+    assert described.along == (side == "v")
+    of_levels = (centroids * y).sum(-1) if described.along else centroids.norm(dim=-1)
+    torch.testing.assert_close(scale.double(), lengths / of_levels, rtol=2**-10, atol=0)
     compared = compare_levels(level, (y[..., None] >= boundaries).sum(-1), y, boundaries, bounds.ROTATED_FP32)
     assert compared.unexplained == 0
 

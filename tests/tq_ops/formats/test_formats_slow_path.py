@@ -182,10 +182,10 @@ def test_kvarn_equals_the_slow_path(side, shape):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_rotated_levels_are_chosen_and_packed_as_described(bits, head_dim):
+@pytest.mark.parametrize(("bits", "side"), [*((bits, "k") for bits in (2, 3, 4, 5, 6, 8)), (2, "v"), (3, "v")])
+def test_rotated_levels_are_chosen_and_packed_as_described(bits, side, head_dim):
     """Levels against float64, ties explained; bytes of those levels by a loop; restored in float64 from the bytes."""
-    kv_format, layer = formats.get(f"tq{bits}"), 2
+    kv_format, layer = formats.get(f"tq{bits}", side), 2
     x = fresh_rows(head_dim, 7)
     fields = kv_format.quantize(x, layer)
     level = kv_format.levels(fields)
@@ -194,13 +194,14 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, head_dim):
     y = exact_norm(x)[0].bfloat16().double() @ rotation.double()
     expected = (y[..., None] >= book.boundaries.double()).sum(-1)
     assert compare_levels(level, expected, y, book.boundaries.double(), bounds.ROTATED_FP32).unexplained == 0
-    assert torch.equal(level, choose_levels(exact_norm(x)[0], rotation.float(), book.boundaries))
+    assert torch.equal(level, choose_levels(exact_norm(x)[0], rotation.float(), book.boundaries)[0])
     restored = kv_format.dequantize(fields, layer).double()
     for row, ours in enumerate(kv_format.to_bytes(fields).numpy()):
         assert ours[:-2].tobytes() == slow.encode_tq_levels(level[row].tolist(), bits)
         centroids = book.centroids.double()[level[row].long()]
         scale = float(ours[-2:].view("<f2")[0])
-        exact = x[row].double().norm() / centroids.norm()
+        length = centroids.norm() if side == "k" else centroids @ y[row]
+        exact = x[row].double().norm() / length if length > 0 else length
         # FP16: half a unit in the last place, or half its smallest number.
         assert abs(scale - exact) <= max(2.0**-11 * exact * 1.001, 2.0**-25)
         back = scale * centroids @ rotation.double().T

@@ -221,19 +221,21 @@ void quantize_rotated(const Quantizer& by, const float* x, int rows, float* scra
     const typename Simd::Table table = Simd::table(by.centroids);
     const int bits = by.planes[0] + by.planes[1];
     for (int r = 0; r < rows; ++r) {
-        find_levels<Simd>(rotated + r * dim, dim, by.boundaries, level, (1 << bits) - 1);
+        const float* y = rotated + r * dim;
+        find_levels<Simd>(y, dim, by.boundaries, level, (1 << bits) - 1);
         typename Simd::F sums = Simd::zero();
         for (int i = 0; i < dim; i += Simd::width) {
             float wide[Simd::width];
             for (int j = 0; bits > 4 && j < Simd::width; ++j) wide[j] = by.centroids[level[i + j]];
             const typename Simd::F centroid = bits > 4 ? Simd::load(wide) : Simd::lookup(table, Simd::load_words(level + i));
-            sums = Simd::fma(centroid, centroid, sums);
+            sums = Simd::fma(centroid, by.along ? Simd::load(y + i) : centroid, sums);
         }
         if (by.planes[0] == 4 && by.planes[1] == 0)
             put_levels(level, dim, codes[r]);
         else
             put_planes(level, dim, by.planes, codes[r]);
-        *scales[r] = saturated_half(norms[r] / static_cast<double>(std::sqrt(Simd::reduce_add(sums))));
+        const float sum = Simd::reduce_add(sums), length = by.along ? sum : std::sqrt(sum);
+        *scales[r] = saturated_half(length > 0.0f ? norms[r] / static_cast<double>(length) : 0.0);
     }
 }
 
