@@ -232,7 +232,7 @@ def one_sided(values: Tensor, alike: Tensor | None = None) -> float:
             vector a token of the vocabulary.
     """
     if alike is not None:
-        _, which = alike.unique(return_inverse=True)
+        _, which = torch.unique(alike, return_inverse=True)
         values = torch.zeros(int(which.max()) + 1 if len(which) else 0, dtype=torch.float64).index_add(
             0, which, values.double()
         )

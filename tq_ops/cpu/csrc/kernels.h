@@ -121,7 +121,8 @@ struct Matrix {
 };
 
 // How vectors become levels; without a matrix they are plain numbers, which `cell` says. By a rotation (`mean` is null):
-//   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||), or, `along` x, fp16(||x|| / sum c[level] * y)
+//   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
+//   or, `along` x, scale = fp16(||x|| / sum c[level] * y)
 // By learned coordinates of each KV head:
 //   y = bf16((x - mean) / gamma) @ matrix;  t = y / sqrt(mean of y**2);  for each gain, of gain * t:
 //   level = #{b : gain * t >= b}, of the boundaries of its eighth's width;  it restores c[level]
