@@ -4,7 +4,8 @@ Each 32 numbers of x become 16-bit integers times one step there: the larger of 
 their sizes / 524,000 (`CpuOps.linear`). A number is off by half a step at most, and nothing else is: the products with the
 blocks' levels are exact, and sums in FP32 have the bounds that they have anyway. The reference restores the blocks and
 multiplies, and rounds no x. So it runs again with each number of x half a step up or down, as drawn. Twice the most that any
-of three draws moves a vector is what an executor's may be off by for it, and no more.
+of three draws moves a vector is what an executor's may be off by for it, and no more. Where all draws move a vector along one
+line, three of them may all be small by chance: what is off by more is held against sixteen.
 
 Where the blocks ask for 8 bits, the reference rounds x too (`weight.activations`). What is left are numbers beside the middle
 of two steps, which noise moves to the other one: in the draws each number is moved by a small part of a step.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from haarkv.models.base import DecoderModel
     from haarkv.models.weights import Weights
 
-DRAWS = 3
+DRAWS, MOST_DRAWS = 3, 16
 _TIMES = 2
 _REMEMBERED = 2**31
 """Bytes of restored weights that are kept."""
@@ -78,7 +79,9 @@ class BlockSteps:
         """Whether x is rounded where it is multiplied with a weight."""
         return isinstance(weight, Blocks) and weight.type.name in self.used
 
-    def moved(self, run: Callable[[OpTable], Tensor], ops: OpTable, seed: int) -> list[Tensor]:
+    def moved(
+        self, run: Callable[[OpTable], Tensor], ops: OpTable, seed: int, draws: Iterable[int] = range(DRAWS)
+    ) -> list[Tensor]:
         """What half a step of each x moves a result by, of each draw.
 
         Args:
@@ -86,7 +89,7 @@ class BlockSteps:
             ops: of which the reference's is made.
         """
         right = run(ops).double()
-        return [run(table).double() - right for table in self.drawn(ops, seed)]
+        return [run(table).double() - right for table in self.drawn(ops, seed, draws)]
 
     def most_of_logits(self, model: DecoderModel, hidden: Tensor, ops: OpTable) -> Tensor | None:
         """[N], what any logit of last hidden states [N, hidden] may be off by; None if the head rounds nothing."""
@@ -95,9 +98,9 @@ class BlockSteps:
         moved = self.moved(lambda table: model.head(hidden.float(), table), ops, hidden.shape[-1])
         return _TIMES * torch.stack([by.abs().amax(-1) for by in moved]).amax(0)
 
-    def drawn(self, ops: OpTable, seed: int) -> list[OpTable]:
+    def drawn(self, ops: OpTable, seed: int, draws: Iterable[int] = range(DRAWS)) -> list[OpTable]:
         """Op tables that move each number of x half a step up or down before they multiply."""
-        return [with_ops(ops, {"linear": self._moving(ops, seed * DRAWS + draw)}) for draw in range(DRAWS)]
+        return [with_ops(ops, {"linear": self._moving(ops, seed * MOST_DRAWS + draw)}) for draw in draws]
 
     def _moving(self, ops: OpTable, seed: int) -> Callable[[Tensor, Weight], Tensor]:
         generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers import slack
-from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, most, remembering
+from haarkv.validation.layers.block_steps import DRAWS, MOST_DRAWS, NO_STEPS, BlockSteps, most, remembering
 from haarkv.validation.layers.forward import Forward, MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
@@ -211,12 +211,23 @@ class Reference:
         if not self.steps:
             return None
         if self._moved is None or self._moved[0] is not made:
-            cache = self.as_read(made, made.stored)
-            runs = [self._run_over(cache, made, ops) for ops in (self.ops, *self.steps.drawn(self.ops, made.index))]
-            k, v, hidden = zip(*([x.double() for x in run] for run in runs), strict=True)
-            by_draw = ([x - part[0] for x in part[1:]] for part in (k, v, hidden))
-            self._moved = made, Moved(*by_draw)
+            self._moved = made, self._drawn(made, range(DRAWS))
         return self._moved[1]
+
+    def draw_more(self, made: MadeLayer) -> bool:
+        """Let `moved` of a layer know more draws; whether it did not before."""
+        moved = self.moved(made)
+        if moved is None or len(moved.hidden) == MOST_DRAWS:
+            return False
+        more = self._drawn(made, range(DRAWS, MOST_DRAWS))
+        self._moved = made, Moved(moved.k + more.k, moved.v + more.v, moved.hidden + more.hidden)
+        return True
+
+    def _drawn(self, made: MadeLayer, draws: range) -> Moved:
+        cache = self.as_read(made, made.stored)
+        runs = [self._run_over(cache, made, ops) for ops in (self.ops, *self.steps.drawn(self.ops, made.index, draws))]
+        k, v, hidden = zip(*([x.double() for x in run] for run in runs), strict=True)
+        return Moved(*([x - part[0] for x in part[1:]] for part in (k, v, hidden)))
 
     def _run_over(self, cache: PagedKVCache, made: MadeLayer, ops: OpTable) -> tuple[Tensor, Tensor, Tensor]:
         """K, V and hidden states of a layer in FP32 that attends to what is there."""
@@ -225,13 +236,13 @@ class Reference:
         hidden = self.model.layers(made.hidden_in.float(), range(made.index, made.index + 1), made.batch, cache, table)
         return *given[0], hidden
 
-    def moved_by(self, call: Call) -> list[Tensor]:
+    def moved_by(self, call: Call, draws: int = DRAWS) -> list[Tensor]:
         """What half a step of each x moves a recorded product by, draw by draw; nothing of any other op, or where none is
         rounded."""
         if call.op != "linear" or not self.steps.rounds(call.args[1]):
             return []
         x, weight = call.args
-        return self.steps.moved(lambda ops: ops.linear(x.float(), weight), self.ops, x.shape[-1])
+        return self.steps.moved(lambda ops: ops.linear(x.float(), weight), self.ops, x.shape[-1], range(draws))
 
     def kv_noise(self, made: MadeLayer, least: float | Tensor) -> Noise:
         """What a coordinate of a K's or V's unit vector may be off by: `least`, and what half a step of x does."""
