@@ -32,6 +32,12 @@ _LARGE, _SMALL, _LIFT = 2.0**40, 2.0**-40, 2.0**96
 _COORDINATES = ("mean", "forward", "rows", "weights")
 
 
+def graph_name(kv_format: KVFormat, head_dim: int) -> str:
+    """What functions and tables of a format are called by: K's and V's of one name may be stored by other scales."""
+    described = kv_format.description(head_dim)
+    return f"{kv_format.name}_along" if described and described.along else kv_format.name
+
+
 @dataclass(frozen=True)
 class LevelScopes:
     """The scopes that know bits.
@@ -55,8 +61,8 @@ class LevelScopes:
     """In which centroids meet Q and probabilities."""
 
     def name(self, side: str) -> str:
-        """Of the format of a side, "k" or "v"."""
-        return self.k.name if side == "k" else self.v.name
+        """Of the format of a side, "k" or "v", in a graph."""
+        return graph_name(self.k if side == "k" else self.v, self.config.heads.head_dim)
 
     def described(self, side: str) -> Description:
         """The format of a side."""

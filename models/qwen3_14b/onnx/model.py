@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from haarkv.models.qwen3_14b.onnx.levels import graph_name
 from haarkv.models.qwen3_14b.onnx.scopes import EMBEDDING_FIELD, HEAD_FIELD, KEPT_FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, cache_name, new_name, require_opset
 from haarkv.models.qwen3_14b.onnx.weights import ROPE_COS, ROPE_SIN, part_name, weight_types
@@ -38,7 +39,7 @@ class _Model:
         self.g = Graph(plan.opset, plan.functions)
         self.types = weight_types(scopes, plan)
         formats = {kv_format for pair in plan.formats for kv_format in pair}
-        if len({kv_format.name for kv_format in formats}) < len(formats):
+        if len({graph_name(kv_format, self.config.heads.head_dim) for kv_format in formats}) < len(formats):
             raise ValueError("two formats of one graph have the same name, which its functions go by")
         self.one_token = self.sizes.tokens == 1
         self.group = self.config.heads.num_heads // self.config.heads.num_kv_heads
