@@ -10,7 +10,7 @@ from at_length import MORE_JUDGE, rest, thinned
 from block_weights import TYPES, in_blocks, made
 from small_models import random_tokens, small_config, small_model
 
-import haarkv.validation.layers.reference as reference_side
+import haarkv.validation.layers.block_steps as block_steps
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
@@ -138,7 +138,7 @@ def test_where_all_draws_lie_on_one_line_more_are_taken(monkeypatch):
     model = faint_attention(TYPES)
     clean = windowed(model, CpuExecutor(model))
     assert clean.passed, clean.first_divergence
-    monkeypatch.setattr(reference_side, "MOST_DRAWS", reference_side.DRAWS)
+    monkeypatch.setattr(block_steps, "MOST_DRAWS", block_steps.DRAWS)
     assert not windowed(model, CpuExecutor(model)).passed
 
 

@@ -62,15 +62,19 @@ class BlockSteps:
 
     Args:
         used: types of the blocks that it multiplies with, by name.
+        ties: whether any of them asks for 8 bits, so that draws move few numbers by much: more of them would excuse more.
+    Attributes:
+        most_draws: that what is off is held against.
     """
 
-    def __init__(self, used: Collection[str] = ()) -> None:
-        self.used = tuple(sorted(used))
+    def __init__(self, used: Collection[str] = (), ties: bool = False) -> None:
+        self.used, self.most_draws = tuple(sorted(used)), DRAWS if ties else MOST_DRAWS
 
     @classmethod
     def of(cls, types: Collection[str], weights: Weights) -> BlockSteps:
         """Of those types that a model has."""
-        return cls({weight.type.name for _, weight in weights.named() if isinstance(weight, Blocks)} & set(types))
+        blocks = [weight for _, weight in weights.named() if isinstance(weight, Blocks) and weight.type.name in types]
+        return cls({weight.type.name for weight in blocks}, any(weight.x_bits == 8 for weight in blocks))
 
     def __bool__(self) -> bool:
         return bool(self.used)

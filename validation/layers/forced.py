@@ -13,7 +13,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.bounds import LayerBounds
 from haarkv.validation.layers import slack
-from haarkv.validation.layers.block_steps import MOST_DRAWS, most
+from haarkv.validation.layers.block_steps import most
 from haarkv.validation.layers.causes import explain, explain_attention
 from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
 from haarkv.validation.layers.compare import compare_vectors
@@ -286,7 +286,7 @@ class Forced:
             judge = partial(judge_op, call, result, intact, self.limits, steps=steps)
             verdict, allowed = judge(None), None
             if by_draw and verdict.fails:
-                by_draw = self.reference.moved_by(call, MOST_DRAWS)
+                by_draw = self.reference.moved_by(call, self.reference.steps.most_draws)
                 judge = partial(judge_op, call, result, intact, self.limits, steps=most(by_draw))
                 verdict = judge(None)
             if call.op == "gated_delta" and verdict.fails and _same_kind(call.result, result):

@@ -17,7 +17,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.layers import slack
-from haarkv.validation.layers.block_steps import DRAWS, MOST_DRAWS, NO_STEPS, BlockSteps, most, remembering
+from haarkv.validation.layers.block_steps import DRAWS, NO_STEPS, BlockSteps, most, remembering
 from haarkv.validation.layers.forward import Forward, MadeLayer
 from haarkv.validation.layers.parts import Stored, load, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
@@ -217,9 +217,9 @@ class Reference:
     def draw_more(self, made: MadeLayer) -> bool:
         """Let `moved` of a layer know more draws; whether it did not before."""
         moved = self.moved(made)
-        if moved is None or len(moved.hidden) == MOST_DRAWS:
+        if moved is None or len(moved.hidden) == self.steps.most_draws:
             return False
-        more = self._drawn(made, range(DRAWS, MOST_DRAWS))
+        more = self._drawn(made, range(DRAWS, self.steps.most_draws))
         self._moved = made, Moved(moved.k + more.k, moved.v + more.v, moved.hidden + more.hidden)
         return True
 
