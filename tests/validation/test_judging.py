@@ -21,7 +21,7 @@ from haarkv.validation import bounds, validate
 from haarkv.validation.layers.chance import expected, log10_of_so_many, one_sided, student_limit
 from haarkv.validation.layers.faults import DRIVES, planted, reordered, table_with
 from haarkv.validation.layers.learned_faults import planted_learned
-from haarkv.validation.layers.ledger import Ledger
+from haarkv.validation.layers.ledger import Ledger, _bias, _digests, _Tokens
 from haarkv.validation.layers.machine_faults import forward_faults, layer_faults, long_faults
 from haarkv.validation.layers.self_test import WholeLayers, first_layers, self_test, sensitivity
 from haarkv.validation.layers.slips import slips
@@ -166,6 +166,18 @@ def test_rounding_along_a_direction_of_one_vector_is_judged_by_all():
     wrong = uneven_errors(ours, theirs + direction, exact, direction, 0.0)
     assert wrong.share > 1
     assert wrong.gain == pytest.approx(1, abs=0.05)
+
+
+def test_tokens_of_one_vector_are_no_more_evidence_than_one():
+    """A vector that is stored too short is so each time it comes; eighty vectors that are all too short are no rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for distinct, chance in ((1, -0.3), (80, -15)):
+        vectors = torch.randn(distinct, 1, 64, generator=generator).bfloat16().repeat(80 // distinct, 1, 1)
+        none = torch.zeros(80, 1, dtype=torch.bool)
+        kept = _Tokens(none, none, torch.full((80, 1), -1e-4, dtype=torch.float64), _digests({"data": vectors}))
+        log10, words = _bias(kept, slice(None), "V")
+        assert "too short" in words
+        assert log10 > chance if distinct == 1 else log10 < chance
 
 
 def test_steps_of_x_along_a_direction_of_few_vectors_are_excused_and_no_more():
