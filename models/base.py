@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ class Family(Protocol):
 
     Attributes:
         SIZES: members by the word that `random:SIZE` takes; may be empty.
+        DEFAULTS: by `model_type`, what transformers' config class says where a `config.json` says nothing.
     """
 
     SIZES: Mapping[str, ModelConfig]
+    DEFAULTS: Mapping[str, Mapping[str, Any]]
 
     def read_config(self, file: HFConfig) -> ModelConfig:
         """The declaration of a model, from its `config.json`.

@@ -164,19 +164,17 @@ class HFConfig:
             raise InputError(f"{self.path}: sliding_window {shown(window)} is no number of tokens")
         return [window if local else None for local in is_local]
 
-    def attention(self, rope: FoundRope, *, head_dim: int, num_kv_heads: int | None, **more: Any) -> Attention:
+    def attention(self, rope: FoundRope, **more: Any) -> Attention:
         """The mixer of all families: RoPE on whole heads, logits over sqrt(head_dim).
 
         Args:
-            head_dim: the family's own default.
-            num_kv_heads: the family's own default where the entry is absent; None: as many as heads. An entry that is null
-                means as many as heads in every family.
             more: what else the family declares.
         """
-        heads, dim = self.count("num_attention_heads"), self.count("head_dim", head_dim)
-        default = heads if "num_key_value_heads" in self.raw else num_kv_heads or heads
-        given = {"scale": float(dim**-0.5), "rope": rope.on(dim), **more}
-        return Attention(heads, self.count("num_key_value_heads", default), dim, **given)
+        heads = self.count("num_attention_heads")
+        dim = self.count("head_dim", self.count("hidden_size") // heads)
+        return Attention(
+            heads, self.count("num_key_value_heads", heads), dim, **{"scale": float(dim**-0.5), "rope": rope.on(dim), **more}
+        )
 
     def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
         """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone.
@@ -227,7 +225,7 @@ def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def read_hf_settings(path: Path) -> Mapping[str, Any]:
-    """The entries of a `config.json`; those of the model that reads text where it has other parts beside it.
+    """The entries of a `config.json` over its family's `DEFAULTS`; of a model with other parts, those of the one for text.
 
     Raises:
         InputError: no such file, or no settings.
@@ -238,6 +236,8 @@ def read_hf_settings(path: Path) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
         raise InputError(f"{path} is not a model's configuration")
     inner = raw.get("text_config")
-    if not isinstance(inner, dict) or not inner:
-        return raw
-    return {key: raw[key] for key in ("model_type", "eos_token_id", "tie_word_embeddings") if key in raw} | inner
+    if isinstance(inner, dict) and inner:
+        raw = {key: raw[key] for key in ("model_type", "eos_token_id", "tie_word_embeddings") if key in raw} | inner
+    model_type = raw.get("model_type")
+    known = isinstance(model_type, str) and model_type in FAMILIES
+    return {**family_of(model_type).DEFAULTS[model_type], **raw} if known else raw

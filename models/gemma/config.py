@@ -7,6 +7,7 @@ of Q and K, and what attention and the MLP give; of six layers five see a window
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.hf_config import HFConfig
@@ -14,8 +15,6 @@ from haarkv.models.hf_rope import FoundRope, read_rope
 
 _LOCAL_THETA = 1e4
 _LOCAL = "sliding_attention"
-_POSITIONS = 131072
-"""Of a Gemma 3 whose config names none."""
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
 """Names of GELU by its tanh."""
 
@@ -41,9 +40,37 @@ SIZES: dict[str, ModelConfig] = {
 }
 """Gemma 3 without vision, by the word that `random:SIZE` takes."""
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    },
+}
+"""As of `models.base.Family`."""
+
 
 def read_config(file: HFConfig) -> ModelConfig:
-    """The declaration of a model, from its `config.json`; defaults are those of transformers' config of the same `model_type`.
+    """The declaration of a model, from its `config.json`.
 
     Raises:
         InputError: an entry that cannot be, or a feature that is not built (capped logits, biases, attention both ways), by
@@ -60,25 +87,20 @@ def read_config(file: HFConfig) -> ModelConfig:
             f"activation {act}": act not in _GELU and not (act == "gelu" and not third),
         }
     )
-    hidden = file.count("hidden_size")
     norm = Norm(file.number("rms_norm_eps", 1e-6), plus_one=True)
-    rope = read_rope(
-        file, file.count("max_position_embeddings", _POSITIONS if third else 8192), 1e6 if third else 1e4, "full_attention"
-    )
-    attention = file.attention(rope, head_dim=256, num_kv_heads=4 if third else 16, head_norms=third)
+    rope = read_rope(file, file.count("max_position_embeddings"), 1e6 if third else 1e4, "full_attention")
+    attention = file.attention(rope, head_norms=third)
     if third:
-        attention = replace(attention, scale=file.number("query_pre_attn_scalar", 256) ** -0.5)
+        attention = replace(attention, scale=file.number("query_pre_attn_scalar") ** -0.5)
     layer = Layer(attention, Dense(file.count("intermediate_size"), "gelu_tanh"), norm, norms_behind=third)
     count = file.count("num_hidden_layers")
     layers = _windowed(file, layer, count) if third else (layer,) * count
-    return file.model(
-        layers, rope.positions, embedding_scale=hidden**0.5, tied=file.raw.get("tie_word_embeddings") is not False
-    )
+    return file.model(layers, rope.positions, embedding_scale=file.count("hidden_size") ** 0.5)
 
 
 def _windowed(file: HFConfig, layer: Layer, count: int) -> tuple[Layer, ...]:
     pattern = file.count("sliding_window_pattern", file.count("_sliding_window_pattern", 6))
-    windows = file.windows(file.raw.get("sliding_window", 4096), [(index + 1) % pattern != 0 for index in range(count)])
+    windows = file.windows(file.raw.get("sliding_window"), [(index + 1) % pattern != 0 for index in range(count)])
     rope = _local_rope(file).on(layer.attention.head_dim)
     return tuple(
         layer if window is None else replace(layer, mixer=replace(layer.attention, window=window, rope=rope))
@@ -88,7 +110,7 @@ def _windowed(file: HFConfig, layer: Layer, count: int) -> tuple[Layer, ...]:
 
 def _local_rope(file: HFConfig) -> FoundRope:
     """Of the layers with a window. `rope_theta` and `rope_scaling` beside `rope_parameters` are of the others."""
-    positions = file.count("max_position_embeddings", _POSITIONS)
+    positions = file.count("max_position_embeddings")
     if file.part("rope_parameters").part(_LOCAL).raw:
         own = {name: value for name, value in file.raw.items() if name not in ("rope_theta", "rope_scaling")}
         return read_rope(replace(file, raw=own), positions, _LOCAL_THETA, _LOCAL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from haarkv.models.config import ModelConfig, Norm, dense_layers
 from haarkv.models.hf_config import HFConfig
 from haarkv.models.hf_rope import read_rope
@@ -27,22 +29,48 @@ SIZES: dict[str, ModelConfig] = {
 }
 """Llama 3.1 and 3.2, by the word that `random:SIZE` takes; their scaled RoPE is left out, which costs nothing."""
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+}
+"""As of `models.base.Family`."""
+
 
 def read_config(file: HFConfig) -> ModelConfig:
-    """The declaration of a model, from its `config.json`; defaults are those of transformers' config of the same `model_type`.
+    """The declaration of a model, from its `config.json`.
 
     Raises:
         InputError: an entry that cannot be, or a feature that is not built (biases of Llama), by name.
     """
     model_type = file.raw["model_type"]
     file.refuse({"attention biases": file.flag("attention_bias"), "MLP biases": file.flag("mlp_bias")})
-    rope = read_rope(
-        file, file.count("max_position_embeddings", {"llama": 2048, "mistral": 131072, "qwen2": 32768}[model_type])
-    )
-    attention = file.attention(
-        rope, head_dim=file.count("hidden_size") // file.count("num_attention_heads"),
-        num_kv_heads={"llama": None, "mistral": 8, "qwen2": 32}[model_type], bias=model_type == "qwen2",
-    )  # fmt: skip
+    rope = read_rope(file, file.count("max_position_embeddings"))
+    attention = file.attention(rope, bias=model_type == "qwen2")
     return file.model(file.plain_layers(attention, _windows(file)), rope.positions)
 
 
@@ -51,4 +79,4 @@ def _windows(file: HFConfig) -> list[int | None]:
     layers, model_type = file.count("num_hidden_layers"), file.raw["model_type"]
     if model_type == "qwen2":
         return late_windows(file)
-    return file.windows(file.raw.get("sliding_window", 4096), [model_type == "mistral"] * layers)
+    return file.windows(file.raw.get("sliding_window"), [model_type == "mistral"] * layers)

@@ -1,5 +1,5 @@
 """The dense Qwen3 family, named after the member whose kernels were published."""
 
-from haarkv.models.qwen3_14b.config import SIZES, read_config
+from haarkv.models.qwen3_14b.config import DEFAULTS, SIZES, read_config
 
-__all__ = ["SIZES", "read_config"]
+__all__ = ["DEFAULTS", "SIZES", "read_config"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from haarkv.models.config import ModelConfig, Norm, dense_layers
 from haarkv.models.hf_config import HFConfig
@@ -16,9 +17,8 @@ def read_config(file: HFConfig) -> ModelConfig:
         InputError: an entry that cannot be, or a feature that is not built (attention biases), by name.
     """
     file.refuse({"attention biases": file.flag("attention_bias")})
-    rope = read_rope(file, file.count("max_position_embeddings", 32768))
-    # Qwen3's own default of head_dim, whatever hidden_size / heads may be.
-    attention = file.attention(rope, head_dim=128, num_kv_heads=32, head_norms=True)
+    rope = read_rope(file, file.count("max_position_embeddings"))
+    attention = file.attention(rope, head_norms=True)
     return file.model(file.plain_layers(attention, late_windows(file)), rope.positions)
 
 
@@ -55,3 +55,17 @@ SIZES: dict[str, ModelConfig] = {
     "narrow": replace(_member(40, 256, 512, num_heads=2, num_kv_heads=1), vocab_size=1024, eos_token_ids=()),
 }
 """Every dense Qwen3, by the word that `random:SIZE` takes; `narrow` is none: 40 layers that an interpreter runs in minutes."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    }
+}
+"""As of `models.base.Family`."""

@@ -7,6 +7,7 @@ quarter of each. A checkpoint may have layers that predict several tokens (MTP):
 from __future__ import annotations
 
 from reprlib import repr as shown
+from typing import Any
 
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.delta_net import DeltaNet
@@ -52,9 +53,33 @@ SIZES: dict[str, ModelConfig] = {
 }  # fmt: skip
 """Published members, by the word that `random:SIZE` takes."""
 
+_COMMON = {
+    "num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32768, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_EXPERTS = {
+    "hidden_size": 2048,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_DENSE = {
+    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+_MOE = {"vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8}
+_NEXT_MOE = {
+    "vocab_size": 151936, "num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _COMMON | _DENSE),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _COMMON | _EXPERTS | _MOE),
+    _NEXT: _COMMON | _EXPERTS | _NEXT_MOE,
+}
+"""As of `models.base.Family`."""
+
 
 def read_config(file: HFConfig) -> ModelConfig:
-    """The declaration of a model, from its `config.json`; defaults are those of transformers' config of the same `model_type`.
+    """The declaration of a model, from its `config.json`.
 
     Raises:
         InputError: an entry that cannot be, or a feature that is not built (biases, attention without gates, dense layers
@@ -71,10 +96,10 @@ def read_config(file: HFConfig) -> ModelConfig:
         }
     )
     moe = file.raw["model_type"] not in ("qwen3_5", "qwen3_5_text")
-    rope = read_rope(file, file.count("max_position_embeddings", 32768), default_part=_PART)
-    attention = file.attention(rope, head_dim=256, num_kv_heads=2 if moe else 4, head_norms=True, gated=True)
+    rope = read_rope(file, file.count("max_position_embeddings"), default_part=_PART)
+    attention = file.attention(rope, head_norms=True, gated=True)
     norm = Norm(file.number("rms_norm_eps", 1e-6), plus_one=True)
-    delta, mlp = _delta(file), _experts(file) if moe else Dense(file.count("intermediate_size", 12288))
+    delta, mlp = _delta(file), _experts(file) if moe else Dense(file.count("intermediate_size"))
     layers = tuple(Layer(delta if kind == _LINEAR else attention, mlp, norm) for kind in _kinds(file))
     return file.model(layers, rope.positions)
 
@@ -92,21 +117,19 @@ def _kinds(file: HFConfig) -> list[str]:
 
 
 def _delta(file: HFConfig) -> DeltaNet:
-    keys, values = file.count("linear_num_key_heads", 16), file.count("linear_num_value_heads", 32)
+    keys, values = file.count("linear_num_key_heads"), file.count("linear_num_value_heads")
     if values % keys:
         raise InputError(f"{file.path}: {values} heads of V cannot share {keys} heads of K evenly")
-    taps = file.count("linear_conv_kernel_dim", 4)
+    taps = file.count("linear_conv_kernel_dim")
     file.refuse({"a convolution of a single token": taps < 2})
-    sizes = file.count("linear_key_head_dim", 128), file.count("linear_value_head_dim", 128)
+    sizes = file.count("linear_key_head_dim"), file.count("linear_value_head_dim")
     return DeltaNet(keys, values, *sizes, taps, by_key_head=file.raw["model_type"] == _NEXT)
 
 
 def _experts(file: HFConfig) -> Experts:
-    following = file.raw["model_type"] == _NEXT
-    most, few = (512, 10) if following else (256, 8)
-    count, chosen = file.count("num_experts", most), file.count("num_experts_per_tok", few)
+    count, chosen = file.count("num_experts"), file.count("num_experts_per_tok")
     if chosen > count:
         raise InputError(f"{file.path}: a token cannot go through {chosen} of {count} experts")
-    normalized = not following or file.raw.get("norm_topk_prob") is None or file.flag("norm_topk_prob")
-    width, shared = (file.count(key, 512) for key in ("moe_intermediate_size", "shared_expert_intermediate_size"))
+    normalized = file.raw["model_type"] != _NEXT or file.raw.get("norm_topk_prob") is None or file.flag("norm_topk_prob")
+    width, shared = (file.count(key) for key in ("moe_intermediate_size", "shared_expert_intermediate_size"))
     return Experts(count, chosen, width, normalized=normalized, shared=shared)

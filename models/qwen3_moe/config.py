@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from haarkv.models.config import Experts, Layer, ModelConfig, Norm, dense_layers
 from haarkv.models.hf_config import HFConfig
@@ -31,6 +32,22 @@ SIZES: dict[str, ModelConfig] = {
 }
 """Published members, by the word that `random:SIZE` takes."""
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+}
+"""As of `models.base.Family`."""
+
 
 def read_config(file: HFConfig) -> ModelConfig:
     """The declaration of a model, from its `config.json`.
@@ -47,13 +64,12 @@ def read_config(file: HFConfig) -> ModelConfig:
         }
     )
     # transformers 5 writes num_local_experts for what Qwen's own files call num_experts.
-    experts = file.count("num_experts" if file.raw.get("num_experts") is not None else "num_local_experts", 128)
-    chosen = file.count("num_experts_per_tok", 8)
+    experts = file.count("num_experts" if file.raw.get("num_experts") is not None else "num_local_experts")
+    chosen = file.count("num_experts_per_tok")
     if chosen > experts:
         raise InputError(f"{file.path}: a token cannot go through {chosen} of {experts} experts")
-    rope = read_rope(file, file.count("max_position_embeddings", 32768))
-    head_dim = file.count("hidden_size") // file.count("num_attention_heads")
-    attention = file.attention(rope, head_dim=head_dim, num_kv_heads=4, head_norms=True)
+    rope = read_rope(file, file.count("max_position_embeddings"))
+    attention = file.attention(rope, head_norms=True)
     window = file.raw.get("sliding_window", 4096) if file.flag("use_sliding_window") else None
     layers = file.plain_layers(attention, file.windows(window, [True] * file.count("num_hidden_layers")))
     mlp = Experts(experts, chosen, file.count("moe_intermediate_size"), normalized=file.flag("norm_topk_prob"))

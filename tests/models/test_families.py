@@ -16,7 +16,7 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.hf_folder import read_header
+from haarkv.models.hf_weights import read_header
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -258,6 +258,37 @@ def test_a_mistral_that_does_not_say_its_window_has_one(saved, tmp_path):
     assert windows(read_hf_config(path)) == [4096] * 3
 
 
+@pytest.mark.parametrize("family", sorted({family for family, _ in (MODELS | HYBRIDS).values()}))
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, family):
+    """Each entry is left out alone, then all of them: what is declared equals that of transformers' own, whole config.
+
+    But the end of text: no file names the token that transformers fills in, and in most vocabularies it is a word.
+    """
+    kind, path = getattr(transformers, f"{family}Config"), tmp_path / "config.json"
+    whole = kind(**{"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 4}).to_dict()
+
+    def declared(entries):
+        path.write_text(json.dumps(entries | {"model_type": kind.model_type}))
+        return replace(read_hf_config(path), eos_token_ids=())
+
+    for left_out in (*({name} for name in whole), set(whole)):
+        # Some entries follow from others: a kind for each layer.
+        entries = {name: value for name, value in whole.items() if name not in left_out | {"layer_types"}}
+        assert declared(entries) == declared(kind(**entries).to_dict()), left_out
+
+
+def test_a_gemma_with_vision_leaves_most_of_its_text_model_to_the_defaults(tmp_path):
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    path, whole = tmp_path / "config.json", tmp_path / "whole.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text}))
+    whole.write_text(
+        json.dumps(transformers.Gemma3Config(text_config=dict(text)).text_config.to_dict() | {"eos_token_id": [1, 106]})
+    )
+    assert read_hf_config(path) == read_hf_config(whole)
+    assert read_hf_config(path).heads == (8, 4, 256)
+
+
 @pytest.mark.parametrize(
     ("name", "entries", "positions"),
     [
@@ -271,7 +302,8 @@ def test_a_mistral_that_does_not_say_its_window_has_one(saved, tmp_path):
 )  # fmt: skip
 def test_a_window_as_wide_as_the_context_hides_nothing(saved, tmp_path, name, entries, positions):
     """The window is compared with the positions that the model may be run with: YaRN's, or the family's own default."""
-    raw, path = json.loads((saved(name)[0] / "config.json").read_text()) | entries, tmp_path / "config.json"
+    changed = json.loads((saved(name)[0] / "config.json").read_text()) | entries
+    raw, path = {key: value for key, value in changed.items() if value is not None}, tmp_path / "config.json"
     first = {"max_window_layers": 0, "layer_types": None}
     path.write_text(json.dumps(raw | first | {"sliding_window": positions - 1}))
     assert windows(read_hf_config(path)) == [positions - 1] * 3
