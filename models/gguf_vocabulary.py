@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from tokenizers import Tokenizer
 
@@ -29,6 +30,7 @@ from haarkv.models.gguf_words import (
 from haarkv.models.source import Words
 from haarkv.models.text import has_patterns
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.warn import warn
 
 PROBE = (
     "Hello, world! It's we'll I'D they'RE\tx  y   z\r\n\n  def f(a_b, c2=12345):\n\t\treturn a<=b&&c != \"q\"  # 3.14\n\n\n"
@@ -119,6 +121,13 @@ def _compare(words: Words, again: Tokenizer) -> None:
     for text in (PROBE, *PROBE.split("\n")):
         if again.encode(text).ids != words.tokenizer.encode(text).ids:
             raise InputError(f"{words.path}: as a GGUF file it would make other tokens of a text; {_ELSE}")
+    # llama.cpp cuts text as it comes. A tokenizer that only composes characters (NFC) still makes the same of most texts.
+    decomposed = normalize("NFD", PROBE)
+    if again.encode(decomposed).ids != words.tokenizer.encode(decomposed).ids:
+        warn(
+            f"{words.path} composes accents with their letters (NFC), and llama.cpp does not: the file makes other tokens of "
+            "decomposed text"
+        )
 
 
 def special_ids(words: Words, ends: Sequence[int], said: Mapping[str, Any], path: Path) -> dict[str, int | None]:
