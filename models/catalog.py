@@ -118,7 +118,13 @@ def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
     if source is not None:
         if layers is not None:
             raise InputError("--layers shortens a random model; a checkpoint runs whole")
-        return config_of(source.settings_path, source.settings())
+        settings = source.settings()
+        if isinstance(by := settings.get("quantization_config"), dict) and (method := by.get("quant_method")):
+            raise InputError(
+                f"{source.path}: its weights are quantized by {method}, which is not read; take the model's files without it, "
+                "or a GGUF file"
+            )
+        return config_of(source.settings_path, settings)
     sizes = {size: config for kind in FAMILIES for size, config in family_of(kind).SIZES.items()}
     size = str(name).removeprefix(_RANDOM)
     if size not in sizes:

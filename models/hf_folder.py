@@ -1,34 +1,33 @@
-"""A model from a folder in Hugging Face format: `config.json`, memory-mapped safetensors, `tokenizer.json`."""
+"""A model from a folder in Hugging Face format: `config.json`, memory-mapped weights, `tokenizer.json`."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, read_hf_settings
+from haarkv.models.hf_weights import INDICES, files_of_tensors, held_in, opened, read_header
 from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
-from haarkv.models.weights import FINAL_NORM
+from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_file, read_json, size_of
-from haarkv.tq_ops.kv.safetensors_header import Header, header_in
+from haarkv.tq_ops.warn import warn
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`: several times those of the largest that models come with."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors of what a model has beside its text model; none is read."""
+_ROWS_AT_ONCE = 2**12
 _MORE_TOKENS = "mtp."
 """How names of layers begin that predict several tokens at once (`models.mtp`)."""
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -50,23 +49,39 @@ class HFFolder:
         self._opened: dict[Path, Any] = {}
 
     def files(self) -> Sequence[Path]:
-        named = {self.settings_path, self.path / "tokenizer.json", self.path / _INDEX, self.path / _SINGLE}
+        named = {self.settings_path, self.path / "tokenizer.json", *(self.path / index for index in INDICES)}
         with suppress(InputError):  # who reads the weights says what is wrong with them
-            named |= set(_files_of_tensors(self.path).values())
+            named |= set(files_of_tensors(self.path).values())
         return sorted(path for path in named if path.is_file())
 
     def settings(self) -> Mapping[str, Any]:
-        return read_hf_settings(self.settings_path)
+        settings = read_hf_settings(self.settings_path)
+        if not settings.get("tie_word_embeddings") or not self._has_its_own_head():
+            return settings
+        # As in transformers: what the file holds counts.
+        warn(f"{self.settings_path} ties the head to the embedding, and the weights hold another head: that one is taken")
+        return {**settings, "tie_word_embeddings": False}
+
+    def _has_its_own_head(self) -> bool:
+        """Whether the weights hold a head that is no copy of the embedding."""
+        try:
+            held = self.tensors()
+        except InputError:  # reading the weights says what is wrong with them
+            return False
+        ends = [held[name] for name in (EMBEDDING, HEAD) if name in held]
+        if len(ends) < 2 or ends[0].shape != ends[1].shape or any(of.fault for of in ends):
+            return False
+        return _ends_differ(self.path, *(of.file.stat().st_mtime_ns for of in ends))
 
     def tensors(self) -> Mapping[str, Held]:
         if self._tensors:
             return self._tensors
-        files = _files_of_tensors(self.path)
+        files = files_of_tensors(self.path)
         headers = {path: read_header(path) for path in sorted(set(files.values()))}
         for stored, path in files.items():
             if (known := self.name_of(stored)) is None:
                 continue
-            held = _held(stored, path, headers[path])
+            held = held_in(headers[path], stored, path)
             for name, within, one in _unstacked(known, held):
                 if name in self._tensors:
                     raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
@@ -82,10 +97,7 @@ class HFFolder:
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         path = self.tensors()[name].file
         if path not in self._opened:
-            try:
-                self._opened[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise InputError(f"{path} cannot be read: {error}") from None
+            self._opened[path] = opened(path)
         file, stored = self._opened[path], self._stored_names[name]
         if (within := self._within.get(name)) is not None:
             one: Tensor = file.get_tensor(stored)[within]
@@ -135,6 +147,14 @@ class HFFolder:
         return {"temperature": 1.0, **found} if sampled else found
 
 
+@cache
+def _ends_differ(folder: Path, *written: int) -> bool:  # noqa: ARG001 - a file that is written anew is another
+    """Whether embedding and head of a folder differ; both are read up to the first difference."""
+    source = HFFolder(folder)
+    rows = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, source.tensors()[HEAD].shape[0], _ROWS_AT_ONCE))
+    return any(not torch.equal(*(source.read(end, torch.float32, (part,)) for end in (EMBEDDING, HEAD))) for part in rows)
+
+
 class _DraftingEntry(HFFolder):
     def name_of(self, stored: str) -> str | None:
         return stored if stored in DRAFTING_ENTRY else None
@@ -172,74 +192,6 @@ def _unstacked(name: str, held: Held) -> Iterator[tuple[str, tuple[int, slice] |
     for expert in range(experts):
         for number, part in enumerate(parts):
             yield f"{match[1]}.{expert}.{part}.weight", (expert, slice(number * count, (number + 1) * count)), one
-
-
-def _held(name: str, path: Path, header: Header) -> Held:
-    """What the header of a file says of a tensor.
-
-    Raises:
-        InputError: the header does not know it.
-    """
-    entry = header.get(name)
-    if entry is None:
-        raise InputError(f"{path} lacks the tensor {name}, which the index says it holds")
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    dtype, size, fault = _DTYPES.get(entry["dtype"]), path.stat().st_size, None
-    if dtype is None:
-        fault = f"is stored as {shown(entry['dtype'])}; BF16, F16 or F32 can be read"
-    elif end - begin != math.prod(shape) * dtype.itemsize:
-        fault = f"takes {end - begin} bytes, its shape asks for another number; the file is damaged"
-    elif end > size:
-        fault = f"ends at byte {end}, the file at {size}: it is truncated; fetch it again"
-    return Held(shape, dtype, end - begin, path, fault)
-
-
-def _files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor, by the index of a sharded checkpoint or the header of a single file."""
-    index = folder / _INDEX
-    if index.is_file():
-        content = read_json(index)
-        names = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise InputError(f"{index} is not an index of safetensors shards: it has no weight_map of names")
-        for name, file in names.items():
-            if not _stays_within(file):
-                raise InputError(
-                    f"{index} says that {shown(file)} holds {shown(name)}; a shard lies in the model's own folder"
-                )
-        files = {name: folder / file for name, file in names.items()}
-        for path in sorted(set(files.values())):
-            if not path.is_file():
-                first = next(name for name, file in files.items() if file == path)
-                raise InputError(f"{path} is missing; {index.name} says that it holds {first}")
-        return files
-    single = folder / _SINGLE
-    if not single.is_file():
-        raise InputError(f"{folder} has a config but no weights: neither {_SINGLE} nor {_INDEX} is there")
-    return dict.fromkeys(read_header(single), single)
-
-
-def _stays_within(file: str) -> bool:
-    """Whether a shard's name leads into the model's folder and nowhere else, whatever links lie there."""
-    path = Path(file)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
-
-
-def read_header(path: Path) -> Header:
-    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file, offsets from the file's beginning.
-
-    Raises:
-        InputError: not a safetensors file, or its header is cut off.
-    """
-    size = size_of(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise InputError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
-        try:
-            return header_in(file, length)
-        except ValueError as error:
-            raise InputError(f"{path} is not a safetensors file: {error}") from None
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -197,6 +198,22 @@ def _tolerant(name: str, failure: type[OSError]) -> Iterator[None]:
 def unread_is_fine() -> AbstractContextManager[None]:
     """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
     return _tolerant("stdout", BrokenPipeError)
+
+
+@contextmanager
+def warning_in_lines() -> Iterator[None]:
+    """Say what the library warns of as the command says all else, in one line without a line of code."""
+    with warnings.catch_warnings():
+        as_python = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if category is UserWarning:
+                warn(str(message))
+            else:
+                as_python(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def unsaid_is_fine() -> AbstractContextManager[None]:

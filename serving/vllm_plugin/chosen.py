@@ -11,7 +11,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haarkv.engine import plans
-from haarkv.models.catalog import read_config
+from haarkv.models.catalog import read_config, source_of
+from haarkv.models.hf_config import config_of
 from haarkv.models.parallel import kv_heads_of
 from haarkv.models.registry import FAMILIES
 from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SINK, SKIP_LAYERS, TAIL
@@ -168,8 +169,9 @@ def shape_of(vllm_config: VllmConfig) -> ModelShape:
 
 @cache
 def _hybrid_shape(model: str) -> ModelShape:
-    # vLLM's configuration has one shape for all layers.
-    return plans.shape_of(read_config(model))
+    # vLLM's configuration has one shape for all layers. Weights are vLLM's business.
+    source = source_of(model)
+    return plans.shape_of(config_of(source.settings_path, source.settings()) if source else read_config(model))
 
 
 def _plan_here(vllm_config: VllmConfig) -> KVPlan:

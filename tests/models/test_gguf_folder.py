@@ -149,6 +149,39 @@ def test_a_tokenizer_that_llama_cpp_has_not_is_refused(tmp_path):
     refused(merging(ignore_merges=True))  # whole words are no part of GPT-2's way
 
 
+def test_a_normalizer_that_llama_cpp_has_not_is_refused_or_said(tmp_path):
+    def written(normalizer):
+        tokenizer = merging()
+        tokenizer.normalizer = normalizer
+        return words_of(tmp_path, entries_of(Words(tokenizer, tmp_path), 300, {}), 300).tokenizer
+
+    with pytest.warns(UserWarning, match=r"composes accents with their letters \(NFC\), and llama.cpp does not"):
+        again = written(normalizers.NFC())
+    # Our own reader makes of the file what llama.cpp does.
+    assert again.encode("e\u0301").ids == list("e\u0301".encode())
+    others = (
+        normalizers.NFD(), normalizers.NFKC(), normalizers.NFKD(), normalizers.Lowercase(), normalizers.Replace(" ", "_"),
+        normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]), normalizers.Prepend("x"),
+    )  # fmt: skip
+    for normalizer in others:
+        with pytest.raises(InputError, match="other tokens of a text"):
+            written(normalizer)
+
+
+def test_a_head_of_its_own_is_written_whatever_the_config_says(tmp_path, capsys):
+    """transformers takes the head that the weights hold, and so do we: in a folder and in a file made of it."""
+    folder = words_in(saved_random(tmp_path / "m", "Qwen3", SHAPE | {"head_dim": 64}))
+    right = load_model(folder).weights.lm_head
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.warns(UserWarning, match="ties the head to the embedding, and the weights hold another head"):
+        model = load_model(folder)
+    assert torch.equal(model.weights.lm_head, right)
+    assert main(["quantize", str(folder), "--out", str(tmp_path / "m.gguf"), "--type", "f32"]) == 0
+    assert "tq: warning: " in capsys.readouterr().err
+    assert torch.equal(load_model(tmp_path / "m.gguf").weights.lm_head, right)
+
+
 def test_what_is_not_written_is_one_line(tmp_path, capsys):
     out = tmp_path / "out" / "m.gguf"
     out.parent.mkdir()

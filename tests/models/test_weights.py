@@ -21,6 +21,8 @@ from checkpoints import (
     write_checkpoint,
     write_weights,
 )
+from refusals import assert_refused
+from safetensors.torch import load_file
 from small_models import dense_config
 
 from haarkv.executors.base import prefill
@@ -28,7 +30,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import load_weights, random_weights
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.hf_folder import HFFolder, read_header
+from haarkv.models.hf_folder import HFFolder
+from haarkv.models.hf_weights import read_header
 from haarkv.models.qwen3_14b.config import QWEN3_14B, SIZES
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -36,6 +39,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
+from tq.cli import main
 
 TIED = CONFIG | {"tie_word_embeddings": True}
 BYTES = list(b"every byte counts")
@@ -82,7 +86,6 @@ def windows(*seen):
         ({"rope_theta": 5e5}, "common.attention.rope.theta", 5e5),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e6}}, "common.attention.rope.theta", 2e6),
         ({"rope_scaling": None}, "common.attention.rope.theta", 1e4),
-        ({"head_dim": None}, "heads.head_dim", 128),
         ({"num_key_value_heads": None}, "heads.num_kv_heads", 4),
         ({"eos_token_id": [7, 9]}, "eos_token_ids", (7, 9)),
         ({"eos_token_id": None}, "eos_token_ids", ()),
@@ -238,11 +241,71 @@ def test_a_sharded_checkpoint_gives_the_logits_of_the_single_file(tmp_path, shar
 
 def test_a_tied_checkpoint_may_carry_a_copy_of_its_head(tmp_path):
     plain = load_model(str(write_checkpoint(tmp_path / "plain", config=TIED)))
-    # Not the embedding's values: so it would be seen if the copy were used.
-    copy = write_checkpoint(tmp_path / "copy", config=TIED, mutate=lambda t: t.update({HEAD: torch.zeros(257, 64)}))
+    copy = write_checkpoint(tmp_path / "copy", config=TIED, mutate=lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
     model = load_model(str(copy))
     assert model.weights.lm_head is model.weights.embedding
     assert torch.equal(first_logits(model), first_logits(plain))
+
+
+# -- Weights in other files -------------------------------------------------------------------------------------------------
+
+
+def saved_by_torch(folder, shards=1):
+    """The checkpoint of `write_checkpoint` as older ones were stored."""
+    write_checkpoint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return folder
+    names = {name: f"pytorch_model-{at * shards // len(tensors)}.bin" for at, name in enumerate(tensors)}
+    for file in set(names.values()):
+        torch.save({name: tensor for name, tensor in tensors.items() if names[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_torch_saved_is_read(tmp_path, shards):
+    folder, right = saved_by_torch(tmp_path / "m", shards), load_model(write_checkpoint(tmp_path / "plain"))
+    assert all(torch.equal(one, right_one) for (_, one), (_, right_one) in zip(
+        load_model(folder).weights.named(), right.weights.named(), strict=True))  # fmt: skip
+    assert {file.suffix for file in HFFolder(folder).files()} == {".json", ".bin"}
+
+
+class Program:
+    """What must not run because a file of weights is read."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("it ran",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("pytorch_model.bin", Program(), "pytorch_model.bin cannot be read as tensors alone: Weights only load failed"),
+        ("pytorch_model.bin", {"model": {}}, "holds other things than tensors by name"),
+        ("pytorch_model.bin", {"model.norm.weight": torch.ones(3, dtype=torch.int8)}, "lacks the tensor"),
+        ("consolidated.safetensors", 0, "but consolidated.safetensors, Mistral's own format"),
+        ("adapter_model.safetensors", 0, "but adapter_model.safetensors, an adapter; merge it"),
+        ("model-Q4_0.gguf", 0, "but model-Q4_0.gguf, a GGUF file; name the file itself"),
+        ("tf_model.h5", 0, "for TensorFlow"),
+        ("readme.txt", 0, "has a config but no weights"),
+    ],
+)
+def test_other_weights_are_one_line(tmp_path, name, content, words):
+    folder = write_checkpoint(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / name)
+    with pytest.raises(InputError, match=words) as refused:
+        load_model(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_that_another_library_has_quantized_are_refused_by_name(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "m", config={"quantization_config": {"quant_method": "awq", "bits": 4}})
+    for command in (["info", str(folder)], ["generate", "-m", str(folder), "-p", "a"]):
+        assert_refused((main(command), *capsys.readouterr()), "its weights are quantized by awq, which is not read")
 
 
 def test_stored_rope_frequencies_are_not_read(tmp_path):
