@@ -56,7 +56,7 @@ class HFFolder:
 
     def settings(self) -> Mapping[str, Any]:
         settings = read_hf_settings(self.settings_path)
-        if not settings.get("tie_word_embeddings") or not self._has_its_own_head():
+        if settings.get("tie_word_embeddings") is not True or not self._has_its_own_head():
             return settings
         # As in transformers: what the file holds counts.
         warn(f"{self.settings_path} ties the head to the embedding, and the weights hold another head: that one is taken")
