@@ -202,7 +202,7 @@ class Session:
                 on_end=(lambda _, sequence: kept.append(sequence)) if keep else None,
                 draft=self.draft, draft_tokens=self.draft_tokens,
             )  # fmt: skip
-        ended = texts.ended([completion.token_ids for completion in completions])
+        ended = texts.ended()
         held = memory_here(
             self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, file_of(self.name),
             self._predicted(ids, max_new_tokens, context),

@@ -119,34 +119,35 @@ class GrowingText:
         stream: the tokenizer's, for this sequence alone.
         stops: the text ends before the first of them to be complete.
     Attributes:
+        text: all so far, without a stop string and what comes after it.
         stopped: a stop string has come.
     """
 
     def __init__(self, stream: TextStream, stops: Sequence[str] = ()) -> None:
         self._stream, self._stops = stream, stops
-        self._text = ""
-        self._given = 0
+        self.text, self._given = "", 0
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Take the next token; the text that is certain now and was not before."""
-        if self.stopped:
-            return ""
-        looked_at = max(0, len(self._text) - max(map(len, self._stops), default=0) + 1)
-        self._text += self._stream.push(token)
-        if (end := _first(self._text, self._stops, looked_at)) is not None:
-            self.stopped, self._text = True, self._text[:end]
-        certain = len(self._text) - (0 if self.stopped else self._held_back())
-        given, self._given = self._given, max(self._given, certain)
-        return self._text[given : self._given]
+        return "" if self.stopped else self._grow(self._stream.push(token), ended=False)
 
-    def rest(self, whole: str) -> str:
-        """What is left of the finished text after what `push` gave out."""
-        return whole[self._given :]
+    def end(self) -> str:
+        """The rest, once the last token has come: half a character, and what might have begun a stop string."""
+        return "" if self.stopped else self._grow(self._stream.end(), ended=True)
+
+    def _grow(self, piece: str, *, ended: bool) -> str:
+        looked_at = max(0, len(self.text) - max(map(len, self._stops), default=0) + 1)
+        self.text += piece
+        if (end := _first(self.text, self._stops, looked_at)) is not None:
+            self.stopped, self.text = True, self.text[:end]
+        certain = len(self.text) - (0 if self.stopped or ended else self._held_back())
+        given, self._given = self._given, max(self._given, certain)
+        return self.text[given : self._given]
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        text = self._text
+        text = self.text
         beginnings = (stop[:n] for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)))
         return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
 
@@ -166,33 +167,24 @@ class Texts:
         self, tokenizer: Tokenizer, count: int, stops: Sequence[str], on_token: Callable[[int, int], object] | None,
         on_text: Callable[[int, str], object] | None,
     ) -> None:  # fmt: skip
-        self._tokenizer, self._stops, self._on_token, self._on_text = tokenizer, stops, on_token, on_text
+        self._on_token, self._on_text = on_token, on_text
         self._growing = [GrowingText(tokenizer.stream(), stops) for _ in range(count)]
 
     def push(self, number: int, token: int) -> bool:
         """Take the next token of one; whether a stop string has come."""
         if self._on_token:
             self._on_token(number, token)
-        if not (self._stops or self._on_text):
-            return False
         growing = self._growing[number]
         if (text := growing.push(token)) and self._on_text:
             self._on_text(number, text)
         return growing.stopped
 
-    def ended(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+    def ended(self) -> list[str]:
         """The whole texts of all tokens that came; what was not given out of them is now."""
-        texts = [before_stop(self._tokenizer.decode(ids), self._stops) for ids in token_ids]
-        for number, (growing, text) in enumerate(zip(self._growing, texts, strict=True)):
-            # A text cut inside a character, or at what might have begun a stop string, still owes its end.
-            if self._on_text and (rest := growing.rest(text)):
+        for number, growing in enumerate(self._growing):
+            if (rest := growing.end()) and self._on_text:
                 self._on_text(number, rest)
-        return texts
-
-
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first stop string in it."""
-    return text[: _first(text, stops, 0)]
+        return [growing.text for growing in self._growing]
 
 
 def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
 
 from haarkv.models.catalog import source_of, tokenizer_source_of
 from haarkv.models.config import ModelConfig
@@ -17,12 +19,21 @@ from haarkv.models.limited import TooMuchError, answer, render
 from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
 
+_SIGNS = sorted(ByteLevel.alphabet())
+_OWN = {sign: ord(sign) for sign in _SIGNS if ord(sign) < 256}
+_BYTES = _OWN | dict(zip(_SIGNS[len(_OWN) :], sorted(set(range(256)) - set(_OWN.values())), strict=True))
+"""The byte that a character of a byte-level token stands for: its own number, or beyond 255 one of the others, in order."""
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
 
 class TextStream(Protocol):
-    """Turns tokens into text as they come."""
+    """Turns tokens into text as they come; the pieces, joined, are the text."""
 
     def push(self, token_id: int) -> str:
         """Text that is certain now; "" while a character is still incomplete."""
+
+    def end(self) -> str:
+        """What no further token completes, once the last has come."""
 
 
 class Tokenizer(Protocol):
@@ -60,7 +71,7 @@ class Tokenizer(Protocol):
         """Text of tokens, without special tokens."""
 
     def stream(self) -> TextStream:
-        """A decoder for one text, fed token by token."""
+        """A decoder for one text, fed token by token; what it gives, joined, is what `decode` gives."""
 
 
 class SourceTokenizer:
@@ -85,6 +96,7 @@ class SourceTokenizer:
         largest = max(self._tokenizer.get_vocab().values(), default=0)
         if largest >= config.vocab_size:
             raise InputError(f"{words.path} has a token {largest}, the model has only {config.vocab_size} of them")
+        self._pieces = _Pieces(self._tokenizer)
         self.has_chat_template = words.template is not None
         self.eos_token_ids = source.eos_token_ids() or config.eos_token_ids
 
@@ -129,10 +141,11 @@ class SourceTokenizer:
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids)))
+        stream = self.stream()
+        return "".join(map(stream.push, ids)) + stream.end()
 
     def stream(self) -> TextStream:
-        return _HFStream(self._tokenizer)
+        return _Stream(self._pieces)
 
 
 def has_patterns(tokenizer: FastTokenizer) -> bool:
@@ -158,12 +171,48 @@ def _regular_expressions(state: Any) -> Iterator[object]:
             yield from _regular_expressions(value)
 
 
-class _HFStream:
+class _Pieces:
+    """What each token of a tokenizer adds to a text, in bytes: of the whole text they are the UTF-8."""
+
     def __init__(self, tokenizer: FastTokenizer) -> None:
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        decoder = tokenizer.decoder
+        declared = "" if decoder is None else decoder.__getstate__().decode()
+        self._byte_level, self._fallback = '"type":"ByteLevel"' in declared, '"type":"ByteFallback"' in declared
+        self._text = " ".join if decoder is None else decoder.decode
+        self._tokenizer = tokenizer
+        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def spelling(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None if text shows nothing of it."""
+        return None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+
+    def piece(self, token: str, before: str | None) -> bytes:
+        """What a token adds behind another; None: it is the first."""
+        if self._byte_level:
+            codes = [_BYTES.get(sign) for sign in token]
+            return token.encode() if None in codes else bytes(codes)  # type: ignore[arg-type]
+        if self._fallback and (byte := _BYTE.fullmatch(token)) and (before is not None or byte[1] > "7F"):
+            return bytes.fromhex(byte[1])
+        if before is None:
+            return self._text([token]).encode()
+        # What the decoder makes of a token depends on the one before it at most: whether there is one, and how it ends.
+        return self._text([before, token])[len(self._text([before])) :].encode()
+
+
+class _Stream:
+    def __init__(self, pieces: _Pieces) -> None:
+        self._pieces = pieces
+        self._before: str | None = None
+        self._characters = getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return self._stream.step(self._tokenizer, token_id) or ""
+        if (token := self._pieces.spelling(token_id)) is None:
+            return ""
+        piece, self._before = self._pieces.piece(token, self._before), token
+        return self._characters.decode(piece)
+
+    def end(self) -> str:
+        return self._characters.decode(b"", final=True)
 
 
 class ByteTokenizer:
@@ -192,6 +241,9 @@ class ByteTokenizer:
 
     def push(self, token_id: int) -> str:
         return f"<{token_id}>"
+
+    def end(self) -> str:
+        return ""
 
 
 def load_tokenizer(name: str | Path, config: ModelConfig) -> Tokenizer:

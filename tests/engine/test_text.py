@@ -1,21 +1,143 @@
-"""Stop strings: the text ends before the first, and no part of one is given out early."""
+"""Text as its tokens come: what is given out, joined, is the text, for every kind of tokenizer, and ends before a stop."""
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from checkpoints import byte_tokenizer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import WordLevel
 
-from haarkv.engine.text import GrowingText, before_stop, stop_list
+from haarkv.engine.text import GrowingText, Texts, stop_list
+from haarkv.models.source import Words
+from haarkv.models.text import SourceTokenizer
 from haarkv.tq_ops.errors import InputError
+
+# -- Tokens -----------------------------------------------------------------------------------------------------------------
+
+SPECIAL, BYTES = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+PIECES = [
+    "▁", "▁a", "a", "b", "é", "日本", "▁▁", "▁.", ".", "x▁y", "\n", " a", "##s", "don't", "n't", "a</w>", "b</w>", "</w>",
+    "\ufffd", "<think>",
+]  # fmt: skip
+KINDS = {
+    "bytes": None,
+    "pieces": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "pieces without a prefix": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    "metaspace": decoders.Metaspace(),
+    "metaspace behind bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "word pieces": decoders.WordPiece(),
+    "suffixes": decoders.BPEDecoder("</w>"),
+    "fused": decoders.Fuse(),
+    "no decoder": None,
+}
+IN_BYTES = ("bytes", "pieces", "pieces without a prefix", "metaspace behind bytes")
+"""Kinds of which some tokens are bytes."""
+
+
+def tokenizer_of(kind):
+    if kind == "bytes":
+        library = byte_tokenizer()
+        library.add_tokens([AddedToken("a b", normalized=False)])
+    else:
+        library = Tokenizer(WordLevel({token: id for id, token in enumerate([*SPECIAL, *BYTES, *PIECES])}, unk_token="<unk>"))
+        if KINDS[kind] is not None:
+            library.decoder = KINDS[kind]
+        library.add_special_tokens(SPECIAL[1:])
+        library.add_tokens([AddedToken("<think>", normalized=False)])
+    config = SimpleNamespace(vocab_size=1000, eos_token_ids=())
+    source = SimpleNamespace(words=lambda: Words(library, Path("m")), eos_token_ids=tuple)
+    return SourceTokenizer(source, config), library
+
+
+def bytes_of(kind, content):
+    """Ids of tokens that are bytes."""
+    return [byte if kind == "bytes" else len(SPECIAL) + byte for byte in content]
+
+
+def tokens(kind, content):
+    """Lists of ids: words, special tokens, and bytes as `content` draws them."""
+    words = st.integers(0, 257) if kind == "bytes" else st.sampled_from([0, 1, 2, *range(259, 259 + len(PIECES))])
+    if kind not in IN_BYTES:
+        return st.lists(words, max_size=8)
+    parts = st.one_of(words.map(lambda word: [word]), content.map(lambda data: bytes_of(kind, data)))
+    return st.lists(parts, max_size=8).map(lambda found: [id for part in found for id in part])
+
+
+def cases(count):
+    return settings(max_examples=count, derandomize=True, deadline=None, database=None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_valid_text_is_the_librarys(kind):
+    """Bytes that are whole characters, between words of all kinds: as `tokenizers` decodes them."""
+    ours, library = tokenizer_of(kind)
+
+    @cases(200)
+    @given(tokens(kind, st.text(max_size=3).map(str.encode)))
+    def run(ids):
+        if kind == "bytes" or "\ufffd" not in library.decode(ids):
+            assert ours.decode(ids) == library.decode(ids)
+
+    run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_joined_is_the_text(kind):
+    """Any bytes, with stops and without: pieces add up to the text, which is the whole one's up to the first stop."""
+    ours, _ = tokenizer_of(kind)
+
+    @cases(200)
+    @given(
+        tokens(kind, st.binary(max_size=4)), st.lists(st.sampled_from(["a", "é", " ", "\ufffd", "\ufffda", "aa"]), max_size=2)
+    )
+    def run(ids, stops):
+        pieces = []
+        texts = Texts(ours, 1, stops, None, lambda _, piece: pieces.append(piece))
+        for token in ids:
+            if texts.push(0, token):
+                break
+        [text] = texts.ended()
+        assert "".join(pieces) == text == up_to_stop(ours.decode(ids), stops)
+
+    run()
+
+
+@pytest.mark.parametrize("kind", IN_BYTES)
+@cases(200)
+@given(data=st.binary(max_size=12))
+@example(data=b"\xc3\xa9\xe2b")
+@example(data=b"b\xf0\x9f\x98")
+def test_whole_characters_stay_whole_and_a_lone_byte_is_one_sign(kind, data):
+    ours, _ = tokenizer_of(kind)
+    expected = data.decode(errors="replace")
+    assert ours.decode(bytes_of(kind, data)) == expected.removeprefix(" " if kind == "pieces" else "")
+
+
+def up_to_stop(text, stops):
+    """As if the characters came one by one."""
+    for end in range(len(text) + 1):
+        if complete := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, complete))]
+    return text
+
+
+# -- Stop strings -----------------------------------------------------------------------------------------------------------
 
 
 class Pieces:
     """A stream whose token i is piece i."""
 
     def __init__(self, pieces):
-        self.push = pieces.__getitem__
+        self.push, self.end = pieces.__getitem__, str
 
 
-def given(pieces, stops):
+def fed(pieces, stops):
     """(texts as they were given out, whether it stopped), fed until it stops."""
     growing = GrowingText(Pieces(pieces), stops)
     out = []
@@ -23,8 +145,9 @@ def given(pieces, stops):
         out.append(growing.push(token))
         if growing.stopped:
             break
-    whole = before_stop("".join(pieces[: len(out)]), stops)
-    return [*out, growing.rest(whole)], growing.stopped
+    out.append(growing.end())
+    assert "".join(out) == growing.text
+    return out, growing.stopped
 
 
 @pytest.mark.parametrize(
@@ -44,7 +167,7 @@ def given(pieces, stops):
     ],
 )
 def test_text_is_given_out_when_no_stop_can_begin_in_it(pieces, stops, out, stopped):
-    assert given(pieces, stops) == (out, stopped)
+    assert fed(pieces, stops) == (out, stopped)
 
 
 def test_any_pieces_of_any_text_end_where_the_text_is_cut():
@@ -55,14 +178,9 @@ def test_any_pieces_of_any_text_end_where_the_text_is_cut():
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
         cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text) + 1)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        expected, ends = text, False
-        for end in range(len(text) + 1):
-            if found := [stop for stop in stops if text[:end].endswith(stop)]:
-                expected, ends = text[: end - max(map(len, found))], True
-                break
-        out, stopped = given(pieces, stops)
+        expected, ends = up_to_stop(text, stops), any(stop in text for stop in stops)
+        out, stopped = fed(pieces, stops)
         assert ("".join(out), stopped) == (expected, ends), (text, stops, pieces)
-        assert before_stop(text, stops) == expected
 
 
 def test_stop_texts_are_one_or_several_and_not_empty():

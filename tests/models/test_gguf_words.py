@@ -172,16 +172,6 @@ def test_pieces_are_transformers_own(tmp_path):
         assert ids(ours, text) == theirs(text)["input_ids"], text
 
 
-def test_a_token_that_comes_in_bytes_is_whole_in_a_stream(tmp_path):
-    from tokenizers.decoders import DecodeStream
-
-    tokenizer = words(tmp_path / "m.gguf", pieces()).tokenizer
-    stream = DecodeStream(skip_special_tokens=True)
-    said = [stream.step(tokenizer, id) or "" for id in ids(tokenizer, "ab ä€ abc")]
-    assert "".join(said).strip() == "ab ä€ abc"
-    assert all("\ufffd" not in piece for piece in said)
-
-
 # -- What is refused -------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 
@@ -77,6 +77,17 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
+    return tokenizer
+
+
+def byte_pieces() -> Tokenizer:
+    """As `byte_tokenizer`, of a SentencePiece vocabulary: a byte that is a letter is spelled as one, the others `<0x80>`."""
+    spelled = {byte: chr(byte) if chr(byte).isalnum() and byte < 128 else f"<0x{byte:02X}>" for byte in range(256)}
+    vocab = {token: byte for byte, token in spelled.items()} | {END_OF_TEXT: END_OF_TEXT_ID}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from checkpoints import CONFIG, saying, write_checkpoint
+from checkpoints import CONFIG, byte_pieces, saying, write_checkpoint
 from refusals import assert_refused
 from terminal import AS_IN_A_TERMINAL
 
@@ -34,6 +34,13 @@ def run(run):
 def found(run):
     """Its JSON."""
     return lambda folder, *args: run(folder, *args, "--json").json
+
+
+def test_bytes_that_are_no_character_are_printed_as_signs(run, found, tmp_path):
+    files = {"tokenizer.json": byte_pieces().to_str()}
+    folder = write_checkpoint(tmp_path / "m", mutate=saying(b"b\xc3\xa9\xe2\nc"), files=files)
+    assert run(folder)[:2] == (0, "é\ufffd\nc\n")
+    assert found(folder)["text"] == "é\ufffd\nc"
 
 
 # -- generation_config.json -----------------------------------------------------------------------------------------------
