@@ -99,11 +99,8 @@ class FolderOrigin:
         config = config_of(written, GGUFSource(written).settings())
         pairs = list(zip(self._config.attentions, config.attentions, strict=False))
         same = _but_scaling(self._config) == _but_scaling(config) and all(_turn_alike(a.rope, b.rope) for a, b in pairs)
-        if not same or not set(self._ends()) <= set(config.eos_token_ids):
+        if not same or not set(self._ends) <= set(config.eos_token_ids):
             raise InputError(f"{self.path}: a GGUF file cannot say all that this model's config says; none is written")
-
-    def _ends(self) -> tuple[int, ...]:
-        return self._folder.eos_token_ids() or self._config.eos_token_ids
 
     # -- Settings ----------------------------------------------------------------------------------------------------------
 
@@ -133,7 +130,8 @@ class FolderOrigin:
 
     def _words(self) -> dict[str, Any]:
         words = self._folder.words()
-        ids = special_ids(words, self._ends(), self._folder.settings(), self.path)
+        self._ends = tuple(dict.fromkeys((*self._config.eos_token_ids, *words.ends)))
+        ids = special_ids(words, self._ends, self._folder.settings(), self.path)
         return entries_of(words, self._config.vocab_size, ids) | self._sampling()
 
     def _sampling(self) -> dict[str, Any]:

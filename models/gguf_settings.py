@@ -14,6 +14,7 @@ import torch
 from haarkv.models import gguf_hybrid
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
 from haarkv.models.gguf_rope import llama3_entries, scaling_entries
+from haarkv.models.gguf_words import ends_of
 from haarkv.tq_ops.errors import InputError
 
 MODEL_TYPES = {
@@ -40,8 +41,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_PATTERN, _GEMMA_LOCAL_BASE, _GEMMA_27B = 6, 1e4, 62
 """What llama.cpp takes where a Gemma 3 does not say it: every sixth layer sees all tokens, RoPE's base of the others, and the
 layers of the one member whose attention is scaled by another number than its head's."""
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-"""Special tokens that end an answer, whatever the file says of them; llama.cpp goes by the same names."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class GGUFSettings:
         found["tie_word_embeddings"] = "output.weight" not in self.file.tensors
         found["attention_bias"] = found["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self.file.tensors
         found["mlp_bias"] = "blk.0.ffn_up.bias" in self.file.tensors
-        found["eos_token_id"] = self._ends()
+        found["eos_token_id"] = ends_of(self.file.entries)
         self._add_shapes(found)
         found |= scaling_entries(self.path, self.architecture, self.file.entries)
         if (factors := self.file.tensors.get(ROPE_FACTORS)) is not None:
@@ -129,15 +128,6 @@ class GGUFSettings:
         if layers == _GEMMA_27B and all(isinstance(found.get(key), int) for key in ("hidden_size", "num_attention_heads")):
             scale = found["hidden_size"] // max(1, found["num_attention_heads"])
         found["query_pre_attn_scalar"] = scale
-
-    def _ends(self) -> list[Any]:
-        tokens, kinds = (self.file.entries.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-        ids = [self.file.entries.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        if isinstance(tokens, list) and isinstance(kinds, list):
-            control = {token: id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3}
-            ids += [control.get(name) for name in _ENDS]
-        # One that is no number is refused with the rest of the settings; a list has no hash.
-        return [id for at, id in enumerate(ids) if id is not None and id not in ids[:at]]
 
 
 def decimal(value: Any) -> Any:

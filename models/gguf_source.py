@@ -217,9 +217,6 @@ class GGUFSource:
         embedding = self._file.tensors.get("token_embd.weight")
         return words_of(self.path, self._entries, embedding.shape[0] if embedding else None)
 
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return ()
-
     def sampling(self) -> dict[str, float]:
         said = {name: self._entries.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
         return checked_sampling(

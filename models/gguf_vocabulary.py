@@ -24,6 +24,7 @@ from haarkv.models.gguf_words import (
     UNUSED,
     USER_DEFINED,
     WHOLE_WORDS,
+    named_ends,
     pre_tokenizer_of,
     words_of,
 )  # fmt: skip
@@ -137,13 +138,15 @@ def special_ids(words: Words, ends: Sequence[int], said: Mapping[str, Any], path
         ends: tokens that end a text.
         said: the model's `config.json`, which may name a BOS that the tokenizer does not.
     Raises:
-        InputError: more tokens end a text than a file can say.
+        InputError: more tokens end a text than a file can say, beside those that are known by name.
     """
     ids = words.tokenizer.token_to_id
     named = {name: ids(words.special[f"{key}_token"]) for name, key in (("bos", "bos"), ("padding", "pad"))
              if f"{key}_token" in words.special}  # fmt: skip
     if named.get("bos") is None and isinstance(said.get("bos_token_id"), int):
         named["bos"] = said["bos_token_id"]
-    if len(ends) > 3:
+    by_name = named_ends(words.tokenizer.get_vocab(with_added_tokens=True))
+    order = [*ends[:1], *sorted(ends[1:], key=by_name.__contains__)]
+    if not set(order[3:]) <= set(by_name):
         raise InputError(f"{path}: {len(ends)} tokens end a text, and a GGUF file names three; {_ELSE}")
-    return named | dict(zip(("eos", "eot", "eom"), ends, strict=False))
+    return named | dict(zip(("eos", "eot", "eom"), order, strict=False))

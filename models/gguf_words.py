@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -19,6 +19,15 @@ _MOST_TOKENS, _LONGEST_TOKEN = 2**22, 2**10
 """Several times what any vocabulary has; a token's characters, whose every cut in two is looked up."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of tokens, as tokenizer.ggml.token_type numbers them."""
+_ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|return|>",
+    "<|call|>", "<|flush|>", "<|calls|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>",
+    "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+)  # fmt: skip
+"""Tokens that end an answer, whatever a file says of them; llama.cpp goes by the same names, and by </s>, which ends a text
+only where the file says so here: in Qwen's and Gemma's vocabularies it is HTML."""
+_OF_PARTS = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
+"""Beside these <|end|> ends a part of an answer."""
 _SPACE = "▁"
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -44,6 +53,29 @@ LINEAR = frozenset(pattern for patterns in _SPLITS.values() for pattern in patte
 """All of them: each looks at every character a few times at most."""
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 """Those of `_SPLITS` where a piece that is a token stays whole, and each text begins with BOS unless the file says no."""
+
+
+def ends_of(entries: Mapping[str, Any]) -> list[Any]:
+    """Tokens that end a text: those that a file calls so, and those that are known by name, whatever their kind.
+
+    Args:
+        entries: of the file, by key. One that is no number is refused with the rest of the settings.
+    """
+    tokens = entries.get(f"{TOKENS}tokens")
+    ids = [id for name in ("eos", "eot", "eom") if (id := _stated(name, entries)) is not None]
+    if isinstance(tokens, list):
+        ids += named_ends({token: id for id, token in enumerate(tokens) if isinstance(token, str)})
+    return [id for at, id in enumerate(ids) if id not in ids[:at]]
+
+
+def named_ends(vocabulary: Mapping[str, int]) -> list[int]:
+    """Those tokens of a vocabulary that end a text by their names."""
+    return [vocabulary[name] for name in _ENDS if name in vocabulary and not ends_a_part(name, vocabulary.get)]
+
+
+def ends_a_part(token: str, id_of: Callable[[str], int | None]) -> bool:
+    """Whether a token that ends other models' answers ends only a part of this one's, by the ids in its vocabulary."""
+    return token == "<|end|>" and any(all(id_of(other) is not None for other in others) for others in _OF_PARTS)
 
 
 def words_of(path: Path, entries: Mapping[str, Any], rows: int | None = None) -> Words:
@@ -135,11 +167,11 @@ def _merges(
 
 def _add_special(path: Path, tokenizer: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any]) -> None:
     """Tokens that are met whole wherever a text spells them: control tokens, which no text shows, and the user's own."""
-    kinds = entries.get(f"{TOKENS}token_type")
-    if kinds is None:
-        return
+    kinds = entries.get(f"{TOKENS}token_type", [NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise InputError(f"{path}: {TOKENS}token_type has no kind for each of {len(tokens):,} tokens")
+    ends = ends_of(entries)
+    kinds = [CONTROL if id in ends else kind for id, kind in enumerate(kinds)]
     whole = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if token]
     special = [AddedToken(token, normalized=False, special=True) for token, kind in whole if kind in (UNKNOWN, CONTROL)]
     tokenizer.add_special_tokens(special)
@@ -178,13 +210,16 @@ def _add_ends(
 
 
 def _token(path: Path, name: str, tokens: Sequence[str], entries: Mapping[str, Any]) -> int | None:
-    id = entries.get(f"{TOKENS}{name}_token_id")
-    if id is None:
-        # What llama.cpp takes for SentencePiece's; of other vocabularies it takes nothing.
-        id = {"unknown": 0, "bos": 1, "eos": 2}.get(name) if entries.get(f"{TOKENS}model") == "llama" else None
-    if id is not None and (not isinstance(id, int) or not 0 <= id < len(tokens)):
+    if (id := _stated(name, entries)) is not None and (not isinstance(id, int) or not 0 <= id < len(tokens)):
         raise InputError(f"{path}: {TOKENS}{name}_token_id {shown(id)} is none of {len(tokens):,} tokens")
     return id
+
+
+def _stated(name: str, entries: Mapping[str, Any]) -> Any:
+    """Id of a special token as the file has it, or llama.cpp takes it for SentencePiece's; None if there is none."""
+    usual = {"unknown": 0, "bos": 1, "eos": 2} if entries.get(f"{TOKENS}model") == "llama" else {}
+    id = entries.get(f"{TOKENS}{name}_token_id")
+    return usual.get(name) if id is None else id
 
 
 def _list(path: Path, name: str, entries: Mapping[str, Any]) -> list[Any]:

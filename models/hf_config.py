@@ -218,10 +218,14 @@ def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
         InputError: it is something else.
     """
     value = raw.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    ids = _listed(value)
     if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 2**31 for i in ids):
         raise InputError(f"{path}: eos_token_id {shown(value)} is neither a token id nor a list of them")
-    return tuple(ids)
+    return tuple(dict.fromkeys(ids))
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def read_hf_settings(path: Path) -> Mapping[str, Any]:
@@ -237,7 +241,8 @@ def read_hf_settings(path: Path) -> Mapping[str, Any]:
         raise InputError(f"{path} is not a model's configuration")
     inner = raw.get("text_config")
     if isinstance(inner, dict) and inner:
-        raw = {key: raw[key] for key in ("model_type", "eos_token_id", "tie_word_embeddings") if key in raw} | inner
+        ends = {"eos_token_id": [id for of in (inner, raw) for id in _listed(of.get("eos_token_id"))]}
+        raw = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw} | inner | ends
     model_type = raw.get("model_type")
     known = isinstance(model_type, str) and model_type in FAMILIES
     return {**family_of(model_type).DEFAULTS[model_type], **raw} if known else raw

@@ -128,10 +128,13 @@ class HFFolder:
         # An absent one stays undefined, which a template prints as nothing; None would be printed as a word.
         texts = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         special = {key: text for key, text in texts.items() if text is not None}
-        return Words(tokenizer, path, path, _chat_template(self.path, settings), special)
+        return Words(tokenizer, path, path, _chat_template(self.path, settings), special, self._ends(tokenizer, settings))
 
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return eos_token_ids(_optional_json(self.sampling_path), self.sampling_path)
+    def _ends(self, tokenizer: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
+        """What `generation_config.json` says, and both files of a tokenizer."""
+        named = (_text(of.get("eos_token")) for of in (settings, _optional_json(self.path / "special_tokens_map.json")))
+        ids = [tokenizer.token_to_id(token) for token in named if token is not None]
+        return (*eos_token_ids(_optional_json(self.sampling_path), self.sampling_path), *(id for id in ids if id is not None))
 
     def sampling(self) -> dict[str, float]:
         """What `generation_config.json` says.

@@ -66,6 +66,7 @@ class Words:
         file: the `tokenizer.json` that the tokenizer was read from; None if it was built here.
         template: source of the chat template.
         special: texts of special tokens by the names that templates use, such as `eos_token`.
+        ends: tokens that end a text by what stands beside the settings.
     """
 
     tokenizer: FastTokenizer
@@ -73,6 +74,7 @@ class Words:
     file: Path | None = None
     template: str | None = None
     special: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
 
 
 class Source(Protocol):
@@ -133,13 +135,6 @@ class Source(Protocol):
 
         Raises:
             InputError: there are none, or they cannot be read.
-        """
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text by what stands beside the settings; () if nothing does.
-
-        Raises:
-            InputError: it is damaged.
         """
 
     def sampling(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from haarkv.models.catalog import source_of, tokenizer_source_of
 from haarkv.models.config import ModelConfig
-from haarkv.models.gguf_words import LINEAR
+from haarkv.models.gguf_words import LINEAR, ends_a_part
 from haarkv.models.limited import TooMuchError, answer, render
 from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
@@ -23,6 +24,8 @@ _SIGNS = sorted(ByteLevel.alphabet())
 _OWN = {sign: ord(sign) for sign in _SIGNS if ord(sign) < 256}
 _BYTES = _OWN | dict(zip(_SIGNS[len(_OWN) :], sorted(set(range(256)) - set(_OWN.values())), strict=True))
 """The byte that a character of a byte-level token stands for: its own number, or beyond 255 one of the others, in order."""
+_ANSWER = "haarkv-answer"
+_TURNS = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _ANSWER), ("user", "2"))]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -41,11 +44,13 @@ class Tokenizer(Protocol):
 
     Attributes:
         has_chat_template: whether `encode_chat` can be called.
-        eos_token_ids: tokens that end a text.
     """
 
     has_chat_template: bool
-    eos_token_ids: tuple[int, ...]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text."""
@@ -79,8 +84,7 @@ class SourceTokenizer:
 
     Args:
         source: its own words are used.
-        eos_token_ids: tokens that end a text.
-
+        config: of the model.
     Raises:
         InputError: there is no tokenizer, it cannot be read, or has tokens that the model lacks.
     """
@@ -93,12 +97,31 @@ class SourceTokenizer:
         # What training may have left switched on would shorten prompts in silence, or lengthen them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        largest = max(self._tokenizer.get_vocab().values(), default=0)
+        vocabulary = self._tokenizer.get_vocab()
+        largest = max(vocabulary.values(), default=0)
         if largest >= config.vocab_size:
             raise InputError(f"{words.path} has a token {largest}, the model has only {config.vocab_size} of them")
         self._pieces = _Pieces(self._tokenizer)
         self.has_chat_template = words.template is not None
-        self.eos_token_ids = source.eos_token_ids() or config.eos_token_ids
+        self._named_ends = (*config.eos_token_ids, *words.ends)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """By whatever files there are and by the chat template, which is rendered when they are asked for first."""
+        return tuple(dict.fromkeys((*self._named_ends, *self._turn_end())))
+
+    def _turn_end(self) -> list[int]:
+        """What stands behind an answer in the chat template, where that is one token."""
+        if self._words.template is None:
+            return []
+        try:
+            text = render(self._words.template, [_TURNS], self._words.special)[0]
+        except InputError:  # it says so where it is used
+            return []
+        added = self._tokenizer.get_added_tokens_decoder()
+        behind = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
+        first = [(len(token.content), id) for id, token in added.items() if token.content and behind.startswith(token.content)]
+        return [id for _, id in sorted(first)[-1:] if not ends_a_part(added[id].content, self._tokenizer.token_to_id)]
 
     def encode(self, text: str) -> list[int]:
         return self._encode([text], special_tokens=True)[0]

@@ -16,7 +16,7 @@ from transformers_judge import saved_random
 
 from haarkv.engine.loading import load
 from haarkv.models.catalog import load_model, read_config, source_of
-from haarkv.models.gguf_vocabulary import PROBE, entries_of
+from haarkv.models.gguf_vocabulary import PROBE, entries_of, special_ids
 from haarkv.models.gguf_words import words_of
 from haarkv.models.source import Words
 from haarkv.tq_ops.errors import InputError
@@ -118,6 +118,17 @@ def sentence_pieces(prefix):
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ("<unk>", "<s>", "</s>")])
     return tokenizer
+
+
+def test_a_file_says_three_ends_beside_those_that_are_known_by_name(tmp_path):
+    """Any number may be known by name, and the first that was named stays the first."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["<|im_end|>", "<|eot_id|>", "<x>", "<y>", "<z>"])
+    words = Words(tokenizer, tmp_path)
+    assert special_ids(words, [257, 256, 258, 259, 260], {}, tmp_path) == {"eos": 257, "eot": 259, "eom": 260}
+    assert special_ids(words, [256, 257, 258], {}, tmp_path) == {"eos": 256, "eot": 257, "eom": 258}
+    with pytest.raises(InputError, match="5 tokens end a text, and a GGUF file names three"):
+        special_ids(words, [257, 256, 259, 260, 261], {}, tmp_path)
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -89,6 +89,8 @@ def windows(*seen):
         ({"num_key_value_heads": None}, "heads.num_kv_heads", 4),
         ({"eos_token_id": [7, 9]}, "eos_token_ids", (7, 9)),
         ({"eos_token_id": None}, "eos_token_ids", ()),
+        ({"eos_token_id": 7, "text_config": CONFIG | {"eos_token_id": [9, 7]}}, "eos_token_ids", (9, 7)),
+        ({"eos_token_id": [7, 8], "text_config": CONFIG | {"eos_token_id": None}}, "eos_token_ids", (7, 8)),
         ({"sliding_window": 4096, "use_sliding_window": False}, "num_layers", 2),
         ({"layer_types": ["full_attention"] * 2}, "num_layers", 2),
         ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, "kv_shapes", windows(None, 64)),

@@ -359,9 +359,7 @@ def test_generation_stops_at_the_end_of_text_token(tq, tmp_path, checkpoint, ids
     first, second = tq("generate", "--model", checkpoint, *common).json["token_ids"][:2]
     assert first != second
     end = {"eos_token_id": second if ids == "one" else [END_OF_TEXT_ID, second]}
-    # What generation_config.json says goes before config.json.
-    settings = {"generation": end, "config": {"eos_token_id": first}} if where == "generation" else {"config": end}
-    result = tq("generate", "--model", write_checkpoint(tmp_path / "eos", **settings), *common).json
+    result = tq("generate", "--model", write_checkpoint(tmp_path / "eos", **{where: end}), *common).json
     assert result["finish"] == "eos"
     assert result["token_ids"] == [first]
     assert result["new_tokens"] == 1

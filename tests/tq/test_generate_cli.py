@@ -11,12 +11,16 @@ import sys
 import time
 
 import pytest
-from checkpoints import CONFIG, byte_pieces, saying, write_checkpoint
+from checkpoints import CONFIG, byte_pieces, byte_tokenizer, saying, write_checkpoint
+from gguf_files import convert
 from refusals import assert_refused
 from terminal import AS_IN_A_TERMINAL
+from tokenizers import AddedToken
 
 import tq
 from haarkv.engine.sampling import Sampling
+from haarkv.models.catalog import read_config
+from haarkv.models.text import load_tokenizer
 from tq.cli import main
 
 TEMPLATE = (
@@ -115,6 +119,97 @@ def test_diff_stays_greedy(sampled, capsys):
 def test_tiny_is_greedy_as_its_own_file_says(capsys):
     assert main(["generate", "--prompt", "def main(", "--max-new-tokens", "2"]) == 0
     assert line(capsys.readouterr().err, "sampling") == "greedy"
+
+
+# -- Where a text ends ----------------------------------------------------------------------------------------------------
+
+TURN_ENDS, ENDS = "<|im_end|>", 257
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ end }}\n{% endfor %}"
+
+
+def hi(folder, config=None, token=TURN_ENDS, special=True, **files):
+    """A model that says Hi after an a, then token 257, and then !?"""
+    library = byte_tokenizer()
+    (library.add_special_tokens if special else library.add_tokens)([AddedToken(token, normalized=False)])
+    texts = {"tokenizer.json": library.to_str()} | {
+        name: json.dumps(content) for name, content in files.pop("named", {}).items()
+    }
+    mutate = saying([*b"aHi", ENDS, *b"!?"])
+    return write_checkpoint(folder, config={"vocab_size": 259} | (config or {}), mutate=mutate, files=texts, **files)
+
+
+def text_of(model, **options):
+    return tq.load(model, kv="tq4").generate("a", chat=False, **options).texts[0]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"generation": {"eos_token_id": [256, ENDS]}}, "Hi"),
+        ({"config": {"eos_token_id": ENDS}}, "Hi"),
+        ({"config": {"eos_token_id": [ENDS]}, "generation": {"eos_token_id": 256}}, "Hi"),
+        ({"tokenizer_config": {"eos_token": TURN_ENDS}}, "Hi"),
+        ({"tokenizer_config": {"eos_token": {"content": TURN_ENDS}}, "generation": {"eos_token_id": 256}}, "Hi"),
+        ({"named": {"special_tokens_map.json": {"eos_token": TURN_ENDS}}, "tokenizer_config": {"eos_token": "</s>"}}, "Hi"),
+        ({"tokenizer_config": {"chat_template": TURNS.replace("end }}", "'<|im_end|>' }}")}}, "Hi"),
+        ({"tokenizer_config": {"chat_template": TURNS.replace("<{{ m.role }}>", "<|im_end|>")}}, "Hi"),
+        ({"tokenizer_config": {"chat_template": TURNS}}, None),
+        ({"tokenizer_config": {"chat_template": "<|im_end|>{{ raise_exception('no') }}"}}, None),
+        ({"token": "<|end|>", "tokenizer_config": {"chat_template": TURNS.replace("end }}", "'<|end|>' }}")}}, "Hi"),
+        ({}, None),
+    ],
+)
+def test_a_text_ends_where_any_file_says(tmp_path, files, text, special):
+    """transformers stops at all ids of `generation_config`, and chats end at the tokenizer's own token as well."""
+    shown = "" if special else files.get("token", TURN_ENDS)
+    assert text_of(hi(tmp_path / "m", special=special, **files)) == (text or f"Hi{shown}!?")
+
+
+def in_gguf(folder, kind, named="<|im_end|>", template=None, **entries):
+    library = byte_tokenizer()
+    said = {"model": "gpt2", "pre": "gpt-2", "merges": ["a b"], "eos_token_id": 256} | entries
+    said["tokens"] = [*map(library.id_to_token, range(257)), named, "ab", *said.pop("more", ())]
+    said["token_type"] = [*[1] * 256, 3, kind, *[1] * (len(said["tokens"]) - 258)]
+    vocabulary = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    extra = {"tokenizer.chat_template": template} if template else {}
+    checkpoint = hi(folder / "m", {"vocab_size": len(said["tokens"])})
+    return convert(checkpoint, folder / "m.gguf", extra=extra, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize("said", [{}, {"eos_token_id": ENDS}, {"eot_token_id": ENDS}])
+def test_a_gguf_file_ends_where_llama_cpp_ends(tmp_path, kind, said):
+    """By the file's ids or a known name, whatever kind it has; and a template spells it as one token."""
+    path = in_gguf(tmp_path, kind, **said)
+    assert text_of(path) == "Hi"
+    assert load_tokenizer(path, read_config(path)).encode("H<|im_end|>") == [ord("H"), ENDS]
+
+
+@pytest.mark.parametrize(
+    ("named", "more", "template", "text"),
+    [
+        ("<|other|>", (), None, "Hi!?"),
+        ("<|other|>", (), TURNS.replace("end }}", "'<|other|>' }}"), "Hi"),
+        ("<|end|>", (), None, "Hi"),
+        ("<|end|>", ("<|return|>",), None, "Hi"),
+        ("<|end|>", ("<|return|>", "<|call|>"), None, "Hi!?"),
+        ("<|end|>", ("<|return|>", "<|call|>"), TURNS.replace("end }}", "'<|end|>' }}"), "Hi!?"),
+    ],
+)
+def test_a_name_that_ends_a_part_of_an_answer_does_not_end_it(tmp_path, named, more, template, text):
+    """As in llama.cpp: beside <|return|> and <|call|>, <|end|> closes what a model thinks."""
+    assert text_of(in_gguf(tmp_path, 3, named, template, more=more)) == text
+
+
+def test_a_template_is_rendered_when_ends_are_asked_for_first(tmp_path, monkeypatch):
+    rendered = []
+    monkeypatch.setattr("haarkv.models.text.render", lambda *given: rendered.append(given) or [""])
+    folder = hi(tmp_path / "m", tokenizer_config={"chat_template": TURNS})
+    tokenizer = load_tokenizer(folder, read_config(folder))
+    tokenizer.decode(tokenizer.encode("a"))
+    assert not rendered
+    assert [tokenizer.eos_token_ids, tokenizer.eos_token_ids, len(rendered)] == [(256,), (256,), 1]
 
 
 # -- Stop texts -----------------------------------------------------------------------------------------------------------
