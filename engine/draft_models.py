@@ -81,7 +81,7 @@ class _ModelDrafter:
         self._cache, self._paging = new_cache(
             config, source.plan, sequences=count, tokens=self._limit, device=source.executor.device
         )
-        self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True)
+        self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True, unused_ids=beginning.unused_ids)
         self._draws = beginning.sampling.temperature > 0
         self._sequences: dict[int, _Sequence] = {}
         self._opened = False

@@ -151,7 +151,7 @@ class MTPDrafter:
         """The prompts are stored: what comes now is drafted and drawn."""
         places = [beginning.paging.places(sequence) for sequence in beginning.sequences]
         self._rows = {index: place.row for index, place in enumerate(places)}
-        self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True)
+        self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True, unused_ids=beginning.unused_ids)
         self._draws = beginning.sampling.temperature > 0
 
     def behind(self, texts: Mapping[int, Sequence[int]]) -> int:

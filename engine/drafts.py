@@ -55,6 +55,7 @@ class Beginning:
         sampling: how the model's tokens are drawn, and drafted tokens as well.
         cache, paging, sequences: where the model keeps them.
         follower: of the draft's `follow`.
+        unused_ids: rows of the vocabulary that stand for no token.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -65,6 +66,7 @@ class Beginning:
     paging: PagedSequences
     sequences: Sequence[int]
     follower: Follower | None = None
+    unused_ids: Sequence[int] = ()
 
 
 class Follower(Protocol):

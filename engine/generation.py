@@ -125,6 +125,7 @@ def generate(
     on_prefill: OnPrefill | None = None, on_token: Callable[[int, int], bool | None] | None = None,
     prefiller: Executor | None = None, stored: Sequence[StoredSequence | None] = (),
     on_end: Callable[[int, StoredSequence], object] | None = None, draft: DraftSource | None = None, draft_tokens: int = 4,
+    unused_ids: Sequence[int] = (),
 ) -> tuple[list[Completion], Timing]:  # fmt: skip
     """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
 
@@ -138,6 +139,7 @@ def generate(
         on_end: called with (index of the prompt, the sequence as it is stored in the end), for each.
         draft: guesses tokens ahead, which are then checked together.
         draft_tokens: so many a step and sequence at most.
+        unused_ids: rows of the vocabulary that stand for no token; none is drawn.
     Raises:
         InputError: an empty prompt or one longer than max_context; nothing was run.
     """
@@ -155,12 +157,13 @@ def generate(
             executor = follower.watching(executor)
             prefiller = follower.watching(prefiller) if prefiller else None
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
-        timing, sampler = Timing(prefill_tokens=sum(map(len, rest))), BatchSampler(sampling, prompts)
+        sampler = BatchSampler(sampling, prompts, unused_ids=unused_ids)
+        timing = Timing(prefill_tokens=sum(map(len, rest)))
         logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill)
         speculation = None
         if draft and max_new_tokens > 1:
             beginning = Beginning(
-                prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences, follower
+                prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences, follower, unused_ids
             )
             speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.experience)
             timing.drafts = speculation.cost

@@ -101,10 +101,14 @@ class BatchSampler:
         prompts: token ids of each sequence, which a repetition penalty counts as said.
         first: number of the first sequence among those generated together: sequence i draws from `seed + first + i`.
         drafts: it draws what is then judged, with random numbers that have nothing to do with the judge's.
+        unused_ids: rows of the vocabulary that stand for no token; none is drawn.
     """
 
-    def __init__(self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0, drafts: bool = False) -> None:
-        self._sampling = sampling
+    def __init__(
+        self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0, drafts: bool = False,
+        unused_ids: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self._sampling, self._unused = sampling, torch.tensor(unused_ids, dtype=torch.int64)
         self._prompts = list(prompts)
         self._said: Tensor | None = None
         seeds = range(sampling.seed + first, sampling.seed + first + len(prompts))
@@ -117,7 +121,7 @@ class BatchSampler:
 
     def best(self, logits: Tensor) -> Tensor:
         """The most likely token of each row of logits [n, vocab] as they are: [n] int64; the lowest id wins a tie."""
-        return _lowest_of_largest(_at_hand(logits))
+        return _lowest_of_largest(self._at_hand(logits))
 
     def uniform(self, row: int) -> float:
         """The next random number in [0, 1) of a sequence."""
@@ -153,7 +157,7 @@ class BatchSampler:
         Returns:
             [n] int64 ids, on the logits' device if that is a GPU, else on the CPU.
         """
-        logits = _at_hand(logits)
+        logits = self._at_hand(logits)
         at = slice(None) if len(rows) == len(self._prompts) else uploaded(torch.tensor(rows), logits.device)
         logits = self._penalized(logits, at)
         if self._sampling.temperature == 0:
@@ -172,11 +176,19 @@ class BatchSampler:
             logits: [n, vocab] fp32.
             rows: which sequences they are of; all of them unless given.
         """
-        logits = _at_hand(logits)
+        logits = self._at_hand(logits)
         at = slice(None) if rows is None else uploaded(torch.tensor(rows), logits.device)
         kept = [self._kept(part) for part in _parts(self._penalized(logits, at))]
         rows_of = [(torch.zeros(len(ids), logits.shape[1], dtype=w.dtype, device=w.device), ids, w) for ids, w in kept]
         return torch.cat([zeros.scatter(1, ids, w / w.sum(-1, keepdim=True)) for zeros, ids, w in rows_of])
+
+    def _at_hand(self, logits: Tensor) -> Tensor:
+        """Logits where they can be sampled, on a GPU, which has FP64, or on the CPU; -inf of what stands for no token."""
+        logits = logits if logits.is_cuda else logits.cpu()
+        if not len(self._unused):
+            return logits
+        self._unused = self._unused.to(logits.device)
+        return logits.index_fill(1, self._unused, -torch.inf)
 
     def _penalized(self, logits: Tensor, at: Tensor | slice) -> Tensor:
         penalty = self._sampling.repetition_penalty
@@ -238,11 +250,6 @@ class BatchSampler:
 def _apart(seed: int) -> int:
     """Another seed. A generator looks at 32 bits of it, so that adding a large number would change nothing."""
     return int.from_bytes(hashlib.sha256(f"draft {seed}".encode()).digest()[:8], "little")
-
-
-def _at_hand(logits: Tensor) -> Tensor:
-    """Logits where they can be sampled: on a GPU, which has FP64, or on the CPU."""
-    return logits if logits.is_cuda else logits.cpu()
 
 
 def _parts(batch: Tensor) -> tuple[Tensor, ...]:

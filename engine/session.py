@@ -200,7 +200,7 @@ class Session:
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
                 sampling=sampling, on_prefill=prefilled, on_token=texts.push, prefiller=watched, stored=[stored] * len(ids),
                 on_end=(lambda _, sequence: kept.append(sequence)) if keep else None,
-                draft=self.draft, draft_tokens=self.draft_tokens,
+                draft=self.draft, draft_tokens=self.draft_tokens, unused_ids=self.tokenizer.unused_ids,
             )  # fmt: skip
         ended = texts.ended()
         held = memory_here(

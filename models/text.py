@@ -44,9 +44,11 @@ class Tokenizer(Protocol):
 
     Attributes:
         has_chat_template: whether `encode_chat` can be called.
+        unused_ids: of the model's embedding, rows that stand for no token.
     """
 
     has_chat_template: bool
+    unused_ids: tuple[int, ...]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -104,6 +106,8 @@ class SourceTokenizer:
         self._pieces = _Pieces(self._tokenizer)
         self.has_chat_template = words.template is not None
         self._named_ends = (*config.eos_token_ids, *words.ends)
+        tokens = (id for token, id in vocabulary.items() if not token.startswith("[PAD") or token != f"[PAD{id}]")
+        self.unused_ids = tuple(sorted(set(range(config.vocab_size)).difference(tokens)))
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -243,6 +247,7 @@ class ByteTokenizer:
 
     has_chat_template = False
     eos_token_ids: tuple[int, ...] = ()
+    unused_ids: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -68,7 +68,9 @@ class Theirs:
         tensors |= {f"mtp.layers.0.{name}": tensor for name, tensor in self.layer.state_dict().items()}
         tensors |= {f"mtp.{name}.weight": tensor for name, tensor in self.norms.items()} | {"mtp.fc.weight": self.fc}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        byte_tokenizer().save(str(folder / "tokenizer.json"))
+        words = byte_tokenizer()
+        words.add_tokens([f"<{row}>" for row in range(257, 300)])  # transformers draws rows without a token, too
+        words.save(str(folder / "tokenizer.json"))
 
     def normed(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.norms[name])

@@ -1,12 +1,16 @@
 """Sampling against transformers' own logits processors, and the seeds."""
 
 import itertools
+import json
 
 import pytest
 import torch
+from checkpoints import HEAD, byte_tokenizer, in_turn, saying, write_checkpoint
 from samplers import Sampler
 
+import tq
 from haarkv.engine import sampling as sampling_module
+from haarkv.engine.draft_pace import Pace
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.tq_ops.errors import InputError
 
@@ -205,6 +209,48 @@ def test_sums_that_rise_by_rounding_alone_draw_no_token_without_weight(monkeypat
     token = Sampler(sampling).next(logits)
     assert token == (19 if sampling == Sampling(1.0) else 14)
     assert Sampler(sampling).probabilities(logits)[token] > 0
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.5), Sampling(1.0, 3, 0.9, min_p=0.1), Sampling(0.5, 0, 0.7)])
+def test_rows_that_stand_for_no_token_are_not_drawn(sampling):
+    """What is drawn of the others is as if there were no such rows."""
+    unused, logits = (2, 50, VOCABULARY - 1), logits_of(0)
+    padded, others = logits.clone(), [id for id in range(VOCABULARY) if id not in (2, 50, VOCABULARY - 1)]
+    padded[list(unused)] = 20.0
+    ours = BatchSampler(sampling, [[2]], unused_ids=unused)
+    alone = BatchSampler(sampling, [[0]])
+    for _ in range(50):
+        assert ours.next(padded[None], [0]).tolist() == [others[int(alone.next(logits[None, others], [0]))]]
+    assert ours.best(padded[None]).tolist() == [others[int(logits[others].argmax())]]
+    if sampling.temperature:
+        torch.testing.assert_close(ours.probabilities(padded[None])[:, others], alone.probabilities(logits[None, others]))
+        assert not ours.probabilities(padded[None])[0, list(unused)].any()
+
+
+def likes_best(*ids):
+    """A `mutate` after which the model likes each of these better than any token, whatever came before."""
+
+    def mutate(tensors):
+        for id in ids:
+            tensors[HEAD][id] = 2 * tensors[HEAD].sum(0)
+
+    return mutate
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "self"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.01}, {"repetition_penalty": 1.01}])
+def test_a_row_without_a_token_is_never_said(tmp_path, monkeypatch, draft, settings):
+    """Rows beyond the tokenizer's tokens and between them, which transformers would say and show as nothing."""
+    library = json.loads(byte_tokenizer().to_str())
+    library["model"]["vocab"][byte_tokenizer().id_to_token(200)] = 298
+    mutate, files = in_turn(saying("Hi", endless=True), likes_best(200, 259, 299)), {"tokenizer.json": json.dumps(library)}
+    folder = write_checkpoint(tmp_path / "m", config={"vocab_size": 300}, mutate=mutate, files=files)
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most)
+    session = tq.load(folder, kv="tq4", draft=draft)
+    assert session.tokenizer.unused_ids == (200, *range(257, 298), 299)
+    result = session.generate("i", max_new_tokens=24, **settings)
+    assert result.texts == ["Hi" * 12]
+    assert (draft is None) or result.drafting.accepted
 
 
 def test_of_equally_likely_tokens_greedy_takes_the_lowest():

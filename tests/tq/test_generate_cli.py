@@ -212,6 +212,11 @@ def test_a_template_is_rendered_when_ends_are_asked_for_first(tmp_path, monkeypa
     assert [tokenizer.eos_token_ids, tokenizer.eos_token_ids, len(rendered)] == [(256,), (256,), 1]
 
 
+def test_a_row_that_a_gguf_file_fills_up_with_is_no_token(tmp_path):
+    path = in_gguf(tmp_path, 3, more=("[PAD259]", "[PAD0]"))
+    assert load_tokenizer(path, read_config(path)).unused_ids == (259,)
+
+
 # -- Stop texts -----------------------------------------------------------------------------------------------------------
 
 

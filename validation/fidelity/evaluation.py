@@ -329,7 +329,10 @@ def _continuations(side: Session, plan: Workload) -> list[list[int]]:
     context = len(plan.prompts[0]) + plan.new_tokens
     cache, paging = side.new_cache(len(plan.prompts), context)
     # No token ends the text: every continuation is as long as any other, and none counts as equal for having ended.
-    done, _ = generate(side.executor, cache, paging, plan.prompts, max_new_tokens=plan.new_tokens, max_context=context)
+    done, _ = generate(
+        side.executor, cache, paging, plan.prompts, max_new_tokens=plan.new_tokens, max_context=context,
+        unused_ids=side.tokenizer.unused_ids,
+    )  # fmt: skip
     return [completion.token_ids for completion in done]
 
 

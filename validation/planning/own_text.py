@@ -39,7 +39,7 @@ def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[st
 
         texts, _ = generate(
             session.executor, cache, paging, prompts, max_new_tokens=length, max_context=length + 1,
-            sampling=Sampling(temperature=1.0, seed=seed), on_token=stepped,
+            sampling=Sampling(temperature=1.0, seed=seed), on_token=stepped, unused_ids=session.tokenizer.unused_ids,
         )  # fmt: skip
         found += [torch.tensor([start, *text.token_ids]) for text in texts]
         seed += SEQUENCES
