@@ -14,6 +14,7 @@ from haarkv.engine.session import Session
 from haarkv.engine.text import context_for
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.warn import warn
 
@@ -158,4 +159,7 @@ class Conversations:
 
     def _bytes_of(self, tokens: int) -> int:
         config = self.session.config
-        return cache_bytes(self.session.plan, tokens, config.kv_shapes, state_bytes=config.state_bytes)
+        plan, shapes = self.session.plan, config.kv_shapes
+        # Beside the cache there is what the answer replaces: rings, tokens in BF16 and states.
+        replaced = round(plan.ring_bytes(shapes, blocks_for(tokens))) + plan.kept_bytes(shapes) + config.state_bytes
+        return cache_bytes(plan, tokens, shapes, state_bytes=config.state_bytes) + replaced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
 from haarkv.tq_ops.words import counted
@@ -37,7 +38,8 @@ class Completion:
         prompt_tokens: tokens of the prompt.
         reused_tokens: of them, those that were stored already and not computed again.
         token_ids: new tokens, without the end-of-text token.
-        finish: "eos", "stop" (a stop text came), "length" (max_new_tokens) or "context" (the cache holds no more).
+        finish: "eos", "stop" (a stop text came, or `on_token` ended it), "length" (max_new_tokens) or "context" (the cache
+            holds no more).
     """
 
     prompt_tokens: int
@@ -92,31 +94,39 @@ def tail_chunk(executor: Executor) -> int:
 
 def prefill_in_chunks(
     executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences,
-    cache: PagedKVCache, chunk: int = PREFILL_CHUNK, on_prefill: OnPrefill | None = None,
+    cache: PagedKVCache, chunk: int = PREFILL_CHUNK, on_prefill: OnPrefill | None = None, last: int = 0,
 ) -> Tensor:  # fmt: skip
     """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
 
+    Args:
+        last: so many of each prompt's last tokens come alone.
     Returns:
         [B, vocab] fp32, the logits after each prompt's last token.
     """
-    last: dict[int, Tensor] = {}
+    logits: dict[int, Tensor] = {}
     chunk = min(chunk, cache.most_new_tokens or chunk)
     done, total = 0, sum(map(len, prompts))
     if on_prefill:
         on_prefill(done, total)
-    longest = max(map(len, prompts))
-    for begin in range(0, longest, chunk):
-        rows = [row for row, prompt in enumerate(prompts) if begin < len(prompt)]
-        pieces = [prompts[row][begin : begin + chunk] for row in rows]
+    cuts = [_cut(prompt, chunk, min(last, chunk)) for prompt in prompts]
+    for step in range(steps := max(map(len, cuts))):
+        rows = [row for row, cut in enumerate(cuts) if step < len(cut)]
+        pieces = [cuts[row][step] for row in rows]
         batch = paging.batch([sequences[row] for row in rows], [len(piece) for piece in pieces]).to(cache.device)
         token_ids = torch.tensor([t for piece in pieces for t in piece], device=cache.device)
-        last.update(zip(rows, prefill(executor, token_ids, batch, cache), strict=True))
+        logits.update(zip(rows, prefill(executor, token_ids, batch, cache), strict=True))
         done += len(token_ids)
-        if begin + chunk < longest and cache.device.type == "cpu":
+        if step + 1 < steps and cache.device.type == "cpu":
             hand_back()  # else the gaps between what a chunk computes with add up from chunk to chunk
         if on_prefill:
             on_prefill(done, total)
-    return torch.stack([last[row] for row in range(len(prompts))])
+    return torch.stack([logits[row] for row in range(len(prompts))])
+
+
+def _cut(prompt: Sequence[int], chunk: int, last: int) -> list[Sequence[int]]:
+    begin = max(len(prompt) - last, 0)
+    begins = sorted({*range(0, begin, chunk), begin} - {len(prompt)})
+    return [prompt[begin:end] for begin, end in pairwise([*begins, len(prompt)])]
 
 
 def generate(
@@ -159,7 +169,10 @@ def generate(
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
         sampler = BatchSampler(sampling, prompts, unused_ids=unused_ids)
         timing = Timing(prefill_tokens=sum(map(len, rest)))
-        logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill)
+        # A later prompt may part from this one within what the template adds before an answer, where no state can be cut.
+        last = KEPT_ROOM if on_end and len(cache.states) > len(cache.held) else 0
+        logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill, last)
+        begins = [take(cache, paging, *of, whole=False) for of in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None
         if draft and max_new_tokens > 1:
             beginning = Beginning(
@@ -179,7 +192,8 @@ def generate(
             before, running = running, [index for index in running if texts[index].done.finish is None]
             if not running:
                 for index, text in enumerate(texts if on_end else ()):
-                    on_end(index, take(cache, paging, sequences[index], text.token_ids))  # type: ignore[misc]
+                    whole = take(cache, paging, sequences[index], text.token_ids, earlier=begins[index])
+                    on_end(index, whole)  # type: ignore[misc]
                 return [text.done for text in texts], timing
             if speculation:
                 came = speculation.next(running, [sequences[i] for i in running], [texts[i] for i in running])

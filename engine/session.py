@@ -170,7 +170,7 @@ class Session:
             stop: a text ends before the first of these strings.
             chat, system: as in `encode`.
             on_prefill: called with (prompt tokens stored, prompt tokens in all) before the prefill and as it goes on.
-            on_token: called with (index of the prompt, token) as tokens come.
+            on_token: called with (index of the prompt, token) as tokens come; True ends that text there, as a stop does.
             on_text: called with (index of the prompt, text) as text becomes certain; the pieces add up to the text.
             on_warning: called with a sentence before the prefill if the context will cut a text short, and in the first
                 prefill if the cache loses what text suffers from; the latter is a Python warning unless this is given.

@@ -21,22 +21,23 @@ class Stream(Iterator[str]):
         generate: `Session.generate` with all but its callbacks.
         on_prefill: as of `Session.generate`.
     Attributes:
-        result: text and cost, once the last piece was taken; None before.
+        result: text and cost, once the last piece was taken or the stream was closed; None before, and where it was closed
+            in the prompt.
     """
 
     def __init__(self, generate: Callable[..., Result], on_prefill: OnPrefill | None = None) -> None:
-        self.result: Result | None = None
-        self._pieces = _pieces(generate, on_prefill)
+        self._results: list[Result] = []  # of the generator's own: one that knew this object would outlive the loop
+        self._pieces = _pieces(generate, on_prefill, self._results)
+
+    @property
+    def result(self) -> Result | None:
+        return self._results[0] if self._results else None
 
     def __next__(self) -> str:
-        try:
-            return next(self._pieces)
-        except StopIteration as end:
-            self.result = self.result or end.value
-            raise
+        return next(self._pieces)
 
     def close(self) -> None:
-        """Stop the model; what it has written so far was taken, or is lost."""
+        """Stop the model; `result` has all that it has written, and with `keep` the sequence goes on from there."""
         self._pieces.close()
 
 
@@ -44,7 +45,9 @@ class _LeftError(Exception):
     """Nobody takes the pieces any more."""
 
 
-def _pieces(generate: Callable[..., Result], on_prefill: OnPrefill | None) -> Generator[str, None, Result]:
+def _pieces(
+    generate: Callable[..., Result], on_prefill: OnPrefill | None, results: list[Result]
+) -> Generator[str, None, None]:  # fmt: skip
     came: SimpleQueue[Any] = SimpleQueue()
     left = threading.Event()
 
@@ -54,13 +57,9 @@ def _pieces(generate: Callable[..., Result], on_prefill: OnPrefill | None) -> Ge
         if on_prefill:
             on_prefill(done, total)
 
-    def token(_index: int, _token: int) -> None:
-        if left.is_set():
-            raise _LeftError
-
     def work() -> None:
         try:
-            came.put(generate(on_prefill=prefilled, on_token=token, on_text=lambda _, text: came.put(text)))
+            came.put(generate(on_prefill=prefilled, on_token=lambda *_: left.is_set(), on_text=lambda _, text: came.put(text)))
         except BaseException as error:  # whoever takes the pieces gets it
             came.put(error)
 
@@ -71,8 +70,10 @@ def _pieces(generate: Callable[..., Result], on_prefill: OnPrefill | None) -> Ge
             yield piece
         if isinstance(piece, BaseException):
             raise piece
-        result: Result = piece
-        return result
+        results.append(piece)
     finally:
         left.set()
         thread.join()
+        while not came.empty():
+            if isinstance(piece := came.get(), Result):
+                results.append(piece)

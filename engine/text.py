@@ -159,7 +159,7 @@ class Texts:
         tokenizer: of the tokens.
         count: how many texts.
         stops: each ends before the first of these.
-        on_token: called with (index, token).
+        on_token: called with (index, token); True ends that text there.
         on_text: called with (index, text) as text becomes certain.
     """
 
@@ -171,13 +171,12 @@ class Texts:
         self._growing = [GrowingText(tokenizer.stream(), stops) for _ in range(count)]
 
     def push(self, number: int, token: int) -> bool:
-        """Take the next token of one; whether a stop string has come."""
-        if self._on_token:
-            self._on_token(number, token)
+        """Take the next token of one; whether its text ends there."""
+        ends = self._on_token is not None and self._on_token(number, token) is True
         growing = self._growing[number]
         if (text := growing.push(token)) and self._on_text:
             self._on_text(number, text)
-        return growing.stopped
+        return growing.stopped or ends
 
     def ended(self) -> list[str]:
         """The whole texts of all tokens that came; what was not given out of them is now."""

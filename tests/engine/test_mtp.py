@@ -248,7 +248,7 @@ def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, proposals, m
     folder = saved("qwen3_5")[1]
     ours = session(folder, DraftSpec("mtp", 2))
     whole = ours.generate([TEXT], max_new_tokens=12, keep=True, sampling=Sampling())
-    monkeypatch.setattr(generation.prefill_in_chunks, "__defaults__", (5, None))
+    monkeypatch.setattr(generation.prefill_in_chunks, "__defaults__", (5, None, 0))
     pieces = ours.generate([TEXT], max_new_tokens=12, sampling=Sampling())
     assert pieces.completions[0].token_ids == whole.completions[0].token_ids
     (stored,) = whole.stored

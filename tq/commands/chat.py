@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ class _Talk:
     Attributes:
         messages: all that was said, as a chat template takes it.
         stored: what of it is in the cache.
-        last: the answer before, if there was one that nobody stopped.
+        last: the answer before.
     """
 
     session: Session
@@ -96,7 +97,7 @@ class _Talk:
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     def answer(self, line: str) -> None:
-        """Print what the model says to a message. In a terminal Ctrl-C ends the answer there."""
+        """Print what the model says to a message. In a terminal Ctrl-C ends the answer there, and what was computed stays."""
         self.messages.append({"role": "user", "content": line})
         shown = list[str]()
 
@@ -106,10 +107,11 @@ class _Talk:
 
         result = None
         try:
-            result = self.session.generate(
-                [_ids(self.session, self.messages)], stored=self.stored, keep=True, max_new_tokens=self.max_new_tokens,
-                max_context=self.max_context, sampling=self.sampling, on_text=show, on_warning=warn,
-            )  # fmt: skip
+            with _ended_by_ctrl_c() as on_token:
+                result = self.session.generate(
+                    [_ids(self.session, self.messages)], stored=self.stored, keep=True, max_new_tokens=self.max_new_tokens,
+                    max_context=self.max_context, sampling=self.sampling, on_token=on_token, on_text=show, on_warning=warn,
+                )  # fmt: skip
         except KeyboardInterrupt:
             if not _in_terminal():
                 raise
@@ -130,6 +132,34 @@ class _Talk:
             _say_if_cut(result)
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[Callable[[int, int], bool]]:
+    """While it is open in a terminal, Ctrl-C ends an answer at a token; before the first one, or again, it interrupts.
+
+    Yields:
+        the `on_token` that ends it.
+    """
+    begun = pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        if pressed or not begun:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def on_token(*_: int) -> bool:
+        nonlocal begun
+        begun = True
+        return pressed
+
+    before = signal.signal(signal.SIGINT, press) if _in_terminal() else None
+    try:
+        yield on_token
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def _say_if_cut(result: Result) -> None:

@@ -1,9 +1,10 @@
 """A stored sequence as a file: safetensors, what it may be loaded into, and a SHA-256 of each of its blocks.
 
-    tensors   those of `StoredSequence.tensors`; `token_ids` [n] I64; `sha256` [blocks, 32] U8, of each block of all layers
+    tensors   those of `StoredSequence.tensors`; those of its `earlier` as `earlier.NAME`, never packed; `token_ids` [n] I64;
+              `sha256` [blocks, 32] U8, of each block of all layers
     metadata  haarkv_cache: "1", or "2" where tensors are packed; length; origin: what made it, as JSON; note: any text;
               sha256: of the metadata, the tokens, the windows and the blocks' digests; of version 2 also packed: dtype and
-              shape of each packed tensor, as JSON
+              shape of each packed tensor, as JSON; where there is an `earlier`, its length by that name
 
 `origin` names the model by shape and fingerprint, the plan by its text, and rotations, tables and learned coordinates by their
 digest. A sequence continues only where all of that is the same.
@@ -39,6 +40,7 @@ from haarkv.tq_ops.output_files import whole_file
 
 PLAIN, PACKED = "1", "2"
 """Versions of a file."""
+_EARLIER = "earlier."
 _KEYS = {"haarkv_cache", "length", "origin", "note", "sha256"}
 
 
@@ -104,16 +106,17 @@ class Origin:
         Raises:
             InputError: naming the tensor.
         """
-        expected = _expected(plan, self.shape, stored.length)
-        for layer, state in self.shape.states:
-            wanted_of = _expected_state(state, stored, layer, name)
-            expected |= {f"layers.{layer}.{key}": wanted for key, wanted in wanted_of.items()}
-        if names := sorted(expected.keys() ^ stored.tensors.keys()):
-            raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or nobody's")
-        for key, wanted in expected.items():
-            tensor = stored.tensors[key]
-            if (found := (tuple(tensor.shape), tensor.dtype)) != wanted:
-                raise InputError(f"{name} does not fit this cache: {key} is {found}, not {wanted}")
+        for part in filter(None, (stored, stored.earlier)):
+            expected = _expected(plan, self.shape, part.length, whole=part is stored)
+            for layer, state in self.shape.states:
+                wanted_of = _expected_state(state, part, layer, name)
+                expected |= {f"layers.{layer}.{key}": wanted for key, wanted in wanted_of.items()}
+            if names := sorted(expected.keys() ^ part.tensors.keys()):
+                raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or nobody's")
+            for key, wanted in expected.items():
+                tensor = part.tensors[key]
+                if (found := (tuple(tensor.shape), tensor.dtype)) != wanted:
+                    raise InputError(f"{name} does not fit this cache: {key} is {found}, not {wanted}")
         if not all(0 <= token < self.shape.vocab_size for token in stored.token_ids):
             raise InputError(f"{name} has tokens that this model does not know")
 
@@ -137,6 +140,8 @@ def save(path: Path, stored: StoredSequence, origin: Origin, note: str = "", com
         "haarkv_cache": PACKED if compress else PLAIN, "length": str(stored.length), "note": note,
         "origin": json.dumps(asdict(origin) | {"shape": origin.shape.as_json()}, sort_keys=True),
     }  # fmt: skip
+    if stored.earlier:
+        metadata["earlier"] = str(stored.earlier.length)
     outside = _outside(stored)
     outside["sha256"] = _block_digests(stored)
     tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
@@ -162,10 +167,12 @@ def load(path: Path) -> tuple[StoredSequence, Origin]:
         token_ids, digests = tensors.pop("token_ids", None), tensors.pop("sha256", None)
         if token_ids is None or digests is None or token_ids.dtype != torch.int64 or token_ids.ndim != 1:
             raise ValueError("it lacks its tokens or digests")
-        length = metadata["length"]
-        if not (length.isascii() and length.isdigit() and len(length) < 12 and int(length) <= len(token_ids)):
-            raise ValueError("its length is not a number of its tokens")
-        stored = StoredSequence(tuple(token_ids.tolist()), int(length), tensors)
+        ids = tuple(token_ids.tolist())
+        stored = StoredSequence(ids, _count(metadata["length"], len(ids)), tensors)
+        if "earlier" in metadata:
+            of_begin = {name.removeprefix(_EARLIER): tensors.pop(name) for name in [*tensors] if name.startswith(_EARLIER)}
+            begin = _count(metadata["earlier"], stored.length)
+            stored = replace(stored, earlier=StoredSequence(ids[:begin], begin, of_begin))
         if digest_of(_outside(stored) | {"sha256": digests}, metadata) != stated:
             raise ValueError("its content is not what its SHA-256 was taken of")
         origin = _origin(metadata["origin"])
@@ -221,16 +228,19 @@ def read_note(path: Path) -> str:
     return _metadata(path)["note"]
 
 
-def _expected(plan: KVPlan, shape: ModelShape, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _expected(
+    plan: KVPlan, shape: ModelShape, length: int, whole: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
+    """The tensors of K and V, as `LayerKV.take` gives them."""
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for layer, (pair, kv) in enumerate(zip(plan.layers, shape.layers, strict=True)):
         if kv is None:
             continue
         for side, kv_format in zip("kv", pair, strict=True):
-            for name, field in kv_format.fields(kv.head_dim).items():
+            for name, field in kv_format.fields(kv.head_dim).items() if whole or kv.window else ():
                 size = (_blocks_of(kv, length), kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
                 expected[f"layers.{layer}.{side}.{name}"] = size, field.dtype
-            if plan.keeps(kv_format):
+            if plan.keeps(kv_format) and (whole or plan.ring_tokens(kv_format)):
                 size = (kv.num_kv_heads, plan.sink + plan.ring_tokens(kv_format), kv.head_dim)
                 expected[f"layers.{layer}.{side}.window"] = size, torch.bfloat16
     return expected
@@ -279,9 +289,17 @@ def _origin(text: str) -> Origin:
     return Origin(shape, str(raw["weights"]), tuple(layers), tail, sink, str(raw["tables"]), str(raw["made_by"]))
 
 
+def _count(text: str, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
+        raise ValueError("its length is not a number of its tokens")
+    return int(text)
+
+
 def _outside(stored: StoredSequence) -> dict[str, Tensor]:
-    """What no block holds: the tokens, those in BF16, and states."""
+    """What no block holds: the tokens, those in BF16, states, and what there was earlier."""
     others = {name: tensor.contiguous() for name, tensor in stored.tensors.items() if not in_blocks(name)}
+    if stored.earlier:
+        others |= {_EARLIER + name: tensor.contiguous() for name, tensor in stored.earlier.tensors.items()}
     return others | {"token_ids": torch.tensor(stored.token_ids, dtype=torch.int64)}
 
 

@@ -152,7 +152,7 @@ class LayerKV:
             if side.kept:
                 side.kept.put_back(replaced, batch, dropped)
 
-    def take(self, place: Place, length: int) -> dict[str, Tensor]:
+    def take(self, place: Place, length: int, whole: bool = True) -> dict[str, Tensor]:
         """Fields as `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_held` on, zero behind the
         last token; tokens in BF16 as `k.window` [Hkv, sink + ring, D]."""
         first, end = self.first_held(length), blocks_for(length, self.block_size)
@@ -162,9 +162,9 @@ class LayerKV:
         tensors: dict[str, Tensor] = {}
         for letter, side in self.sides:
             groups = length // side.kv_format.group_tokens - first * self.block_size // side.kv_format.group_tokens
-            for name, field in side.fields.items():
+            for name, field in side.fields.items() if whole or self.shape.window else ():
                 tensors[f"{letter}.{name}"] = _cut(field[index].cpu(), groups)
-            if side.kept is not None:
+            if side.kept is not None and (whole or side.kept.ring):
                 held = side.kept.held(length)
                 tensors[f"{letter}.{KEPT}"] = side.kept.vectors[place.row].cpu().masked_fill(~held[:, None], 0.0)
         return tensors

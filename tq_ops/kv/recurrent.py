@@ -166,7 +166,7 @@ class Recurrent:
     def roll_back(self, snapshot: Any, batch: Batch, dropped: Tensor) -> None:
         """Nothing: versions that have seen dropped tokens go when the next are written."""
 
-    def take(self, place: Place, length: int) -> dict[str, Tensor]:
+    def take(self, place: Place, length: int, whole: bool = True) -> dict[str, Tensor]:
         seen = self.seen[place.row].cpu()
         versions = ((seen >= 0) & (seen <= length)).nonzero().flatten()
         versions = versions[seen[versions].argsort()]

@@ -32,8 +32,12 @@ class LayerState(Protocol):
             dropped: [T] bool.
         """
 
-    def take(self, place: Place, length: int) -> dict[str, Tensor]:
-        """A sequence's memory after `length` tokens, on the CPU, by names within the layer."""
+    def take(self, place: Place, length: int, whole: bool = True) -> dict[str, Tensor]:
+        """A sequence's memory after `length` tokens, on the CPU, by names within the layer.
+
+        Args:
+            whole: or that alone which later tokens replace.
+        """
 
     def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: Place, length: int) -> None:
         """The inverse, for the first `length` of the stored tokens, as `reusable` allows."""

@@ -30,16 +30,26 @@ class StoredSequence:
         length: tokens that are stored.
         tensors: on the CPU, of layer L as `layers.L.NAME`, by the names that its state takes them by: `k.FIELD` and
             `v.FIELD` of blocks, `k.window` of tokens in BF16 (`LayerKV.take`); or those of `Recurrent.take`.
+        earlier: the same where its last answer began, of which it has those tensors alone that the answer replaced. A prompt
+            that leaves out or changes the answer goes on from there.
     """
 
     token_ids: tuple[int, ...]
     length: int
     tensors: Mapping[str, Tensor]
+    earlier: StoredSequence | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is stored."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + (self.earlier.nbytes if self.earlier else 0)
+
+    @property
+    def versions(self) -> tuple[StoredSequence, ...]:
+        """All that a prompt may go on from, each with all of its tensors, the longest first."""
+        if self.earlier is None:
+            return (self,)
+        return self, replace(self.earlier, tensors={**self.tensors, **self.earlier.tensors})
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """The tensors of one layer by their names within it."""
@@ -52,20 +62,26 @@ def in_blocks(name: str) -> bool:
     return name.split(".")[-2] in ("k", "v") and not name.endswith("." + KEPT)
 
 
-def take(cache: PagedKVCache, paging: PagedSequences, sequence: int, token_ids: Sequence[int]) -> StoredSequence:
+def take(
+    cache: PagedKVCache, paging: PagedSequences, sequence: int, token_ids: Sequence[int], whole: bool = True,
+    earlier: StoredSequence | None = None,
+) -> StoredSequence:  # fmt: skip
     """Copy a sequence out of a cache, in which it stays.
 
     Args:
         token_ids: its tokens, at least those that are stored.
+        whole: or that alone which later tokens replace.
+        earlier: of the same sequence, taken before without what stays.
     """
     length, place = paging.length(sequence), paging.places(sequence)
     assert length <= len(token_ids), "more tokens are stored than were named"
     tensors = {
         f"layers.{layer}.{name}": tensor
         for layer, state in cache.states.items()
-        for name, tensor in state.take(place, length).items()
+        for name, tensor in state.take(place, length, whole).items()
     }
-    return StoredSequence(tuple(token_ids), length, tensors)
+    differs = earlier is not None and earlier.tensors and earlier.length < length
+    return StoredSequence(tuple(token_ids), length, tensors, earlier if differs else None)
 
 
 def put(stored: StoredSequence, cache: PagedKVCache, paging: PagedSequences, length: int | None = None) -> int:
@@ -79,9 +95,10 @@ def put(stored: StoredSequence, cache: PagedKVCache, paging: PagedSequences, len
         CacheFullError: the cache has no room for it.
     """
     length = stored.length if length is None else length
+    version = [version for version in stored.versions if version.length >= length][-1]  # it holds the most before `length`
     sequence = paging.add(length)
     for layer, state in cache.states.items():
-        state.put(stored.of_layer(layer), stored.length, paging.places(sequence), length)
+        state.put(version.of_layer(layer), version.length, paging.places(sequence), length)
     return sequence
 
 
@@ -89,10 +106,16 @@ def reusable(stored: StoredSequence, token_ids: Sequence[int], cache: PagedKVCac
     """How many tokens of another sequence need not be computed, because these are stored: its last one always must be.
 
     They begin alike, and every layer can go on from there: where tokens stay in BF16 or leave a window, those that the next
-    query sees must still be held; a state must have a version that has seen just these.
+    query sees must still be held, at the sequence's end or where its last answer began; a state must have a version that has
+    seen just these.
     """
     most = min(stored.length, len(token_ids) - 1)
-    length = next((i for i in range(most) if stored.token_ids[i] != token_ids[i]), most)
+    common = next((i for i in range(most) if stored.token_ids[i] != token_ids[i]), most)
+    return max(_reusable(version, min(common, version.length), cache) for version in stored.versions)
+
+
+def _reusable(stored: StoredSequence, length: int, cache: PagedKVCache) -> int:
+    """The most of a version's first `length` tokens that every layer can go on from."""
     tensors = {layer: stored.of_layer(layer) for layer in cache.states}
     before = None
     while length and length != before:
@@ -102,19 +125,23 @@ def reusable(stored: StoredSequence, token_ids: Sequence[int], cache: PagedKVCac
     return length
 
 
-def requantized(stored: StoredSequence, before: KVPlan, after: KVPlan, shapes: Shapes) -> StoredSequence:
+def requantized(
+    stored: StoredSequence, before: KVPlan, after: KVPlan, shapes: Shapes, whole: bool = True
+) -> StoredSequence:  # fmt: skip
     """The same sequence as another plan stores it: from what is packed, and from BF16 where that is still held.
 
     Args:
         before: the plan that it is stored by.
         shapes: of the model's layers; what those remember that have no K and V stays as it is.
+        whole: as of `take`.
     """
+    earlier = requantized(stored.versions[1], before, after, shapes, whole=False) if stored.earlier else None
     blocks = max(blocks_for(stored.length), 1)
     source, target = (PagedKVCache(plan, shapes, num_blocks=blocks, num_rows=1, room=KEPT_ROOM) for plan in (before, after))
     from_paging, to_paging = (PagedSequences(cache.num_blocks, cache.block_size, num_rows=1) for cache in (source, target))
     place, sequence = from_paging.places(put(stored, source, from_paging)), to_paging.add()
     carry_over(source, place, stored.length, target, to_paging, sequence)
-    changed = take(target, to_paging, sequence, stored.token_ids)
+    changed = take(target, to_paging, sequence, stored.token_ids, whole, earlier)
     states = (layer for layer, shape in enumerate(each(shapes, target.num_layers)) if shape is None)
     kept = {f"layers.{layer}.{name}": tensor for layer in states for name, tensor in stored.of_layer(layer).items()}
     return replace(changed, tensors={**changed.tensors, **kept})
