@@ -103,6 +103,28 @@ def test_a_refused_call_leaves_the_conversation_as_it_was(session):
     assert conversations.generate("a", [1, 2, 3, 4], max_new_tokens=1).completions[0].reused_tokens == 3
 
 
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_an_interrupted_call_leaves_the_conversation_as_it_was_and_one_that_is_ended_goes_on(session, tokens):
+    """In the prompt, or after some tokens."""
+    conversations, came = Conversations(session, 10**9), []
+
+    def interrupt(*_):
+        came.append(0)
+        if len(came) > tokens:
+            raise KeyboardInterrupt
+
+    first = conversations.generate("a", [1, 2, 3], max_new_tokens=4)
+    held = conversations._held["a"]
+    with pytest.raises(KeyboardInterrupt):
+        conversations.generate("a", [1, 2, 3, 4], **{"on_token" if tokens else "on_prefill": interrupt})
+    assert conversations._held == {"a": held}
+    ended = conversations.generate("a", [1, 2, 3, 4], on_token=lambda *_: True)
+    assert (ended.completions[0].reused_tokens, ended.completions[0].finish) == (3, "stop")
+    said = [1, 2, 3, 4, *ended.completions[0].token_ids, 5]
+    assert conversations.generate("a", said, max_new_tokens=2).completions[0].reused_tokens == 4
+    assert first.stored[0] is held
+
+
 def test_room_that_is_asked_for_counts(session):
     """A cache of `max_context` tokens is allocated whole, however short the text."""
     block, whole = (Conversations(session, 10**9)._bytes_of(tokens) for tokens in (128, 1024))

@@ -242,7 +242,7 @@ def any_prefix(self, tensors, stored_length, length):
     return length
 
 
-def newest_alone(self, place, length):
+def newest_alone(self, place, length, whole=True):
     """Takes the state that was written last as that of `length` tokens, and drops what it has seen."""
     version = int(self.seen[place.row].argmax())
     tensors = {name: tensor[place.row, version : version + 1] for name, tensor in self.tensors.items()}

@@ -12,12 +12,21 @@ import torch
 import zstandard
 from bases import calibration
 from checkpoints import write_checkpoint
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
 from kills import every_moment
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from small_models import small_model
 
 import tq
+from haarkv.engine.generation import generate, tail_chunk
+from haarkv.engine.plans import shape_of
 from haarkv.engine.session import Session
+from haarkv.executors.catalog import create
+from haarkv.models.caches import new_cache
+from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
+from haarkv.models.delta_net import DeltaNet
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
@@ -80,17 +89,19 @@ def test_a_shared_prefix_is_not_computed_again(session):
 # -- Where a prefix may be cut ---------------------------------------------------------------------------------------------
 
 
-def stored_of(plan, tokens=300, room=KEPT_CHUNK):
+def stored_of(plan, tokens=300, room=KEPT_CHUNK, turn=None):
     generator = torch.Generator().manual_seed(1)
     cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=2, room=room)
     paging = PagedSequences(4, 128, order=[2, 0, 3, 1], num_rows=2)
     paging.add()
     sequence = paging.add()
-    x = torch.randn(tokens, 1, 64, generator=generator)
+    x, earlier = torch.randn(tokens, 1, 64, generator=generator), None
     for begin in range(0, tokens, step := min(50, room)):
+        if begin == turn:
+            earlier = take(cache, paging, sequence, range(turn), whole=False)
         batch = paging.batch([sequence], [min(step, tokens - begin)])
         cache.write(0, x[batch.positions], -x[batch.positions], batch)
-    return x, take(cache, paging, sequence, range(tokens))
+    return x, take(cache, paging, sequence, range(tokens), earlier=earlier)
 
 
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=30, sink=3), KVSpec("kivi2"), KVSpec("kivi2", tail=70)])
@@ -151,6 +162,95 @@ def test_a_sequence_that_does_not_fit_begins_nothing():
     assert put(stored, cache, paging, 256) is not None
 
 
+# -- The next turn ---------------------------------------------------------------------------------------------------------
+
+PHASES = [Phase.explicit, Phase.generate]  # what is drawn here is small as it is
+DEFAULT = KVSpec("k=tq6,v=tq4", tail=24, sink=4)
+HEADS = Attention(2, 1, 64, Rope(1e4, 64), 0.125, head_norms=True)
+
+
+def of_mixers(*mixers):
+    layers = tuple(Layer(mixer, Dense(80), Norm(1e-6, plus_one=True)) for mixer in mixers)
+    return small_model(ModelConfig("qwen3_5", layers, 48, 61, Norm(1e-6, plus_one=True), max_position_embeddings=1024))
+
+
+TURNS = {
+    "plain": (of_mixers(HEADS, HEADS), DEFAULT),
+    "groups": (of_mixers(HEADS, HEADS), KVSpec("kivi2", tail=40)),
+    "windows": (of_mixers(replace(HEADS, window=30), HEADS), DEFAULT),
+    "windows alone": (of_mixers(replace(HEADS, window=30), HEADS), KVSpec("tq4")),
+    "states": (of_mixers(DeltaNet(2, 4, 48, 32, versions=2), HEADS, replace(HEADS, window=30)), DEFAULT),
+}
+
+
+def turn(executor, plan, prompt, new, stored=None):
+    """An answer, and prompt and answer as they are stored."""
+    cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(prompt) + new, chunk=tail_chunk(executor))
+    ends = []
+    (done,), _ = generate(
+        executor, cache, paging, [prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[stored],
+        on_end=lambda _, stored: ends.append(stored),
+    )  # fmt: skip
+    return done, ends[0]
+
+
+@pytest.mark.parametrize(
+    ("executor", "name"),
+    [*(("cpu", name) for name in TURNS), *(("reference", name) for name in ("plain", "windows", "states"))],
+)
+def test_the_next_turn_goes_on_from_the_end_of_the_prompt_before(executor, name, tmp_path):
+    """Whatever becomes of the answer, through a file: the text is that of a fresh run, on `cpu` so is every stored byte."""
+    model, spec = TURNS[name]
+    plan = spec.plan(model.config.num_layers)
+    executor = create(executor, model, plan, None)
+    origin = cache_file.origin_of(plan, shape_of(model.config), "weights")
+
+    @settings(max_examples=6 if executor.batches_alike else 1, deadline=None, derandomize=True, database=None, phases=PHASES)
+    @given(
+        st.randoms(use_true_random=False), st.integers(1, 330), st.integers(1, 40), st.sampled_from(["end", "before", "any"])
+    )
+    @example(random.Random(1), 128, 40, "end")
+    @example(random.Random(2), 300, 400 if name == "windows" and executor.batches_alike else 40, "end")
+    @example(random.Random(3), 300, 40, "before")
+    def check(draw, length, new, parts):
+        prompt = draw.choices(range(61), k=length)
+        stored = turn(executor, plan, prompt, new)[1]
+        parting = {"end": length, "before": max(length - 6, 1), "any": draw.randrange(stored.length + 1)}[parts]
+        following = [*stored.token_ids[:parting], *draw.choices(range(61), k=30)]
+        cache_file.save(tmp_path / "c", stored, origin, compress=draw.random() < 0.5)
+        (done, after), (fresh, alone) = (
+            turn(executor, plan, following, 5, known) for known in (cache_file.load_for(tmp_path / "c", origin, plan), None)
+        )
+        assert done.token_ids == fresh.token_ids
+        same_after = {name: [each.tensors[name] for each in (after, alone)] for name in after.tensors}
+        if executor.batches_alike:  # of states other versions are there, and the newest is the same
+            assert all(torch.equal(*((t[-1] for t in both) if "delta" in name or "conv" in name else both))
+                       for name, both in same_after.items() if not name.endswith("seen"))  # fmt: skip
+        if parting >= length:
+            assert done.reused_tokens >= length
+        elif name in ("plain", "states") and parting == length - 6 > KEPT_ROOM:
+            assert done.reused_tokens > length - KEPT_ROOM
+
+    check()
+
+
+def test_a_turn_s_begin_costs_what_answers_replace_and_no_more():
+    """Of every layer, side and head what stays in BF16; nothing where nothing is replaced, or nothing was answered."""
+
+    def earlier(spec, new):
+        session = tq.load("tiny", kv=spec, executor="cpu", allow_collapse=True, on_warning=lambda _: None)
+        stored = session.generate([[1, 2, 3]], max_new_tokens=new, keep=True).stored[0]
+        assert stored.nbytes == sum(t.nbytes for t in stored.tensors.values()) + (
+            stored.earlier.nbytes if stored.earlier else 0
+        )
+        return stored.earlier and stored.earlier.nbytes
+
+    assert earlier(KVSpec("tq4", tail=124, sink=4), 2) == 6 * 2 * 2 * (4 + 124 + KEPT_ROOM) * 128 * 2
+    assert earlier(KVSpec("tq4", tail=124, sink=4), 1) is None
+    assert earlier(KVSpec("tq4", sink=4), 2) is None
+    assert earlier(KVSpec("tq4"), 2) is None
+
+
 # -- Another format --------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +267,19 @@ def test_requantizing_keeps_what_is_known_best():
     assert errors[0] < 1.02 * errors[1]
     assert changed.nbytes < stored.nbytes
     assert (changed.token_ids, changed.length) == (stored.token_ids, stored.length)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_turn_s_begin_is_requantized_too(name):
+    """A sequence goes on from there by the other plan, which may keep other tokens in BF16."""
+    model, spec = TURNS[name]
+    prompt = random.Random(0).choices(range(61), k=250)
+    before, after = spec.plan(model.config.num_layers), KVSpec("tq8", tail=9).plan(model.config.num_layers)
+    stored = turn(create("cpu", model, before, None), before, prompt, 60)[1]
+    changed = requantized(stored, before, after, model.config.kv_shapes)
+    cache_file.origin_of(after, shape_of(model.config), "w").require_fits(changed, after, "it")
+    done, _ = turn(create("cpu", model, after, None), after, [*prompt, 1, 2, 3], 4, changed)
+    assert done.reused_tokens == len(prompt)
 
 
 def test_a_hybrid_is_requantized_and_its_states_stay():
@@ -193,7 +306,7 @@ SHAPE = ModelShape.uniform(1, 1, 64, 32, 400)
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
 def file(request, tmp_path):
     plan = KVSpec("tq4", tail=4).plan(1)
-    _, stored = stored_of(plan, room=KEPT_ROOM)
+    _, stored = stored_of(plan, room=KEPT_ROOM, turn=240)
     origin = cache_file.origin_of(plan, SHAPE, "weights")
     cache_file.save(tmp_path / "c", stored, origin, compress=request.param)
     return tmp_path / "c", plan, stored, origin
@@ -203,7 +316,9 @@ def test_a_file_holds_what_was_stored(file):
     path, plan, stored, origin = file
     found = cache_file.load_for(path, origin, plan)
     assert same(found, stored)
+    assert same(found.earlier, stored.earlier)
     assert (found.token_ids, found.length) == (stored.token_ids, 300)
+    assert (found.earlier.token_ids, found.earlier.length) == (stored.earlier.token_ids, 240)
     assert cache_file.read_origin(path) == (300, origin)
 
 
@@ -253,6 +368,7 @@ def test_every_damaged_file_is_refused_in_one_line(file):
         with suppress(InputError):  # a space of the header may be another one
             found = cache_file.load_for(path, origin, plan)
             assert same(found, stored)
+            assert same(found.earlier, stored.earlier)
             assert (found.token_ids, found.length) == (stored.token_ids, stored.length)
             taken += 1
     assert taken < 25
@@ -318,8 +434,8 @@ BOMB = torch.frombuffer(bytearray(zstandard.compress(bytes(2**26))), dtype=torch
     ("packed", "tensors", "words"),
     [
         ({}, None, None),
-        ({"shape": [3, 2**40]}, None, "not described as a tensor of 3 blocks"),
-        ({"shape": [2**40, 1, 128]}, None, "not described as a tensor of 3 blocks"),
+        ({"shape": [3, 2**40]}, None, "not described as a tensor of 3 blocks or fewer"),
+        ({"shape": [2**40, 1, 128]}, None, "not described as a tensor of 3 blocks or fewer"),
         ({"shape": [3, 1, 64]}, None, "does not hold 384 bytes"),
         ({"shape": [3, -1, 128]}, None, "not described"),
         ({"shape": 3}, None, "not described"),
@@ -355,6 +471,8 @@ def test_content_that_does_not_fit_its_header_is_refused(file):
         StoredSequence(stored.token_ids, 2, stored.tensors),
         StoredSequence(stored.token_ids, 300, {name: tensor.float() for name, tensor in stored.tensors.items()}),
         StoredSequence((999,) * 300, 300, stored.tensors),
+        replace(stored, earlier=replace(stored.earlier, tensors={name: t.clone() for name, t in stored.tensors.items()})),
+        replace(stored, earlier=replace(stored.earlier, tensors={})),
     ):
         cache_file.save(path, wrong, origin)
         with pytest.raises(InputError, match=r"does not fit|does not know|not of as many blocks"):
@@ -363,7 +481,15 @@ def test_content_that_does_not_fit_its_header_is_refused(file):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"haarkv_cache": "3"}, {"length": "-1"}, {"length": "1e3"}, {"origin": "[]"}, {"origin": '{"shape": 1}'}, {"sha256": ""}],
+    [
+        {"haarkv_cache": "3"},
+        {"length": "-1"},
+        {"length": "1e3"},
+        {"origin": "[]"},
+        {"origin": '{"shape": 1}'},
+        {"sha256": ""},
+        {"earlier": "301"},
+    ],
 )
 def test_metadata_of_another_kind_is_refused(file, changed):
     path, plan, _, origin = file

@@ -48,6 +48,19 @@ def test_pieces_come_before_the_text_is_whole(session):
     stream.close()
 
 
+def test_a_stream_that_is_closed_keeps_what_was_computed(session):
+    stream = session.stream("a", max_new_tokens=25_000, keep=True)
+    pieces = [next(stream) for _ in range(3)]
+    stream.close()
+    text, done, stored = stream.result.texts[0], stream.result.completions[0], stream.result.stored[0]
+    assert text.startswith("".join(pieces))
+    assert (done.finish, stored.length) == ("stop", done.prompt_tokens + len(done.token_ids) - 1)
+    assert list(stream) == []
+    again = session.generate([], stored=stored, max_new_tokens=5)
+    assert again.completions[0].reused_tokens == stored.length
+    assert session.generate("a", max_new_tokens=len(done.token_ids) + 5).texts[0].startswith(text.rstrip("\ufffd"))
+
+
 def test_whoever_leaves_the_loop_stops_the_model(session):
     before = threading.active_count()
     for _ in session.stream("a", max_new_tokens=25_000):

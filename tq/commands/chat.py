@@ -52,7 +52,7 @@ def command(
     """Talk with a model. Each line of stdin is a message; the end of the input ends the conversation.
 
     A model without a chat template goes on with the text as it is. Only what is new is computed at each turn. In a terminal,
-    arrow keys edit a line and bring back earlier ones, Ctrl-C stops an answer, and /help lists what else there is.
+    arrow keys edit a line and bring back earlier ones, Ctrl-C stops an answer, whose text stays, and /help lists the rest.
     """
     from haarkv.tq_ops.output_files import check_writable
 

@@ -52,7 +52,7 @@ def unpack(tensors: Mapping[str, Tensor], described: str, blocks: int, largest_b
     """What `pack` was given. What a frame promises is compared with what may be before a byte of it is unpacked.
 
     Args:
-        blocks: of each packed tensor, its first axis.
+        blocks: of each packed tensor at most, its first axis; of a layer with a window fewer are stored.
         largest_block: bytes that a block of a tensor may have at most.
     Raises:
         ValueError: a tensor is not what was described, or cannot be unpacked.
@@ -76,9 +76,9 @@ def _place_of(name: str, entry: object, blocks: int, largest_block: int) -> tupl
     match entry:
         case {"dtype": str(word), "shape": [int(first), *shape]} if word in _DTYPES:
             size = first * math.prod(shape) * _DTYPES[word].itemsize if all(type(n) is int and n > 0 for n in shape) else -1
-            if first == blocks and 0 < size <= blocks * largest_block:
+            if 0 < first <= blocks and 0 < size <= blocks * largest_block:
                 return _DTYPES[word], [first, *shape], size
-    raise ValueError(f"{name} is packed and not described as a tensor of {blocks} blocks of this model")
+    raise ValueError(f"{name} is packed and not described as a tensor of {blocks} blocks or fewer of this model")
 
 
 def _gains(after: int, before: int) -> bool:
