@@ -7,6 +7,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,10 +34,12 @@ from haarkv.serving.vllm_plugin.chosen import (
     state_layers,
     tail_tokens,
 )
+from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.warn import warn
 
 VLLMS_OWN = "bf16"
 """The `--kv` that leaves the cache to vLLM."""
@@ -93,7 +96,8 @@ _LOOPBACK = (_HERE, "localhost", "::1")
 
 
 def require_vllm() -> None:
-    """Refuse where there is nothing to serve with: to be asked before anything else is looked at.
+    """Refuse where there is nothing to serve with, and warn of a vLLM that the plug-in is not written for: to be asked before
+    anything else is looked at.
 
     Raises:
         InputError: vLLM is not installed.
@@ -103,6 +107,18 @@ def require_vllm() -> None:
             "vLLM is not installed here; in an environment of its own, `python -m haarkv.serving.vllm_plugin.install` "
             "installs it for a CPU, and for a GPU vLLM's documentation says how"
         )
+    # PyPI has vLLM under several names; the distribution that holds the module is asked.
+    for name in sorted(set(packages_distributions().get("vllm", ()))):
+        if _release(version(name)) != _release(VERSION):
+            warn(
+                f"{name} {version(name)} is installed, and tq serve is written for vLLM {_release(VERSION)}: with another one "
+                "it may fail, or keep K and V wrongly"
+            )
+
+
+def _release(version: str) -> str:
+    """What decides which functions vLLM has: 0.32 of 0.32.1+cpu."""
+    return ".".join(version.partition("+")[0].split(".")[:2])
 
 
 def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str], object] = lambda _: None) -> None:

@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError, RankLostError
 from haarkv.tq_ops.npu.versions import leave_npu_alone
 from tq import __version__
 from tq.groups import Group
-from tq.output import drop_output, one_line, unsaid_is_fine, warning_in_lines
+from tq.output import drop_output, one_line, unsaid_is_fine, warnings_in_a_line
 from tq.ranks import LOST, Started
 from tq.start import INTERRUPTED
 
@@ -138,7 +138,7 @@ def run(started: Started) -> int:
     """
     leave_npu_alone()
     _prepare_streams()
-    with unsaid_is_fine(), warning_in_lines():
+    with unsaid_is_fine(), warnings_in_a_line():
         try:
             result = cli.main(args=list(started.argv), prog_name="tq", standalone_mode=False, obj=started)
             sys.stdout.flush()

@@ -13,6 +13,8 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from haarkv.tq_ops.warn import HaarkvWarning
+
 if TYPE_CHECKING:
     import rich.progress
     from rich.console import Console
@@ -71,6 +73,24 @@ def _console() -> type[Console]:
 def warn(message: str) -> None:
     """Print one line on stderr."""
     print(f"tq: warning: {one_line(message)}", file=sys.stderr)
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Print this package's own warnings as `warn` does, without a place in its code; those of others as Python does."""
+    plain = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if issubclass(category, HaarkvWarning):
+            warn(str(message))
+        else:
+            plain(message, category, *where)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = plain
 
 
 def say(message: str) -> None:
@@ -198,22 +218,6 @@ def _tolerant(name: str, failure: type[OSError]) -> Iterator[None]:
 def unread_is_fine() -> AbstractContextManager[None]:
     """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
     return _tolerant("stdout", BrokenPipeError)
-
-
-@contextmanager
-def warning_in_lines() -> Iterator[None]:
-    """Say what the library warns of as the command says all else, in one line without a line of code."""
-    with warnings.catch_warnings():
-        as_python = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            if category is UserWarning:
-                warn(str(message))
-            else:
-                as_python(message, category, *place, **more)
-
-        warnings.showwarning = show
-        yield
 
 
 def unsaid_is_fine() -> AbstractContextManager[None]:

