@@ -20,7 +20,7 @@ from haarkv.models.hf_weights import INDICES, files_of_tensors, held_in, opened,
 from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.input_files import read_file, read_json, size_of
+from haarkv.tq_ops.input_files import MARK, read_file, read_json, size_of
 from haarkv.tq_ops.warn import warn
 
 _MOST_TOKENIZER = 2**27
@@ -118,10 +118,9 @@ class HFFolder:
         path = self.path / "tokenizer.json"
         if not path.is_file():
             raise InputError(f"{self.path} has no tokenizer.json; text cannot be turned into tokens")
-        if size_of(path) > _MOST_TOKENIZER:
-            raise InputError(f"{path} is larger than any model's: it has {size_of(path):,} bytes")
+        content = read_file(path, _MOST_TOKENIZER).removeprefix(MARK)
         try:
-            tokenizer = FastTokenizer.from_file(str(path))
+            tokenizer = FastTokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
             raise InputError(f"{path} cannot be read: {error}") from None
         settings = _optional_json(self.path / "tokenizer_config.json")
@@ -214,7 +213,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """The source of the template of `chat_template.jinja` or `tokenizer_config.json`, or None."""
     path = folder / "chat_template.jinja"
     try:
-        source = read_file(path, MOST_TEMPLATE).decode() if path.exists() else settings.get("chat_template")
+        source = read_file(path, MOST_TEMPLATE).removeprefix(MARK).decode() if path.exists() else settings.get("chat_template")
         if isinstance(source, list):  # several named templates
             source = next((t["template"] for t in source if t.get("name") == "default"), None)
     except (UnicodeDecodeError, AttributeError, KeyError) as error:

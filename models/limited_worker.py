@@ -11,6 +11,7 @@ import resource
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 MOST_S = 10
@@ -111,7 +112,7 @@ def _ids(tokenizer: str, texts: list[str], special_tokens: bool) -> dict[str, ob
     """Token ids of texts, by the file of a tokenizer."""
     from tokenizers import Tokenizer
 
-    reader = Tokenizer.from_file(tokenizer)
+    reader = Tokenizer.from_buffer(Path(tokenizer).read_bytes().removeprefix("\ufeff".encode()))
     reader.no_truncation()
     reader.no_padding()
     return {"ids": [list(reader.encode(text, add_special_tokens=special_tokens).ids) for text in texts]}

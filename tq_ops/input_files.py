@@ -9,6 +9,8 @@ from typing import Any
 
 from haarkv.tq_ops.errors import InputError
 
+MARK = "\ufeff".encode()
+"""What some editors put before a text in UTF-8. It is no part of it, and most readers refuse it."""
 MOST_JSON = 2**24
 """Bytes of a JSON text. Parsed, it may take 25 times as much memory; the longest that models come with have some millions."""
 
@@ -56,7 +58,7 @@ def parse_json(content: bytes | str) -> Any:
     """
     if len(content) > MOST_JSON:
         raise ValueError(f"it is longer than {MOST_JSON:,} bytes")
-    text = content.decode() if isinstance(content, bytes) else content
+    text = (content.decode() if isinstance(content, bytes) else content).removeprefix(MARK.decode())
     try:
         value = json.loads(text)
         if "\\ud" in text.lower():

@@ -12,6 +12,7 @@ from checkpoints import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    byte_tokenizer,
     in_turn,
     layer_tensor,
     poison,
@@ -24,6 +25,7 @@ from checkpoints import (
 from refusals import assert_refused
 from safetensors.torch import load_file
 from small_models import dense_config
+from tokenizers import Regex, normalizers
 
 from haarkv.executors.base import prefill
 from haarkv.executors.reference import ReferenceExecutor
@@ -33,6 +35,7 @@ from haarkv.models.hf_config import read_hf_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.hf_weights import read_header
 from haarkv.models.qwen3_14b.config import QWEN3_14B, SIZES
+from haarkv.models.text import SourceTokenizer
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -190,6 +193,35 @@ def test_a_config_that_cannot_be_built_is_refused_with_the_reason_and_the_file(t
 def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
     with pytest.raises(InputError, match=r"config\.json"):
         read_config(tmp_path, content)
+
+
+TEXTS = {
+    "generation": {"do_sample": True, "temperature": 0.5},
+    "tokenizer_config": {"eos_token": "<|endoftext|>"},
+    "files": {"chat_template.jinja": "{{ messages[0]['content'] }}{{ eos_token }}"},
+}
+
+
+@pytest.mark.parametrize("patterns", [False, True])
+def test_a_mark_before_any_text_of_a_folder_is_no_part_of_it(tmp_path, patterns):
+    """As editors of some systems leave one; a tokenizer with a regular expression is read by another process."""
+    folder = write_checkpoint(tmp_path / "model", shards=2, **TEXTS)
+    if patterns:
+        tokenizer = byte_tokenizer()
+        tokenizer.normalizer = normalizers.Replace(Regex("z{2,3}"), "y")
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    def said():
+        source, config = HFFolder(folder), read_hf_config(folder / "config.json")
+        tokenizer = SourceTokenizer(source, config)
+        return config, source.sampling(), list(source.tensors()), tokenizer.encode("azz"), tokenizer.encode_chat(["hi"])
+
+    plain = said()
+    marked = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja")]
+    assert len(marked) == 6
+    for path in marked:
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert said() == plain
 
 
 def test_published_sizes_have_their_published_parameters():
