@@ -9,7 +9,6 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from haarkv.models.catalog import path_of
-from haarkv.tq_ops.errors import InputError
+from haarkv.models.catalog import files_of
 from haarkv.tq_ops.memory import mapped_memory, peak_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -103,10 +101,7 @@ class Report:
     @property
     def memory(self) -> dict[str, int]:
         """The most that this process had, and those pages of the model's file that it has now."""
-        with suppress(InputError):  # a name of another program's
-            if (path := path_of(self.model)) is not None:
-                return {"peak_bytes": peak_memory(), "mapped_bytes": mapped_memory(path)}
-        return {"peak_bytes": peak_memory(), "mapped_bytes": 0}
+        return {"peak_bytes": peak_memory(), "mapped_bytes": mapped_memory(files_of(self.model))}
 
     def save(self) -> None:
         """Append the line to `benchmarks/results/NAME.jsonl`."""

@@ -5,7 +5,7 @@ NCCL and HCCL were never tried: no machine with two GPUs or NPUs was at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -174,13 +174,13 @@ class RankMemory:
 
 
 def memory_here(
-    ranks: Ranks, device: torch.device, weights: int, kv: int, path: Path | None = None, predicted: int = 0
+    ranks: Ranks, device: torch.device, weights: int, kv: int, files: Sequence[Path] = (), predicted: int = 0
 ) -> RankMemory:
     """What this rank holds; `peak` and `mapped` are measured now.
 
     Args:
-        path: of the checkpoint, a file or a folder; None if the model has none.
+        files: of the checkpoint.
     """
     if device.type != "cpu":
         return RankMemory(ranks.rank, weights, kv, int(getattr(torch, device.type).max_memory_allocated(device)))
-    return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(path) if path else 0, predicted)
+    return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(files), predicted)

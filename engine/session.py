@@ -24,7 +24,7 @@ from haarkv.engine.text import Texts, context_for, encode, require_nothing_said,
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
-from haarkv.models.catalog import file_of
+from haarkv.models.catalog import files_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
@@ -204,7 +204,7 @@ class Session:
             )  # fmt: skip
         ended = texts.ended()
         held = memory_here(
-            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, file_of(self.name),
+            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, files_of(self.name),
             self._predicted(ids, max_new_tokens, context),
         )  # fmt: skip
         ranks, drafting = tuple(self.ranks.collect(held)), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,12 +40,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
 
 
-def file_of(name: str | Path) -> Path | None:
-    """`path_of`, and None for a model that was not loaded by its name."""
+def files_of(name: str | Path) -> Sequence[Path]:
+    """`Source.files` of a model; none of one that was not loaded by its name, or that no file holds."""
     try:
-        return path_of(name)
+        source = source_of(name)
     except InputError:
-        return None
+        return ()
+    return () if source is None else source.files()
 
 
 def path_of(name: str | Path) -> Path | None:

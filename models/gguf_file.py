@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ _PLAIN = {
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Kinds of values by their number in a file, as `struct` spells them; 8 is a string and 9 an array."""
 _STRING, _ARRAY = 8, 9
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class GGUFTensor:
         shape: as torch has it, rows first.
         kind: number of gguf's type, known or not.
         offset: from the file's beginning.
+        part: which of the model's files holds it, from 0.
     """
 
     shape: tuple[int, ...]
     kind: int
     offset: int
+    part: int = 0
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -113,32 +117,50 @@ def _can_restore(kind: int) -> bool:
 
 
 class GGUFFile:
-    """A file that is mapped into memory, and its header.
+    """A file that is mapped into memory, and its header; of a model in several parts, all of them.
 
+    Args:
+        path: of the first part, which says what the model is and how many parts there are.
     Attributes:
+        paths: of all parts.
         entries: what the file says of itself, by key; numbers, texts, and lists of them.
         kinds: of each, gguf's number of its kind, and of a list that of its values.
         tensors: by gguf's own names.
 
     Raises:
-        InputError: it cannot be read, is no GGUF, or is damaged.
+        InputError: it cannot be read, is no GGUF, is damaged, is another part than the first, or a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
+        self._memories: list[mmap.mmap] = []
+        self.entries, self.kinds, self.tensors = self._add(path)
+        self.paths = [path, *_other_parts(path, self.entries)]
+        for number, other in enumerate(self.paths[1:], 1):
+            said, _, more = self._add(other)
+            if (said.get("split.no"), said.get("split.count")) != (number, len(self.paths)) or self.tensors.keys() & more:
+                raise InputError(f"{other} is not part {number + 1} of {len(self.paths)} of {path}; fetch both again")
+            self.tensors |= more
+        if (count := self.entries.get("split.tensors.count")) not in (None, len(self.tensors)):
+            raise InputError(f"{path}: its parts hold {len(self.tensors):,} tensors, not {shown(count)}; fetch them again")
+
+    def _add(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int | None]], dict[str, GGUFTensor]]:
+        """Map one part, and read its header."""
         size_of(path)  # a pipe or a device is refused
         try:
             with path.open("rb") as file:
                 # Private pages: torch may have views of them as of memory that can be written.
-                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # an empty file is a ValueError
             raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         try:
-            reader = _Reader(self._memory)
+            reader = _Reader(memory)
             count_of_tensors = reader.begin()
-            self.entries, self.kinds = reader.entries(), reader.kinds
-            self.tensors = reader.tensors(count_of_tensors, self.entries.get("general.alignment", 32))
+            entries = reader.entries()
+            tensors = reader.tensors(count_of_tensors, entries.get("general.alignment", 32), len(self._memories))
         except _DamagedError as error:
             raise InputError(f"{path} is not a GGUF file that can be read: {error}") from None
+        self._memories.append(memory)
+        return entries, reader.kinds, tensors
 
     def read(
         self,
@@ -170,8 +192,28 @@ class GGUFFile:
 
     def stored_rows(self, tensor: GGUFTensor) -> Tensor:
         """Rows as they lie in the file, all axes but the last taken together: [rows, bytes of a row] uint8 in its pages."""
-        stored = np.frombuffer(self._memory, np.uint8, tensor.nbytes, tensor.offset)
+        stored = np.frombuffer(self._memories[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
         return torch.from_numpy(stored.reshape(-1, tensor.row_bytes))
+
+
+def _other_parts(path: Path, entries: Mapping[str, Any]) -> list[Path]:
+    """Where the parts behind the first lie: beside it, under its name with their own number."""
+    count, number = entries.get("split.count", 1), entries.get("split.no", 0)
+    if count == 1:
+        return []
+    name = _PART.fullmatch(path.name)
+    if name is None or not isinstance(number, int) or (int(name[2]), int(name[3])) != (number + 1, count):
+        raise InputError(
+            f"{path} is one of {shown(count)} parts of a model, and its name does not say which, as "
+            "NAME-00001-of-00002.gguf does; give the parts their names again"
+        )
+    paths = [path.with_name(f"{name[1]}-{at:05}-of-{count:05}.gguf") for at in range(1, count + 1)]
+    if number:
+        raise InputError(f"{path} is part {number + 1} of {count} of a model; name the first one, {paths[0]}")
+    if missing := [other for other in paths if not other.exists()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{missing[0]}{more} is missing: the model lies in {count} parts; fetch it beside the others")
+    return paths[1:]
 
 
 class _DamagedError(Exception):
@@ -208,7 +250,7 @@ class _Reader:
             self.kinds[key], found[key] = (kind, inner), self._value(kind)
         return found
 
-    def tensors(self, count: int, alignment: object) -> dict[str, GGUFTensor]:
+    def tensors(self, count: int, alignment: object, part: int) -> dict[str, GGUFTensor]:
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             raise _DamagedError(f"its alignment {shown(alignment)} is not a power of two")
         found: dict[str, GGUFTensor] = {}
@@ -226,7 +268,7 @@ class _Reader:
                 )
             found[name] = GGUFTensor(shape, kind, offset)
         begin = -(-self._at // alignment) * alignment
-        placed = {name: GGUFTensor(of.shape, of.kind, begin + of.offset) for name, of in found.items()}
+        placed = {name: GGUFTensor(of.shape, of.kind, begin + of.offset, part) for name, of in found.items()}
         self._require_apart(placed)
         return placed
 

@@ -38,7 +38,7 @@ class GGUFSource:
     """A GGUF file; attributes and methods as of `models.source.Source`.
 
     Raises:
-        InputError: it is none, is damaged, or is one part of several.
+        InputError: as of `GGUFFile`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,12 +51,10 @@ class GGUFSource:
         self._entries = self._file.entries
         self._said = GGUFSettings(path, self._file)
         self._architecture = self._said.architecture
-        if (parts := self._entries.get("split.count", 1)) != 1:
-            raise InputError(f"{path} is one of {shown(parts)} parts of a model; join them with llama-gguf-split --merge")
         self._places: dict[str, Place] = {}
 
     def files(self) -> Sequence[Path]:
-        return [self.path]
+        return self._file.paths
 
     def settings(self) -> Mapping[str, Any]:
         return self._said.read()
@@ -68,7 +66,8 @@ class GGUFSource:
     def _held(self, place: Place) -> Held:
         tensor, kind = place.tensor, place.blocks
         block = 1 if kind is None else block_type(tensor.kind).numbers
-        return Held(place.shape, tensor.dtype, place.nbytes, self.path, tensor.fault, kind, place.in_place, block)
+        path = self._file.paths[tensor.part]
+        return Held(place.shape, tensor.dtype, place.nbytes, path, tensor.fault, kind, place.in_place, block)
 
     def _found(self) -> dict[str, Place]:
         """Every tensor by Hugging Face's name; one that has none keeps its own, for whoever refuses it."""

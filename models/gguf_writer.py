@@ -29,7 +29,11 @@ _FILE_TYPES = {
     "BF16": 32,
 }  # fmt: skip
 """llama.cpp's numbers of what most of a file is."""
-_REPLACED = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version")
+_REPLACED = (
+    "general.architecture", "general.alignment", "general.file_type", "general.quantization_version", "split.no",
+    "split.count", "split.tensors.count",
+)  # fmt: skip
+"""What is written anew; a file is written in one part."""
 _AT_ONCE = 2**24
 """Numbers that are restored together."""
 

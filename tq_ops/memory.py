@@ -7,7 +7,7 @@ import mmap
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -115,17 +115,17 @@ def resident_memory() -> int:
     return 0
 
 
-def mapped_memory(path: Path) -> int:
-    """Bytes of memory that pages of a file have in this process, or of all files in a folder; 0 where the system does not say.
+def mapped_memory(files: Iterable[Path]) -> int:
+    """Bytes of memory that pages of some files have in this process; 0 where the system does not say.
 
     The system can drop them and read them again.
     """
-    begins, found, inside = str(path.resolve()), 0, False
+    names, found, inside = {str(path.resolve()) for path in files}, 0, False
     with suppress(OSError, ValueError):
         for line in _MAPPINGS.read_text(encoding="utf-8", errors="replace").splitlines():
             words = line.split(None, 5)
             if not words[0].endswith(":"):
-                inside = len(words) == 6 and (words[5] == begins or words[5].startswith(f"{begins}/"))
+                inside = len(words) == 6 and words[5] in names
             elif inside and words[0] == "Rss:":
                 found += 1024 * int(words[1])
     return found

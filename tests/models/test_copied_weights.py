@@ -55,7 +55,7 @@ def test_pages_that_were_copied_leave_the_process(model):
     path, dtype = model
     copied = load_model(path, dtype, keep_blocks=True, mmap=False)
     # What is left is the header, and pages that two tensors share.
-    left, whole = mapped_memory(path), weights_of(path, read_config(path), dtype, keep_blocks=True)
+    left, whole = mapped_memory([path]), weights_of(path, read_config(path), dtype, keep_blocks=True)
     assert left < whole.picked + 0.5 * (whole.kept - whole.picked)
     assert bytes_of(copied.weights.layers[0]["down_proj"]).count_nonzero() > 0
 
@@ -98,7 +98,7 @@ def test_the_reference_maps_and_copies_as_asked_too(tmp_path, asked):
     counted, file = session.loaded.weights, path / "model.safetensors"
     assert (counted.kept > counted.picked) == (asked is not False)
     session.generate("abc", max_new_tokens=1)  # reads all of them, but for most rows of the embedding
-    assert (mapped_memory(file) > 0.9 * (counted.total - counted.picked)) == (asked is not False)
+    assert (mapped_memory([file]) > 0.9 * (counted.total - counted.picked)) == (asked is not False)
 
 
 def test_what_balancing_restores_is_counted(tmp_path, monkeypatch):

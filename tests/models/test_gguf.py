@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import gguf
 import pytest
@@ -14,8 +15,10 @@ from refusals import assert_refused
 from safetensors.torch import load_file
 from transformers_judge import draw_weights, saved_random
 
-from haarkv.models.catalog import load_model, path_of, read_config, source_of
+import tq
+from haarkv.models.catalog import load_model, path_of, read_config, source_of, weights_of
 from haarkv.models.checkpoint import load_weights, stored_tensors
+from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import Split
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
@@ -66,6 +69,63 @@ def test_a_file_is_the_folder_it_was_written_from(saved, tmp_path, name):
         assert torch.equal(one, other), of
     torch.testing.assert_close(frequencies(ours.config), frequencies(theirs.config), rtol=1e-5, atol=0)
     assert comparable(ours.config) == comparable(theirs.config)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_model_in_parts_is_the_model_in_one_file(saved, tmp_path, name, kind):
+    whole = convert(saved(name), tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary())
+    first = convert(saved(name), tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary(), each=4)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert parts[0] == first
+    assert source_of(first).files() == parts
+    assert {of.file for of in source_of(first).tensors().values()} == set(parts)
+    for keep in (False, True):
+        one, other = (load_model(path, keep_blocks=keep).weights for path in (whole, first))
+        assert fingerprint(one.named()) == fingerprint(other.named())
+        assert weights_of(first, read_config(first), "float32", keep_blocks=keep) == weights_of(
+            whole, read_config(whole), "float32", keep_blocks=keep
+        )
+    texts = [
+        tq.load(path, kv="bf16", executor="cpu").generate("ab", max_new_tokens=5).completions[0].token_ids
+        for path in (whole, first)
+    ]
+    assert texts[0] == texts[1]
+    for path in (whole, first):
+        assert main(["quantize", str(path), "--out", str(path.with_suffix(".q8")), "--type", "q8_0"]) == 0
+    assert whole.with_suffix(".q8").read_bytes() == first.with_suffix(".q8").read_bytes()
+
+
+def parts_of(saved, folder):
+    first = convert(saved("llama"), folder / "m.gguf", vocabulary=byte_vocabulary(), each=8)
+    return [first, *sorted(folder.glob("m-*.gguf"))[1:]]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            lambda first, second, third: second,
+            ["00002-of-00003.gguf is part 2 of 3", "name the first one", "m-00001-of-00003.gguf"],
+        ),
+        (
+            lambda first, second, third: third,
+            ["00003-of-00003.gguf is part 3 of 3", "name the first one", "m-00001-of-00003.gguf"],
+        ),
+        (lambda first, second, third: second.unlink(), ["m-00002-of-00003.gguf is missing: the model lies in 3 parts"]),
+        (lambda first, second, third: (second.unlink(), third.unlink())[0], ["m-00002-of-00003.gguf and 1 more is missing"]),
+        (lambda first, second, third: third.write_bytes(second.read_bytes()), ["00003-of-00003.gguf is not part 3 of 3"]),
+        (lambda first, second, third: third.write_bytes(third.read_bytes()[:-100]), ["00003-of-00003.gguf", "truncated"]),
+        (lambda first, second, third: first.rename(first.with_name("m.gguf")), ["m.gguf is one of 3 parts", "names again"]),
+    ],
+)
+def test_a_model_in_parts_is_refused_by_the_part_that_is_wrong(saved, tmp_path, capsys, damage, words):
+    parts = parts_of(saved, tmp_path)
+    assert len(parts) == 3
+    named = damage(*parts)
+    named = named if isinstance(named, Path) else parts[0]
+    code = main(["generate", "--model", str(named), "--prompt", "a"])
+    assert_refused((code, *capsys.readouterr()), *words)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
@@ -194,7 +254,7 @@ def test_a_llama_with_a_window_is_a_mistral(saved, tmp_path):
         ("llama", {"llama.rope.scaling.type": "longrope"}, ["longrope"]),
         ("qwen3_yarn", {"qwen3.rope.scaling.yarn_attn_factor": 0.7}, ["qwen3.rope.scaling.yarn_attn_factor is 0.69"]),
         ("qwen3_yarn", {"qwen3.rope.scaling.novel": 2}, ["qwen3.rope.scaling.novel is 2"]),
-        ("llama", {"split.count": 3}, ["one of 3 parts", "--merge"]),
+        ("llama", {"split.count": 3}, ["m.gguf is one of 3 parts", "its name does not say which"]),
         ("llama", {"llama.block_count": 3}, ["lacks the tensor model.layers.2."]),
         ("llama", {"llama.block_count": 1}, ["holds model.layers.1.", "does not know"]),
         ("llama", {"llama.feed_forward_length": 256}, ["has shape [320, 192]"]),

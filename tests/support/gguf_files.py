@@ -42,7 +42,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
-def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=None, leave_out=()) -> Path:
+def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=None, leave_out=(), each=0) -> Path:
     """Write a checkpoint folder as a GGUF file.
 
     Args:
@@ -50,10 +50,13 @@ def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=
         extra: further entries by key, written as they are.
         vocabulary: entries of the tokenizer, from `byte_vocabulary` or `pieces`; none unless given.
         leave_out: keys that are not written.
+        each: tensors of each part, if there are to be several.
+    Returns:
+        the file, or the first part.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=each)
     words = padded(vocabulary or {}, config["vocab_size"])
     for key, value in (entries_of(config, writer.arch) | words | (extra or {})).items():
         if key not in leave_out:
@@ -62,7 +65,8 @@ def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=
     for name, tensor in tensors_of(config, load_file(folder / "model.safetensors"), architecture):
         stored = quantization if tensor.ndim > 1 and "conv1d" not in name else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), stored), raw_dtype=stored)
-    return close(writer)
+    close(writer)
+    return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0] if each else path
 
 
 def close(writer) -> Path:

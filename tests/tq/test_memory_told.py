@@ -198,7 +198,7 @@ def test_pages_of_a_file_are_counted(tmp_path):
     path.write_bytes(bytes(2**20))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         assert sum(pages[at] for at in range(0, 2**19, 4096)) == 0
-        assert 2**19 <= memory.mapped_memory(path) <= 2**20
-        assert memory.mapped_memory(tmp_path) == memory.mapped_memory(path)
-        assert memory.mapped_memory(tmp_path / "other") == 0
-    assert memory.mapped_memory(path) == 0
+        assert 2**19 <= memory.mapped_memory([path]) <= 2**20
+        assert memory.mapped_memory([path, tmp_path / "g"]) == memory.mapped_memory([path])
+        assert memory.mapped_memory([tmp_path / "other"]) == 0
+    assert memory.mapped_memory([path]) == 0

@@ -15,7 +15,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import load_model, path_of, read_config
+from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
@@ -238,11 +238,11 @@ _SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
 @cache
 def _model_digest(name: str, layers: int | None) -> str:
     """A digest of a model's files by name, size and date, and of the small ones' contents."""
-    path = path_of(name)
-    if path is None:
+    source = source_of(name)
+    if source is None:
         return f"{name} {layers}"
     parts: list[bytes] = []
-    for file in [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file()):
+    for file in source.files():
         stat = file.stat()
         parts.append(f"{file.name} {stat.st_size}".encode())
         parts.append(file.read_bytes() if file.suffix == ".json" else str(stat.st_mtime_ns).encode())
