@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import read_file
 from haarkv.tq_ops.memory import available_memory
 from haarkv.tq_ops.weight import Weight, rounding_to
 
@@ -38,6 +40,8 @@ _TOKENIZERS = {"tiny-draft": TINY, "tiny-hybrid": TINY}
 """Shipped models whose tokenizer is another's."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
+_BESIDE = re.compile(r"mmproj|-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$", re.IGNORECASE)
+"""In names of GGUF files that are not named themselves."""
 
 
 def files_of(name: str | Path) -> Sequence[Path]:
@@ -54,26 +58,55 @@ def path_of(name: str | Path) -> Path | None:
 
     Args:
         name: `tiny`, `tiny-hybrid`, `random:SIZE`, a folder or a `.gguf` file (`~` is the home folder), or the Hub id of a
-            model that was downloaded before.
+            model that was downloaded before; with several GGUF files, `ORG/NAME:Q4_K_M` is one of them.
     Raises:
-        InputError: no such model.
+        InputError: no such model, or several.
     """
-    if str(name).startswith(_RANDOM):
-        return None
+    text = str(name)
+    if text in _SHIPPED or text.startswith(_RANDOM):
+        return _SHIPPED.get(text)
     try:
-        folder = _SHIPPED[str(name)] if str(name) in _SHIPPED else Path(name).expanduser()
-        # An empty name would be this folder. What is no regular file is refused as what it is.
-        found = bool(str(name)) and (folder.is_dir() or (folder.suffix == GGUF and folder.exists()))
-    except (OSError, ValueError, RuntimeError):  # a name that no folder can have, or no such home
-        found = False
-    if found:
-        return folder
-    if (downloaded := _downloaded(str(name))) is not None:
-        return downloaded
+        path = Path(name).expanduser()
+        is_there, is_folder = bool(text) and path.exists(), path.is_dir()
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no such home
+        path, is_there, is_folder = Path(), False, False
+    if is_there and (is_folder or path.suffix == GGUF):  # what is no regular file is refused as what it is
+        return _model_in(path, text) if is_folder else path
+    hub_id, _, tag = text.partition(":")
+    if (snapshot := _downloaded(hub_id)) is not None:
+        return _model_in(snapshot, text, tag)
+    if is_there and (path.parent / "config.json").exists():
+        raise InputError(f"{text} is one file of a model; name its folder, {path.parent}")
     raise InputError(
-        f"no such model: {str(name) or repr('')}; give tiny, random:SIZE, a folder in Hugging Face format, a .gguf file, or "
+        f"no such model: {text or repr('')}; give tiny, random:SIZE, a folder in Hugging Face format, a .gguf file, or "
         "the Hub id of a model that you have downloaded (hf download ORG/NAME)"
     )
+
+
+def _model_in(folder: Path, name: str, tag: str = "") -> Path:
+    """A folder, or the GGUF file in it where it holds no other weights.
+
+    Args:
+        name: of the folder, for messages.
+        tag: what the file's name must have in it, as `Q4_K_M`; "" for a folder that may have other weights.
+    Raises:
+        InputError: there are several, or none has the tag; or the model lies in a folder below.
+    """
+    if not tag and any(folder.glob("*.safetensors")):
+        return folder
+    # Of a model in parts the first; what turns pictures into tokens is no model.
+    files = [path for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]) if not _BESIDE.search(path.name)]
+    tagged = re.compile(rf"(?<![a-z0-9_]){re.escape(tag)}(?![a-z0-9_])", re.IGNORECASE)
+    fitting = [path for path in files if not tag or tagged.search(str(path.relative_to(folder)))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if files or tag:
+        names = ", ".join(str(path.relative_to(folder)) for path in (fitting or files)[:20])
+        which = "several GGUF files" if fitting or not tag else f"no GGUF file with {tag} in its name"
+        raise InputError(f"{name} has {which}: name one as {folder}/FILE, of {names or 'none'}")
+    if not (folder / "config.json").exists() and (below := sorted(folder.glob("*/config.json"))):
+        raise InputError(f"{name} has no config.json; name the folder of a model in it, such as {below[0].parent}")
+    return folder
 
 
 def source_of(name: str | Path) -> Source | None:
@@ -94,16 +127,25 @@ def tokenizer_source_of(name: str | Path) -> Source | None:
 
 
 def _downloaded(hub_id: str) -> Path | None:
-    """The newest snapshot of a Hub model in the local cache, which Hugging Face's own library finds; nothing is fetched."""
+    """The snapshot of a Hub model in the cache of Hugging Face's own library; nothing is fetched.
+
+    It is the one that `refs/main` names, or else the newest. Not every file of the model need be there, as the library asks:
+    what is missing is named where it is read.
+    """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
         return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.file_download import repo_folder_name
 
     try:
-        return Path(snapshot_download(hub_id, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
+        folder, main = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=hub_id, repo_type="model"), ""
+    except HFValidationError:  # a name that the Hub would not give
         return None
+    snapshots = {path.name: path for path in folder.glob("snapshots/*") if path.is_dir()}
+    with suppress(InputError, ValueError):
+        main = read_file(folder / "refs" / "main").decode().strip()
+    return snapshots.get(main) or max(snapshots.values(), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:

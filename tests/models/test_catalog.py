@@ -1,12 +1,14 @@
 """What a user may call a model: `tiny`, `random:SIZE`, a folder as text, as `Path` or below `~`, or a downloaded Hub id."""
 
+import os
 from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
 from huggingface_hub import constants
+from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
-from haarkv.models.catalog import TINY, load_model, path_of, read_config
+from haarkv.models.catalog import TINY, files_of, load_model, path_of, read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 
@@ -18,11 +20,15 @@ def hub(tmp_path, monkeypatch):
     """An empty cache of the Hub, in which `put` leaves a checkpoint as a download does."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
-    def put(hub_id):
-        kept = tmp_path / "hub" / f"models--{hub_id.replace('/', '--')}"
-        (kept / "refs").mkdir(parents=True)
-        (kept / "refs" / "main").write_text(COMMIT)
-        return write_checkpoint(kept / "snapshots" / COMMIT)
+    def put(hub_id, main=COMMIT, commit=COMMIT, write=write_checkpoint):
+        there = tmp_path / "hub" / f"models--{hub_id.replace('/', '--')}"
+        if main is not None:
+            (there / "refs").mkdir(parents=True, exist_ok=True)
+            (there / "refs" / "main").write_text(main)
+        folder = there / "snapshots" / commit
+        folder.mkdir(parents=True)
+        write(folder)
+        return folder
 
     return put
 
@@ -45,6 +51,79 @@ def test_a_hub_id_that_was_downloaded_is_found_and_nothing_is_fetched(hub):
     assert read_config("Org/Some-Model_1.5b") == read_config(folder)
     with pytest.raises(InputError, match="hf download"):
         path_of("Org/never-downloaded")
+
+
+def linked(folder):
+    """A checkpoint of which the library knows more files than were fetched; each is a link, as it leaves them."""
+    write_checkpoint(folder.parents[1] / "blobs")
+    for file in (folder.parents[1] / "blobs").iterdir():
+        (folder / file.name).symlink_to(Path("..") / ".." / "blobs" / file.name)
+    entries = {
+        name: TreeCacheEntry(1, "0", None, None, None) for name in ("README.md", "model.safetensors", "onnx/model.onnx")
+    }
+    write_tree_cache(str(folder.parents[1]), folder.name, entries)
+
+
+@pytest.mark.parametrize(
+    "main", [COMMIT, f"{COMMIT}\n", f"{COMMIT}\r\n", None, "", "fedcba98" * 5, "x" * 2**12, "../../elsewhere"]
+)
+def test_a_downloaded_model_is_found_whatever_its_cache_says_of_it(hub, main):
+    """A part of its files, a branch with the end of a line, or none: then the newest snapshot."""
+    newest = hub("Org/model", main, write=linked)
+    older = hub("Org/model", main, commit="0" * 40)
+    os.utime(older, (1, 1))
+    assert path_of("Org/model") == newest
+    assert load_model("Org/model").config.num_layers == 2
+    assert {file.parent for file in files_of("Org/model")} == {newest}
+
+
+def gguf_files(*names):
+    def write(folder):
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(b"GGUF")
+
+    return write
+
+
+@pytest.mark.parametrize("where", ["hub", "folder"])
+@pytest.mark.parametrize(
+    ("names", "only"),
+    [
+        (["m.gguf"], "m.gguf"),
+        (["m.gguf", "mmproj-m-f16.gguf", "config.json"], "m.gguf"),
+        (["Q8_0/m-00001-of-00002.gguf", "Q8_0/m-00002-of-00002.gguf"], "Q8_0/m-00001-of-00002.gguf"),
+        (["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-UD-Q4_K_XL.gguf"], None),
+    ],
+)
+def test_where_only_gguf_files_lie_one_is_the_model_and_of_several_one_is_to_be_named(hub, tmp_path, where, names, only):
+    folder = hub("Org/model-GGUF", write=gguf_files(*names)) if where == "hub" else tmp_path / "folder"
+    if where == "folder":
+        folder.mkdir()
+        gguf_files(*names)(folder)
+    name = "Org/model-GGUF" if where == "hub" else str(folder)
+    if only is not None:
+        assert path_of(name) == folder / only
+        write_checkpoint(folder)
+        assert path_of(name) == folder
+        return
+    with pytest.raises(InputError) as refused:
+        path_of(name)
+    assert str(refused.value) == f"{name} has several GGUF files: name one as {folder}/FILE, of {', '.join(names)}"
+    if where == "hub":
+        assert path_of(f"{name}:Q4_K_M") == path_of(f"{name}:q4_k_m") == folder / names[0]
+        for tag in ("Q4_K", "Q9", "m"):
+            with pytest.raises(InputError, match="name one as"):
+                path_of(f"{name}:{tag}")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_one_file_of_a_model_says_that_its_folder_is_to_be_named(tmp_path, name):
+    folder = write_checkpoint(tmp_path / "below" / "model")
+    with pytest.raises(InputError, match=f"^{folder / name} is one file of a model; name its folder, {folder}$"):
+        path_of(folder / name)
+    with pytest.raises(InputError, match=f"^{tmp_path / 'below'} has no config.json; .* such as {folder}$"):
+        path_of(tmp_path / "below")
 
 
 def test_a_folder_of_that_name_comes_before_the_hub(hub, tmp_path, monkeypatch):
