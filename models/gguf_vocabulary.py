@@ -1,16 +1,16 @@
 """A tokenizer in Hugging Face's format as the entries of a GGUF file, by which llama.cpp makes the same tokens of a text.
 
 llama.cpp knows a way of cutting text by its name alone, and merges SentencePiece's tokens by their scores. So what is written
-is read again, as `gguf_words` reads any file, and compared: a tokenizer that would then give other tokens is refused.
+is read again, as `gguf_words` reads any file, and compared: a tokenizer that would then give other tokens is refused. What it
+does to some texts before it cuts them, such as to compose characters (NFC), llama.cpp does to none: that is told of.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 from tokenizers import Tokenizer
 
@@ -77,7 +77,24 @@ def entries_of(words: Words, rows: int, ids: Mapping[str, int | None]) -> dict[s
     if words.template is not None:
         entries["tokenizer.chat_template"] = words.template
     _compare(words, words_of(words.path, entries, rows).tokenizer)
+    if unsaid := list(dict.fromkeys(_unsaid_steps(state["normalizer"], pieces))):
+        warn(
+            f"{words.path} changes text by {' and '.join(unsaid)} before it is cut, which llama.cpp does not and no GGUF file "
+            "says: of text that is changed so the file makes other tokens"
+        )
     return entries
+
+
+def _unsaid_steps(normalizer: Mapping[str, Any] | None, pieces: bool) -> Iterator[str]:
+    """Names of the steps of a normalizer that a file does not say; of SentencePiece's it says how spaces are spelled."""
+    if normalizer is None:
+        return
+    spaces = normalizer["type"] == "Prepend" or normalizer.get("pattern") == {"String": " "}
+    if normalizer["type"] == "Sequence":
+        for step in normalizer["normalizers"]:
+            yield from _unsaid_steps(step, pieces)
+    elif not (pieces and spaces):
+        yield str(normalizer["type"])
 
 
 _ELSE = "convert it with llama.cpp's convert_hf_to_gguf.py"
@@ -122,13 +139,6 @@ def _compare(words: Words, again: Tokenizer) -> None:
     for text in (PROBE, *PROBE.split("\n")):
         if again.encode(text).ids != words.tokenizer.encode(text).ids:
             raise InputError(f"{words.path}: as a GGUF file it would make other tokens of a text; {_ELSE}")
-    # llama.cpp cuts text as it comes. A tokenizer that only composes characters (NFC) still makes the same of most texts.
-    decomposed = normalize("NFD", PROBE)
-    if again.encode(decomposed).ids != words.tokenizer.encode(decomposed).ids:
-        warn(
-            f"{words.path} composes accents with their letters (NFC), and llama.cpp does not: the file makes other tokens of "
-            "decomposed text"
-        )
 
 
 def special_ids(words: Words, ends: Sequence[int], said: Mapping[str, Any], path: Path) -> dict[str, int | None]:

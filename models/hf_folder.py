@@ -20,7 +20,7 @@ from haarkv.models.hf_weights import INDICES, files_of_tensors, held_in, opened,
 from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.input_files import MARK, read_file, read_json, size_of
+from haarkv.tq_ops.input_files import MARK, read_file, read_json
 from haarkv.tq_ops.warn import warn
 
 _MOST_TOKENIZER = 2**27

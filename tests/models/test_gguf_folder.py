@@ -1,6 +1,7 @@
 """Folders in Hugging Face's format as GGUF files: beside files that another converter wrote, and read again by ourselves."""
 
 import json
+import warnings
 from functools import cache
 
 import gguf
@@ -160,23 +161,38 @@ def test_a_tokenizer_that_llama_cpp_has_not_is_refused(tmp_path):
     refused(merging(ignore_merges=True))  # whole words are no part of GPT-2's way
 
 
-def test_a_normalizer_that_llama_cpp_has_not_is_refused_or_said(tmp_path):
-    def written(normalizer):
-        tokenizer = merging()
-        tokenizer.normalizer = normalizer
-        return words_of(tmp_path, entries_of(Words(tokenizer, tmp_path), 300, {}), 300).tokenizer
+CHANGED = {
+    "NFC": (normalizers.NFC(), "e\u0301 ka\u0308a"), "NFD": (normalizers.NFD(), "\u00e9"),
+    "NFKC": (normalizers.NFKC(), "\ufb01"),
+    "NFKD": (normalizers.NFKD(), "\u2460"), "Lowercase": (normalizers.Lowercase(), "AB"),
+    "StripAccents": (normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]), "\u00e9"),
+    "Strip": (normalizers.Strip(), "  ab "), "Prepend": (normalizers.Prepend("a"), "b"),
+    "Replace": (normalizers.Replace("``", "ab"), "``"), "Nmt": (normalizers.Nmt(), "a\u200bb"),
+    "spaces": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), "a b"), "none": (None, "ab"),
+}  # fmt: skip
+"""What tokenizers do to a text before they cut it, by name, and a text that it changes."""
 
-    with pytest.warns(UserWarning, match=r"composes accents with their letters \(NFC\), and llama.cpp does not"):
-        again = written(normalizers.NFC())
-    # Our own reader makes of the file what llama.cpp does.
-    assert again.encode("e\u0301").ids == list("e\u0301".encode())
-    others = (
-        normalizers.NFD(), normalizers.NFKC(), normalizers.NFKD(), normalizers.Lowercase(), normalizers.Replace(" ", "_"),
-        normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]), normalizers.Prepend("x"),
-    )  # fmt: skip
-    for normalizer in others:
-        with pytest.raises(InputError, match="other tokens of a text"):
-            written(normalizer)
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_file_does_not_say_of_a_text_is_refused_or_told_of(tmp_path, kind, name):
+    normalizer, text = CHANGED[name]
+    tokenizer = merging() if kind == "bytes" else sentence_pieces(prefix=False)
+    spaces = [] if kind == "bytes" or name == "spaces" else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([normalizer, *spaces]) if normalizer else tokenizer.normalizer
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            entries = entries_of(Words(tokenizer, tmp_path), 300, {})
+        except InputError:
+            return
+    again = words_of(tmp_path, entries, 300).tokenizer
+    if again.encode(text).ids == tokenizer.encode(text).ids:
+        assert not told
+    else:
+        [line] = told
+        assert f"changes text by {name} before" in str(line.message)
+    assert bool(told) == (name in ("NFC", "Replace", "Nmt"))
 
 
 def test_a_head_of_its_own_is_written_whatever_the_config_says(tmp_path, capsys):
