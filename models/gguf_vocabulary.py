@@ -19,6 +19,7 @@ from haarkv.models.gguf_words import (
     CONTROL,
     NORMAL,
     PRE_TOKENIZERS,
+    PROBE,
     TOKENS,
     UNKNOWN,
     UNUSED,
@@ -32,13 +33,6 @@ from haarkv.models.source import Words
 from haarkv.models.text import has_patterns
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.warn import warn
-
-PROBE = (
-    "Hello, world! It's we'll I'D they'RE\tx  y   z\r\n\n  def f(a_b, c2=12345):\n\t\treturn a<=b&&c != \"q\"  # 3.14\n\n\n"
-    "naïve Straße ŒUVRE 北京 こんにちは 안녕 привет नमस्ते שָׁלוֹם مرحبا 😀👍🏽 ½ ² Ⅷ … “x” —  \u00a0\u2003"
-    " end 007 1,000,000 $5€ %&/()=?`´^°~|{}[]<>"
-)
-"""What both must cut alike: every kind of character that a known way of cutting tells apart."""
 
 
 def entries_of(words: Words, rows: int, ids: Mapping[str, int | None]) -> dict[str, Any]:

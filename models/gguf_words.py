@@ -51,6 +51,12 @@ PRE_TOKENIZERS = tuple(_SPLITS)
 """llama.cpp's names for ways of cutting text, those together that mean the same."""
 LINEAR = frozenset(pattern for patterns in _SPLITS.values() for pattern in patterns)
 """All of them: each looks at every character a few times at most."""
+PROBE = (
+    "Hello, world! It's we'll I'D they'RE\tx  y   z\r\n\n  def f(a_b, c2=12345):\n\t\treturn a<=b&&c != \"q\"  # 3.14\n\n\n"
+    "naïve Straße ŒUVRE 北京 こんにちは 안녕 привет नमस्ते שָׁלוֹם مرحبا 😀👍🏽 ½ ² Ⅷ … “x” —  \u00a0\u2003"
+    " end 007 1,000,000 $5€ %&/()=?`´^°~|{}[]<>"
+)
+"""What both must cut alike: every kind of character that a known way of cutting tells apart."""
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 """Those of `_SPLITS` where a piece that is a token stays whole, and each text begins with BOS unless the file says no."""
 

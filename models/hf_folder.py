@@ -17,6 +17,7 @@ from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, read_hf_settings
 from haarkv.models.hf_weights import INDICES, files_of_tensors, held_in, opened, read_header
+from haarkv.models.hf_words import FILES, tokenizer_in
 from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
@@ -49,7 +50,9 @@ class HFFolder:
         self._opened: dict[Path, Any] = {}
 
     def files(self) -> Sequence[Path]:
-        named = {self.settings_path, self.path / "tokenizer.json", *(self.path / index for index in INDICES)}
+        tokenizer = self.path / "tokenizer.json"
+        named = {self.settings_path, *([tokenizer] if tokenizer.exists() else [self.path / name for name in FILES])}
+        named |= {self.path / index for index in INDICES}
         with suppress(InputError):  # who reads the weights says what is wrong with them
             named |= set(files_of_tensors(self.path).values())
         return sorted(path for path in named if path.is_file())
@@ -116,18 +119,19 @@ class HFFolder:
 
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
-        if not path.is_file():
-            raise InputError(f"{self.path} has no tokenizer.json; text cannot be turned into tokens")
-        content = read_file(path, _MOST_TOKENIZER).removeprefix(MARK)
-        try:
-            tokenizer = FastTokenizer.from_buffer(content)
-        except Exception as error:  # the library raises plain Exception
-            raise InputError(f"{path} cannot be read: {error}") from None
-        settings = _optional_json(self.path / "tokenizer_config.json")
+        settings, file = _optional_json(self.path / "tokenizer_config.json"), path if path.is_file() else None
         # An absent one stays undefined, which a template prints as nothing; None would be printed as a word.
         texts = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         special = {key: text for key, text in texts.items() if text is not None}
-        return Words(tokenizer, path, path, _chat_template(self.path, settings), special, self._ends(tokenizer, settings))
+        if file is None:
+            path, tokenizer = tokenizer_in(self.path, settings, special)
+        else:
+            content = read_file(path, _MOST_TOKENIZER).removeprefix(MARK)
+            try:
+                tokenizer = FastTokenizer.from_buffer(content)
+            except Exception as error:  # the library raises plain Exception
+                raise InputError(f"{path} cannot be read: {error}") from None
+        return Words(tokenizer, path, file, _chat_template(self.path, settings), special, self._ends(tokenizer, settings))
 
     def _ends(self, tokenizer: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
         """What `generation_config.json` says, and both files of a tokenizer."""
