@@ -235,7 +235,8 @@ def read_hf_settings(path: Path) -> Mapping[str, Any]:
         InputError: no such file, or no settings.
     """
     if not path.exists():
-        raise InputError(f"{path} does not exist; a model is a folder in Hugging Face format, tiny, or random:SIZE")
+        other = of_another_form(path.parent) or "; a model is a folder in Hugging Face format, tiny, or random:SIZE"
+        raise InputError(f"{path} does not exist{other}")
     raw = read_json(path)
     if not isinstance(raw, dict):
         raise InputError(f"{path} is not a model's configuration")
@@ -244,5 +245,23 @@ def read_hf_settings(path: Path) -> Mapping[str, Any]:
         ends = {"eos_token_id": [id for of in (inner, raw) for id in _listed(of.get("eos_token_id"))]}
         raw = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw} | inner | ends
     model_type = raw.get("model_type")
-    known = isinstance(model_type, str) and model_type in FAMILIES
-    return {**family_of(model_type).DEFAULTS[model_type], **raw} if known else raw
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        return raw
+    return {**family_of(model_type).DEFAULTS[model_type], **raw}
+
+
+_OTHER_FORMS = {
+    "adapter_*": "an adapter; merge it into its model (peft's merge_and_unload), and save that",
+    "params.json": "of its makers' own form; fetch it with config.json and model.safetensors, or as a GGUF file",
+    "consolidated*": "weights under its makers' own names; fetch model.safetensors or its shards, or a GGUF file",
+    "flax_model*": "for JAX; save it with transformers' save_pretrained",
+    "tf_model*": "for TensorFlow; save it with transformers' save_pretrained",
+    "*.pt*": "of torch's; save it with transformers' save_pretrained",
+}
+"""Files of models in forms that are not read from a folder, and what they are."""
+
+
+def of_another_form(folder: Path) -> str:
+    """What a folder holds in place of a model in Hugging Face format, as the end of a sentence; "" of nothing known."""
+    there = ((path.name, what) for form, what in _OTHER_FORMS.items() for path in sorted(folder.glob(form))[:1])
+    return next((f", but {name}, {what}" for name, what in there), "")

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from haarkv.models.hf_config import of_another_form
 from haarkv.models.source import Held
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json, size_of
@@ -20,15 +21,6 @@ from haarkv.tq_ops.kv.safetensors_header import Header, header_in
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_OTHERS = {
-    "consolidated*": "Mistral's own format; fetch the files in Hugging Face's beside it (model*.safetensors)",
-    "adapter_model.*": "an adapter; merge it into its base model first (peft's merge_and_unload)",
-    "*.gguf": "a GGUF file; name the file itself",
-    "flax_model*": "for JAX; save it with transformers' save_pretrained",
-    "tf_model*": "for TensorFlow; save it with transformers' save_pretrained",
-    "*.pth": "torch's, without names that are known; save it with transformers' save_pretrained",
-}
-"""Weights that are not read: names of files, and what they are."""
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
@@ -42,10 +34,9 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
             return _indexed(folder, folder / index)
         if (folder / single).is_file():
             return dict.fromkeys(read_header(folder / single), folder / single)
-    for pattern, what in _OTHERS.items():
-        if found := sorted(folder.glob(pattern)):
-            raise InputError(f"{folder} has no weights that can be read, but {found[0].name}, {what}")
-    raise InputError(f"{folder} has a config but no weights: neither {_SINGLES[0]} nor {INDICES[0]} is there")
+    raise InputError(
+        f"{folder} has a config but no weights: neither {_SINGLES[0]} nor {INDICES[0]} is there{of_another_form(folder)}"
+    )
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
@@ -73,7 +64,10 @@ def _stays_within(file: str) -> bool:
 class _Saved(dict[str, Tensor]):
     """Tensors that `torch.save` wrote, with the methods of a safetensors file."""
 
-    get_tensor = get_slice = dict.__getitem__
+    def get_tensor(self, name: str) -> Tensor:
+        return self[name].contiguous()
+
+    get_slice = get_tensor
 
 
 def opened(path: Path) -> Any:
@@ -95,8 +89,9 @@ def _saved(path: Path, written: int) -> _Saved:  # noqa: ARG001 - a file that is
     except Exception as error:  # whatever a damaged archive makes of itself
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} cannot be read as tensors alone: {reason}; save it as safetensors") from None
-    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise InputError(f"{path} holds other things than tensors by name; save it as safetensors")
+    tensors = list(content.values()) if isinstance(content, dict) else [None]
+    if not all(isinstance(tensor, Tensor) and tensor.layout == torch.strided for tensor in tensors):
+        raise InputError(f"{path} holds other things than plain tensors by name; save it as safetensors")
     return _Saved(content)
 
 
@@ -109,7 +104,12 @@ def read_header(path: Path) -> Header:
     if path.suffix == ".bin":
         words = {dtype: word for word, dtype in _DTYPES.items()}
         return {
-            name: {"dtype": words.get(of.dtype, str(of.dtype)), "shape": list(of.shape), "data_offsets": (0, of.nbytes)}
+            name: {
+                "dtype": words.get(of.dtype, str(of.dtype)),
+                "shape": list(of.shape),
+                "data_offsets": (0, of.nbytes),
+                "in_order": of.is_contiguous(),
+            }
             for name, of in opened(path).items()
         }
     size = size_of(path)
@@ -140,4 +140,4 @@ def held_in(header: Header, name: str, path: Path) -> Held:
         fault = f"takes {end - begin} bytes, its shape asks for another number; the file is damaged"
     elif end > size:
         fault = f"ends at byte {end}, the file at {size}: it is truncated; fetch it again"
-    return Held(shape, dtype, end - begin, path, fault)
+    return Held(shape, dtype, end - begin, path, fault, in_place=entry.get("in_order", True))

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from haarkv.tq_ops.warn import HaarkvWarning
 
@@ -80,13 +80,13 @@ def warnings_in_a_line() -> Iterator[None]:
     """Print this package's own warnings as `warn` does, without a place in its code; those of others as Python does."""
     plain = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, HaarkvWarning):
             warn(str(message))
         else:
-            plain(message, category, *where)
+            plain(message, category, *where, **more)
 
-    warnings.showwarning = show
+    warnings.showwarning = cast("Any", show)
     try:
         yield
     finally:

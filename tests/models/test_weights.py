@@ -288,6 +288,7 @@ def saved_by_torch(folder, shards=1):
     """The checkpoint of `write_checkpoint` as older ones were stored."""
     write_checkpoint(folder)
     tensors = load_file(folder / "model.safetensors")
+    tensors[HEAD] = tensors[HEAD].T.contiguous().T  # numbers that do not lie in order
     (folder / "model.safetensors").unlink()
     if shards == 1:
         torch.save(tensors, folder / "pytorch_model.bin")
@@ -297,6 +298,12 @@ def saved_by_torch(folder, shards=1):
         torch.save({name: tensor for name, tensor in tensors.items() if names[name] == file}, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
     return folder
+
+
+def test_without_a_config_a_folder_is_told_by_what_is_there(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config.json does not exist, but params.json, of its makers' own form"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -318,11 +325,11 @@ class Program:
     ("name", "content", "words"),
     [
         ("pytorch_model.bin", Program(), "pytorch_model.bin cannot be read as tensors alone: Weights only load failed"),
-        ("pytorch_model.bin", {"model": {}}, "holds other things than tensors by name"),
+        ("pytorch_model.bin", {"model": {}}, "holds other things than plain tensors by name"),
         ("pytorch_model.bin", {"model.norm.weight": torch.ones(3, dtype=torch.int8)}, "lacks the tensor"),
-        ("consolidated.safetensors", 0, "but consolidated.safetensors, Mistral's own format"),
+        ("pytorch_model.bin", {"model.norm.weight": torch.eye(3).to_sparse()}, "other things than plain tensors"),
+        ("consolidated.safetensors", 0, "but consolidated.safetensors, weights under its makers' own names"),
         ("adapter_model.safetensors", 0, "but adapter_model.safetensors, an adapter; merge it"),
-        ("model-Q4_0.gguf", 0, "but model-Q4_0.gguf, a GGUF file; name the file itself"),
         ("tf_model.h5", 0, "for TensorFlow"),
         ("readme.txt", 0, "has a config but no weights"),
     ],
