@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes, work_bytes
+from haarkv.models.hf_config import config_of
 from haarkv.models.parallel import Split
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.memory import require_memory
 
@@ -34,8 +39,23 @@ def default_spec(learned: bool, context: int = TAIL) -> KVSpec:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    """The shapes that a plan file names its model by."""
-    return ModelShape(config.kv_shapes, config.hidden_size, config.vocab_size, tuple(config.state_shapes.items()))
+    """What stored files name a model by."""
+    declaration = json.dumps(config.declaration(), sort_keys=True)
+    return ModelShape(
+        config.kv_shapes, config.hidden_size, config.vocab_size, tuple(config.state_shapes.items()), declaration
+    )  # fmt: skip
+
+
+def declaration_in(settings: Mapping[str, Any]) -> str:
+    """`ModelShape.declaration` of a model that another library runs; "" of one that is not built here.
+
+    Args:
+        settings: the entries of its `config.json`, as that library has them now.
+    """
+    try:
+        return shape_of(config_of(Path("config.json"), settings)).declaration
+    except InputError:
+        return ""
 
 
 def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> KVPlan:

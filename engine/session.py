@@ -298,7 +298,8 @@ class Session:
     def _origin(self) -> cache_file.Origin:
         if self.ranks.size > 1:
             raise InputError("stored sequences are of one process; leave out --tensor-parallel")
-        return cache_file.origin_of(self.plan, shape_of(self.config), self.weights, self.executor.name)
+        made_by = f"{self.executor.name} {str(self.executor.weights.embedding.dtype).removeprefix('torch.')}"
+        return cache_file.origin_of(self.plan, shape_of(self.config), self.weights, made_by)
 
     def _require_room(self, sequences: int, max_context: int) -> None:
         """Refuse a cache that this machine cannot hold, before a part of it is allocated."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
@@ -258,6 +259,18 @@ class ModelConfig:
             raise ValueError("its layers differ")
         return self.layers[0]
 
+    def declaration(self) -> dict[str, Any]:
+        """All that decides what K, V and logits become, as JSON has it: what a stored file says of its model.
+
+        Every field of every part is in it but `_UNDECLARED`. Layers that are alike stand once, under their numbers with
+        spaces between.
+        """
+        alike: dict[Layer, list[str]] = {}
+        for index, layer in enumerate(self.layers):
+            alike.setdefault(layer, []).append(str(index))
+        layers = {" ".join(indices): _declared(layer) for layer, indices in alike.items()}
+        return {**_declared(replace(self, layers=())), "layers": layers}
+
     def for_drafts(self, tokens: int) -> ModelConfig:
         """The same model, whose states are kept in enough versions to take back so many drafted tokens and the one before."""
 
@@ -272,6 +285,23 @@ class ModelConfig:
     def with_layers(self, count: int) -> ModelConfig:
         """The same model with its first layers alone."""
         return replace(self, layers=self.layers[:count])
+
+
+_UNDECLARED = frozenset({"model_type", "max_position_embeddings", "eos_token_ids", "versions"})
+"""Fields that change no number of a forward. What a model type and its positions decide, such as windows, is declared."""
+
+
+def _declared(part: Any) -> Any:
+    """A part of a declaration as JSON has it; floats as `decimal`, so that a GGUF file and its folder say the same."""
+    if not is_dataclass(part):
+        return decimal(part)
+    found = {item.name: _declared(getattr(part, item.name)) for item in fields(part) if item.name not in _UNDECLARED}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def decimal(value: Any) -> Any:
+    """A number that a file holds as FP32, as the shortest decimal that stands for it: 1e-06 and not 9.999999974752427e-07."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def dense_layers(

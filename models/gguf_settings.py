@@ -8,10 +8,10 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-import numpy as np
 import torch
 
 from haarkv.models import gguf_hybrid
+from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
 from haarkv.models.gguf_rope import llama3_entries, scaling_entries
 from haarkv.models.gguf_words import ends_of
@@ -128,8 +128,3 @@ class GGUFSettings:
         if layers == _GEMMA_27B and all(isinstance(found.get(key), int) for key in ("hidden_size", "num_attention_heads")):
             scale = found["hidden_size"] // max(1, found["num_attention_heads"])
         found["query_pre_attn_scalar"] = scale
-
-
-def decimal(value: Any) -> Any:
-    """A number that a file holds as FP32, as the shortest decimal that stands for it: 1e-06 and not 9.999999974752427e-07."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value

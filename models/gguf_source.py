@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from haarkv.models import gguf_hybrid
+from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_names import EXPERTS, IN_GEMMA_LAYER, IN_LAYER, OUTER, SAMPLING, rows_of
 from haarkv.models.gguf_place import Place
-from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings, decimal
+from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings
 from haarkv.models.gguf_words import words_of
 from haarkv.models.source import DRAFTING_ENTRY, Empty, Held, Words, checked_sampling
 from haarkv.tq_ops.errors import InputError

@@ -20,7 +20,8 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv import calibration_file, plan_file
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -153,7 +154,7 @@ def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
 
 
 def shape_of(vllm_config: VllmConfig) -> ModelShape:
-    """The shapes that a plan names its model by.
+    """What a plan names its model by.
 
     Raises:
         InputError: a hybrid of a kind that is not known here.
@@ -161,10 +162,11 @@ def shape_of(vllm_config: VllmConfig) -> ModelShape:
     model = vllm_config.model_config
     if model.is_hybrid:
         return _hybrid_shape(model.model)
-    return ModelShape.uniform(
+    uniform = ModelShape.uniform(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size(), model.get_hidden_size(),
         model.get_vocab_size(),
     )  # fmt: skip
+    return replace(uniform, declaration=plans.declaration_in(getattr(model.hf_text_config, "to_dict", dict)()))
 
 
 @cache

@@ -22,7 +22,8 @@ from haarkv.models.caches import new_cache
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.tq_ops.kv.stored import put, reusable, take

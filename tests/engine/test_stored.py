@@ -31,8 +31,9 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.packing import pack, unpack
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, KVShape
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
@@ -328,7 +329,7 @@ def test_a_file_holds_what_was_stored(file):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"shape": replace(SHAPE, hidden_size=64)}, "made with a model of"),
+        ({"shape": replace(SHAPE, hidden_size=64)}, "made for another model"),
         ({"weights": "others"}, "other weights"),
         ({"weights": "weights-0"}, "made with no channels balanced; give --balance off"),
         ({"layers": ("tq3",)}, "stores layer 0 in tq4, and this run in tq3"),

@@ -7,7 +7,8 @@ import pytest
 from haarkv.engine.loading import load as load_session
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import candidates, planner
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"

@@ -11,7 +11,8 @@ from refusals import assert_refused
 
 from haarkv.serving import serve as serving
 from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n" * 2

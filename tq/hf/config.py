@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from haarkv.engine.plans import declaration_in
 from haarkv.models.hf_config import HFConfig
 from haarkv.models.hf_rope import read_rope
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.shapes import KVShape
 
 
@@ -72,7 +73,7 @@ def cache_layers(decoder: Any) -> list[Any]:
 
 
 def model_shape(config: Any) -> ModelShape:
-    """The shapes that a plan file must match; a window that is as wide as the context hides nothing and is dropped."""
+    """What a plan file must match; a window that is as wide as the context hides nothing and is dropped."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     positions = _positions(config)
 
@@ -81,7 +82,7 @@ def model_shape(config: Any) -> ModelShape:
         return size if size and size < positions else None
 
     shapes = [KVShape(heads, head_dims(config, layer)[0], window(their)) for layer, their in enumerate(cache_layers(config))]
-    return ModelShape(tuple(shapes), config.hidden_size, config.vocab_size)
+    return ModelShape(tuple(shapes), config.hidden_size, config.vocab_size, declaration=declaration_in(config.to_dict()))
 
 
 def _positions(config: Any) -> float:

@@ -6,8 +6,8 @@
               sha256: of the metadata, the tokens, the windows and the blocks' digests; of version 2 also packed: dtype and
               shape of each packed tensor, as JSON; where there is an `earlier`, its length by that name
 
-`origin` names the model by shape and fingerprint, the plan by its text, and rotations, tables and learned coordinates by their
-digest. A sequence continues only where all of that is the same.
+`origin` names the model by shape, declaration and fingerprint, the plan by its text, and rotations, tables and learned
+coordinates by their digest. A sequence continues only where all of that is the same.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json, size_of
+from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.packing import pack, unpack
-from haarkv.tq_ops.kv.plan import KVPlan, ModelShape
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import MOST_VERSIONS, StateShape
 from haarkv.tq_ops.kv.safetensors_header import lacks, metadata_of, start_of
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
@@ -55,7 +56,7 @@ class Origin:
         tail: tokens in BF16 that the plan asks for; None for the fewest that its formats need.
         sink: first tokens in BF16.
         tables: digest of rotations, centroids and learned coordinates.
-        made_by: the executor and dtype; for people.
+        made_by: the executor and dtype; for people: rounding differs between them, and a sequence goes on all the same.
     """
 
     shape: ModelShape
@@ -75,8 +76,7 @@ class Origin:
         Raises:
             InputError: naming what differs.
         """
-        if self.shape != here.shape:
-            raise InputError(f"{name} was made with a model of {self.shape}; this one has {here.shape}")
+        self.shape.require_same(here.shape, name, "prefill again")
         if self.weights != here.weights:
             if self.weights.partition("-")[0] == here.weights.partition("-")[0]:
                 made, instead = ("other", "leave out") if "-" in self.weights else ("no", "give")

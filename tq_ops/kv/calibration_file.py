@@ -27,7 +27,8 @@ from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 

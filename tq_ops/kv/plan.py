@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
-from haarkv.tq_ops.kv.recurrent import StateShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, KEPT_ROOM, RING_CHUNK, KVShape, Shapes, each
 
 _NAMED = 3
@@ -209,98 +208,6 @@ def _token_bytes(shape: KVShape, pair: tuple[KVFormat, KVFormat]) -> float:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What tells whether a plan was made for a model; weights of the same shape may share one.
-
-    Attributes:
-        layers: of each layer's K and V, None where it has none.
-        states: what else layers remember, by layer, ascending.
-    """
-
-    layers: tuple[KVShape | None, ...]
-    hidden_size: int
-    vocab_size: int
-    states: tuple[tuple[int, StateShape], ...] = ()
-
-    @classmethod
-    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int, vocab_size: int) -> ModelShape:
-        """Of a model whose layers are all alike and keep all tokens."""
-        return cls((KVShape(num_kv_heads, head_dim),) * num_layers, hidden_size, vocab_size)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    def as_json(self) -> dict[str, Any]:
-        """For a file: five integers where all layers are alike and keep all tokens; else also each layer that differs."""
-        first = next((shape for shape in self.layers if shape is not None), None)
-        plain = replace(first, window=None) if first else KVShape(1, 1)
-        entry: dict[str, Any] = {
-            "num_layers": self.num_layers, "num_kv_heads": plain.num_kv_heads, "head_dim": plain.head_dim,
-            "hidden_size": self.hidden_size, "vocab_size": self.vocab_size,
-        }  # fmt: skip
-        if others := {str(i): shape and asdict(shape) for i, shape in enumerate(self.layers) if shape != plain}:
-            entry["layers"] = others
-        if self.states:
-            entry["states"] = {str(layer): shape.as_json() for layer, shape in self.states}
-        return entry
-
-    @classmethod
-    def read(cls, raw: object) -> ModelShape:
-        """From the entry of a file.
-
-        Raises:
-            ValueError: it is not what `as_json` writes.
-        """
-        names = ("num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
-        if not isinstance(raw, dict) or raw.keys() - {"layers", "states"} != set(names):
-            raise ValueError(f"its model is not described by {', '.join(names)}")
-        if bad := [name for name in names if not _is_count(raw[name])]:
-            raise ValueError(f"{bad[0]} of its model is not a positive integer")
-        if raw["num_layers"] > _MOST_LAYERS:
-            raise ValueError(f"num_layers of its model is above {_MOST_LAYERS}")
-        layers: list[KVShape | None] = [KVShape(raw["num_kv_heads"], raw["head_dim"])] * raw["num_layers"]
-        for index, entry in _by_layer_of(raw, "layers", len(layers)):
-            layers[index] = _layer_shape(entry)
-        states = tuple((index, StateShape.read(entry)) for index, entry in _by_layer_of(raw, "states", len(layers)))
-        return cls(tuple(layers), raw["hidden_size"], raw["vocab_size"], states)
-
-    def __str__(self) -> str:
-        kinds = Counter(str(shape) if shape else "no K and V" for shape in self.layers)
-        layers = " and ".join(f"{count} layers of {words}" for words, count in kinds.items())
-        return f"{layers}, hidden {self.hidden_size}, vocabulary {self.vocab_size}"
-
-
-_MOST_LAYERS = 2**14
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 < value < 2**31
-
-
-def _by_layer_of(raw: Mapping[str, Any], name: str, count: int) -> list[tuple[int, object]]:
-    """The entries of one layer each, of an object by the layers' numbers; none where there is no such object."""
-    entries = raw.get(name, {})
-    if not isinstance(entries, dict):
-        raise ValueError(f"the {name} of its model are no object")
-    for index in entries:
-        if not (index.isascii() and index.isdigit() and len(index) < 6 and int(index) < count):
-            raise ValueError(f"its model has no layer {index}")
-    return sorted((int(index), entry) for index, entry in entries.items())
-
-
-def _layer_shape(entry: object) -> KVShape | None:
-    """The inverse of `asdict`, of a file's entry."""
-    match entry:
-        case None:
-            return None
-        case {"num_kv_heads": heads, "head_dim": dim, "window": window, **others} if not others:
-            if _is_count(heads) and _is_count(dim) and (window is None or _is_count(window)):
-                return KVShape(heads, dim, window)
-    raise ValueError("a layer of its model is not described by num_kv_heads, head_dim and window")
-
-
-@dataclass(frozen=True)
 class KVSpec:
     """A KV plan as it is asked for, before the model's number of layers is known.
 
@@ -351,11 +258,11 @@ class KVSpec:
 
         Raises:
             InputError: an unknown format, a layer that is not there or named twice, a tail shorter than a format needs, or
-                a model of another shape than the plan was made for.
+                a model of another shape or declaration than the plan was made for.
         """
-        if self.made_for and shape and self.made_for != shape:
-            what = "calibration" if self.weights else "plan"
-            raise InputError(f"the {what} was made for another model: {self.made_for}; this one has {shape}")
+        if self.made_for and shape:
+            what, by = ("calibration", "calibrate") if self.calibration else ("plan", "plan")
+            self.made_for.require_same(shape, f"the {what}", f"run `tq {by}` on this model")
         named: dict[int, str] = {}
         for layer, spec in (*((layer, "bf16") for layer in self.skip_layers), *self.layers.items()):
             if not -num_layers <= layer < num_layers:

@@ -21,7 +21,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import parse_json, read_file
 from haarkv.tq_ops.kv import calibration_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, is_calibration
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.safetensors_header import lacks, metadata_of, start_of
 
 _VERSION = 1

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from haarkv.engine.plans import SINKS, default_spec, plan_for
+from haarkv.engine.plans import SINKS, default_spec, plan_for, shape_of
 from haarkv.models.catalog import path_of, read_config, source_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.weights import num_parameters
@@ -84,13 +84,14 @@ def file_for(model: str, loss: float, layers: int | None = None, executor: str |
     Raises:
         InputError: no such model.
     """
-    source = source_of(model)
+    source, declaration = source_of(model), shape_of(read_config(model, layers)).declaration
     files = [] if source is None else source.files()
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     about = [
         _VERSION,
         model if source is None else "",
         layers,
+        declaration,
         seen,
         loss,
         names_for(executor),

@@ -13,7 +13,8 @@ from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps, loads
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.tensor_digest import digest_of
 

@@ -26,7 +26,8 @@ from haarkv.tq_ops.formats import NonFiniteVectorError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes, tokens_that_fit
-from haarkv.tq_ops.kv.plan import KVSpec, ModelShape
+from haarkv.tq_ops.kv.model_shape import ModelShape
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KEPT_ROOM, KVShape
 from haarkv.validation.layers.runner import validate
 
