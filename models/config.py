@@ -292,7 +292,10 @@ _UNDECLARED = frozenset({"model_type", "max_position_embeddings", "eos_token_ids
 
 
 def _declared(part: Any) -> Any:
-    """A part of a declaration as JSON has it; floats as `decimal`, so that a GGUF file and its folder say the same."""
+    """A part of a declaration as JSON has it: its `declared` or else its fields; floats as `decimal`, so that a GGUF file and
+    its folder say the same."""
+    if (own := getattr(part, "declared", None)) is not None:
+        return {name: decimal(value) for name, value in own.items()}
     if not is_dataclass(part):
         return decimal(part)
     found = {item.name: _declared(getattr(part, item.name)) for item in fields(part) if item.name not in _UNDECLARED}

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,15 @@ class Llama3Scaling:
     original_positions: int
     rope_type: str = "llama3"
     attention_factor: float = 1.0
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """Its two waves, which several numbers say alike; a GGUF file holds what they come to, and not the numbers."""
+        waves = {
+            "low": self.original_positions / self.low_freq_factor,
+            "high": self.original_positions / self.high_freq_factor,
+        }
+        return {"rope_type": self.rope_type, "factor": self.factor} | {of: float(f"{at:.5g}") for of, at in waves.items()}
 
     def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
         low, high = self.low_freq_factor, self.high_freq_factor

@@ -12,6 +12,7 @@ from checkpoints import byte_tokenizer
 from refusals import assert_refused
 from transformers_judge import draw_weights, worst_error
 
+from haarkv.engine.plans import declaration_in, shape_of
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import TINY, load_model, read_config
@@ -174,6 +175,7 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
     assert num_parameters(config) == theirs.num_parameters()
     expected = {key: tuple(entry["shape"]) for key, entry in read_header(folder / "model.safetensors").items()}
     assert checkpoint_shapes(config) == expected
+    assert declaration_in(theirs.config.to_dict()) == shape_of(config).declaration
 
 
 @pytest.mark.parametrize("side", ["q", "k", "v"])

@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from transformers_judge import saved_random
 
 from haarkv.engine.loading import load
+from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.gguf_vocabulary import PROBE, entries_of, special_ids
 from haarkv.models.gguf_words import words_of
@@ -73,6 +74,7 @@ def test_tensors_and_settings_are_those_of_another_converter(saved, tmp_path, na
             assert ours.fields[key].contents() == field.contents(), key
     # And read again by ourselves, it is the folder.
     again, folder = load_model(out), load_model(saved(name))
+    assert shape_of(again.config) == shape_of(folder.config)
     for (of, one), (_, other) in zip(again.weights.named(), folder.weights.named(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-7, msg=of)
 

@@ -59,7 +59,7 @@ class ModelShape:
             warn(f"{what} does not say how its model was configured; if config.json has changed since, {remedy}")
         elif parted := _first_difference(_by_single_layer(self.declaration), _by_single_layer(here.declaration)):
             path, made, now = parted
-            where = f" of layer {path[1]}" if path[0] == "layers" else ""
+            where = f" of layer {path[1]}" if path[0] == "layers" and len(path) > 2 else ""
             name = ".".join(path[2:] if where else path)
             raise InputError(f"{what} was made with {name} {_brief(made)}{where}; this model has {_brief(now)}: {remedy}")
 

@@ -300,6 +300,43 @@ def test_a_plan_file_says_all():
         spec.plan(3, other)
 
 
+def declared(**entries):
+    return replace(SHAPE, declaration=json.dumps(entries, sort_keys=True))
+
+
+@pytest.mark.parametrize(
+    ("made", "here", "words"),
+    [
+        ({"tied": True}, {"tied": False}, "tied true; this model has false"),
+        ({"scale": 1.0}, {"scale": 1.0, "layers": {"0 1 2": {"norm": {"eps": 1e-6}}}}, "layers none; this model has"),
+        (
+            {"layers": {"0 2": {"norm": {"eps": 1e-6}}, "1": {"norm": {"eps": 1e-5}}}},
+            {"layers": {"0 1 2": {"norm": {"eps": 1e-6}}}},
+            "norm.eps 1e-05 of layer 1; this model has 1e-06",
+        ),
+        ({"layers": {"0 1 2": {"a": "x" * 999}}}, {"layers": {"0 1 2": {"a": 1}}}, 'a "xxx'),
+        ({"layers": 3}, {"layers": {"0 1 2": {"a": 1}}}, "layers 3; this model has"),
+    ],
+)
+def test_a_file_names_the_first_field_that_is_declared_otherwise(made, here, words):
+    """It comes back from a file as it was written, and what is off is as good as not there."""
+    shape = ModelShape.read(json.loads(json.dumps(declared(**made).as_json())))
+    assert shape == declared(**made)
+    shape.require_same(declared(**made, more=False, factor=0, kind=None), "it", "again")
+    for other in (SHAPE, declared(**made)):
+        shape.require_same(other, "it", "again")
+    with pytest.raises(InputError) as caught:
+        shape.require_same(declared(**here), "it", "again")
+    assert str(caught.value).startswith(f"it was made with {words}")
+    assert str(caught.value).endswith(": again")
+    assert len(str(caught.value)) < 400
+
+
+def test_a_file_without_a_declaration_says_so():
+    with pytest.warns(UserWarning, match=r"the plan does not say .* if config.json has changed since, run `tq plan`"):
+        KVSpec(made_for=SHAPE).plan(3, declared(tied=True))
+
+
 def broken(**changes):
     content = json.loads(plan_file.dumps(KVSpec().plan(3), SHAPE)) | changes
     return json.dumps({key: value for key, value in content.items() if value != "gone"})
@@ -311,6 +348,7 @@ def broken(**changes):
         "", "[]", "{", "3", broken(layers="gone"), broken(haarkv_plan=2), broken(layers=["tq4"]), broken(layers=[1, 2, 3]),
         broken(layers=["tq4", "tq4", "tq9"]), broken(tail="many"), broken(sink=-1), broken(sink=None),
         broken(model={"layers": 3}), broken(model={**SHAPE.as_json(), "num_layers": "x"}), broken(model=[]),
+        *(broken(model={**SHAPE.as_json(), "declaration": wrong}) for wrong in (3, [], "text")),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_plan_is_refused_in_one_line(text):

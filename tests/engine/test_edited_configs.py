@@ -1,0 +1,242 @@
+"""A config.json that was edited: what was stored before is refused in one line, or goes on as a fresh run would."""
+
+import io
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from calibration_files import write_calibration
+from refusals import assert_refused
+from transformers_judge import saved_random
+
+import tq
+from haarkv.engine.conversations import Conversations
+from haarkv.engine.plans import plan_for, shape_of
+from haarkv.models.catalog import read_config
+from haarkv.models.registry import FAMILIES
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import cache_file, plan_file
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.planning import remembered
+from tq.cli import main
+
+SHAPE = {
+    "vocab_size": 257, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "eos_token_id": 256,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MODELS = {
+    "qwen3": ("Qwen3", {}),
+    "windows": ("Gemma3Text", {
+        "sliding_window": 16, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}),
+    "experts": ("Qwen3Moe", EXPERTS),
+    "hybrid": ("Qwen3_5Text", DELTA),
+}  # fmt: skip
+PROMPT = [(7 * token) % 250 for token in range(60)]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+EDITS = {"rope_theta": {"rope_theta": 5e5}, "yarn": {"rope_scaling": YARN}, "rms_norm_eps": {"rms_norm_eps": 1e-2}}
+WORDS = {
+    "rope_theta": "with mixer.rope.theta 10000.0 of layer 0; this model has 500000.0",
+    "yarn": 'with mixer.rope.scaling none of layer 0; this model has {"attention_factor": 1.1386294, "beta_fast":',
+    "rms_norm_eps": "with final_norm.eps 1e-06; this model has 0.01",
+}
+
+
+def same(one, other):
+    return one.tensors.keys() == other.tensors.keys() and all(
+        torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items()
+    )
+
+
+def opened(folder, **more):
+    return tq.load(folder, kv="tq4", executor="reference", allow_collapse=True, on_warning=lambda _: None, **more)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By name: a folder, its config.json, and a file of what it stores of a prompt."""
+
+    @cache
+    def get(name):
+        folder = saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1])
+        config = json.loads((folder / "config.json").read_text())
+        if name == "qwen3":  # as transformers 4 wrote it
+            config = config | {"rope_theta": config.pop("rope_parameters")["rope_theta"]}
+            (folder / "config.json").write_text(json.dumps(config))
+        session, file = opened(folder), folder / "it.cache"
+        session.save_cache(file, session.generate([PROMPT], max_new_tokens=1, keep=True).stored[0])
+        return folder, config, file
+
+    return get
+
+
+def edited(folder, target, config):
+    """The same weights and tokenizer beside another config.json."""
+    target.mkdir(exist_ok=True)
+    for file in ("model.safetensors", "tokenizer.json"):
+        if not (target / file).exists():
+            (target / file).symlink_to(folder / file)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def others(value, key):
+    """Values that an entry may have instead."""
+    if key == "model_type":
+        return [kind for kind in FAMILIES if kind != value]
+    match value:
+        case bool():
+            return [not value]
+        case int() | float():
+            return [value * 2, value / 2 if isinstance(value, float) else max(1, value // 2)]
+        case None:
+            return [True, 2, 64]
+        case list():
+            return [value[::-1], value[:1] * len(value)]
+        case str():
+            return ["gelu_pytorch_tanh", "silu", "linear", "full_attention"]
+    return []
+
+
+def edits(config):
+    """Each entry changed alone, in words, and the whole config."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{words}", config | {key: inner}) for words, inner in edits(value))
+        else:
+            yield from ((f"{key}={json.dumps(other)}", config | {key: other}) for other in others(value, key))
+
+
+def with_further(config):
+    """What no entry of these configs says, but may be added."""
+    for place in ("rope_parameters", "rope_scaling"):
+        for scaling in (YARN, {"rope_type": "linear", "factor": 2.0}):
+            yield f"{place}={scaling}", config | {place: config.get(place, {}) | scaling}
+    more = {"rope_theta": 3e4, "sliding_window": 8, "use_sliding_window": True, "partial_rotary_factor": 0.5}
+    for key, value in more.items():
+        yield f"{key}={value}", config | {key: value}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_entry_of_the_config_changed_alone_is_refused_or_changes_nothing(saved, tmp_path, name):
+    """Whatever entries the config has; K and V that are reused are those of a fresh run, bit for bit."""
+    folder, config, file = saved(name)
+    before, outcomes = read_config(folder), {}
+    for entry, changed in (*edits(config), *with_further(config)):
+        other = edited(folder, tmp_path / "m", changed)
+        try:
+            if read_config(other) == before:
+                outcomes[entry] = "the same model"
+                continue
+            session = opened(other)
+        except InputError:
+            outcomes[entry] = "no model"
+            continue
+        try:
+            stored = session.load_cache(file)
+        except InputError as error:
+            outcomes[entry] = str(error)
+            continue
+        fresh, went_on = (session.generate([PROMPT], max_new_tokens=4, stored=of, keep=True) for of in (None, stored))
+        assert went_on.completions[0].token_ids == fresh.completions[0].token_ids, entry
+        assert same(went_on.stored[0], fresh.stored[0]), entry
+        outcomes[entry] = "taken"
+    said = {entry: words for entry, words in outcomes.items() if "prefill again" in words}
+    assert not any("\n" in words for words in said.values())
+    assert "rms_norm_eps=2e-06" in said
+    assert any("rope.theta" in words for words in said.values())
+    assert outcomes["max_position_embeddings=1024"] == "taken"
+
+
+def test_what_differs_is_named_in_commands_and_conversations(saved, tmp_path, monkeypatch, capsys):
+    folder, config, file = saved("qwen3")
+    first = Conversations(opened(folder), 10**9, tmp_path / "c")
+    first.generate("a", PROMPT, max_new_tokens=2)
+    first.save()
+    monkeypatch.chdir(tmp_path)
+    chat = ["--kv", "tq4", "--executor", "reference", "--max-new-tokens", "2", "--allow-collapse"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def\n"))
+    assert main(["chat", "--model", str(folder), "--session", "chat", *chat]) == 0
+    capsys.readouterr()
+    for name, change in EDITS.items():
+        other = str(edited(folder, tmp_path / "m", config | change))
+        for line in (
+            ["generate", "--model", other, "--load-cache", str(file), *chat],
+            ["chat", "--model", other, "--session", "chat", *chat],
+        ):
+            assert_refused((main(line), *capsys.readouterr()), "was made " + WORDS[name], ": prefill again")
+        second = Conversations(session := opened(other), 10**9, tmp_path / "c")
+        with pytest.warns(UserWarning, match=r"was made with .*; the conversation is computed again"):
+            answer = second.generate("a", PROMPT, max_new_tokens=2)
+        assert answer.completions[0].token_ids == session.generate([PROMPT], max_new_tokens=2).completions[0].token_ids
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_plan_and_learned_keys_of_another_declaration_are_refused(saved, tmp_path, capsys, name):
+    folder, config, _ = saved("qwen3")
+    plan, learned = tmp_path / "plan.json", write_calibration(tmp_path / "it.safetensors", folder)
+    plan.write_text(plan_file.dumps(KVSpec("tq5").plan(2), shape_of(read_config(folder))))
+    other = str(edited(folder, tmp_path / "m", config | EDITS[name]))
+    given = ["generate", "--model", other, "--prompt", "def", "--executor", "reference"]
+    for more, made in (
+        (["--kv-plan", str(plan)], "plan"),
+        (["--calibration", str(learned), "--kv", "k=lr3,v=tq4"], "calibration"),
+    ):
+        remedy = {"plan": "run `tq plan` on this model", "calibration": "run `tq calibrate` on this model"}[made]
+        assert_refused((main([*given, *more]), *capsys.readouterr()), f"the {made} was made {WORDS[name]}", remedy)
+
+
+def test_a_remembered_choice_is_that_of_its_declaration(saved, tmp_path):
+    """Even where an edit leaves the file's size and time as they were."""
+    folder, config, _ = saved("qwen3")
+    other = edited(folder, tmp_path / "m", config)
+    before, times = remembered.file_for(str(other), 0.1), (other / "config.json").stat()
+    edited(folder, other, config | {"rms_norm_eps": 2e-06})
+    os.utime(other / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (other / "config.json").stat().st_size == times.st_size
+    assert remembered.file_for(str(other), 0.1) != before
+
+
+def test_files_that_say_nothing_of_a_declaration_are_taken_with_one_line(saved, tmp_path, monkeypatch, capsys):
+    folder, _, file = saved("qwen3")
+    stored, origin = cache_file.load(file)
+    undeclared = replace(origin.shape, declaration="")
+    cache_file.save(tmp_path / "old.cache", stored, replace(origin, shape=undeclared))
+    (tmp_path / "old.json").write_text(plan_file.dumps(KVSpec("tq4").plan(2), undeclared))
+    monkeypatch.chdir(tmp_path)
+    given = ["generate", "--model", str(folder), "--executor", "reference", "--max-new-tokens", "2", "--allow-collapse"]
+    words = "does not say how its model was configured; if config.json has changed since, "
+    for more, said in (
+        (["--kv", "tq4", "--load-cache", "old.cache"], f"old.cache {words}prefill again"),
+        (["--kv-plan", "old.json", "--prompt", "def"], f"the plan {words}run `tq plan` on this model"),
+    ):
+        assert main([*given, *more]) == 0
+        assert f"tq: warning: {said}\n" in capsys.readouterr().err
+
+
+def test_what_changes_no_number_changes_no_declaration(saved):
+    """Drafts, on or off; more versions of a state; tokens that end a text."""
+    for name in MODELS:
+        config = read_config(saved(name)[0])
+        for other in (config.for_drafts(5), replace(config, eos_token_ids=(1,), max_position_embeddings=8192)):
+            assert shape_of(other) == shape_of(config)
+    hybrid, file = opened(saved("hybrid")[0]), saved("hybrid")[2]
+    drafting = replace(hybrid, config=hybrid.config.for_drafts(3))
+    assert same(drafting.load_cache(file), hybrid.load_cache(file))
+    assert plan_for(KVSpec("tq4", made_for=shape_of(drafting.config)), hybrid.config)
+
+
+def test_another_dtype_goes_on_and_the_file_names_the_first(saved):
+    folder, _, file = saved("qwen3")
+    assert cache_file.read_origin(file)[1].made_by == "reference float32"
+    other = opened(folder, dtype="bfloat16")
+    result = other.generate([], stored=other.load_cache(file), max_new_tokens=1)
+    assert result.completions[0].reused_tokens == len(PROMPT)
