@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from haarkv.engine.result import Result
 from haarkv.engine.session import Session
-from haarkv.engine.text import context_for
+from haarkv.engine.text import Chat, context_for
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.shapes import blocks_for
@@ -86,7 +86,8 @@ class Conversations:
                 was.
         """
         with self._lock:
-            (ids,) = self.session.encode([prompt], chat=settings.pop("chat", None), system=settings.pop("system", None))
+            of_chat = {field.name: settings.pop(field.name) for field in fields(Chat) if field.name in settings}
+            (ids,) = self.session.encode([prompt], **of_chat)
             limit, most = self.session.config.max_position_embeddings, settings.get("max_context")
             context = context_for([ids], limit, max_new_tokens, most)
             at_work = self._bytes_of(context)

@@ -20,7 +20,7 @@ from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.stream import Stream
-from haarkv.engine.text import Texts, context_for, encode, require_nothing_said, stop_list
+from haarkv.engine.text import Chat, Texts, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
@@ -28,7 +28,7 @@ from haarkv.models.catalog import files_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
-from haarkv.models.text import Tokenizer
+from haarkv.models.text import NOTHING, Tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -116,10 +116,16 @@ class Session:
         )  # fmt: skip
 
     def encode(
-        self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None
-    ) -> list[list[int]]:
-        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer."""
-        return encode(self.tokenizer, self.config.vocab_size, prompts, chat, system)
+        self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None,
+        template_args: Mapping[str, Any] = NOTHING, parse_special: bool = False,
+    ) -> list[list[int]]:  # fmt: skip
+        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer.
+
+        Args:
+            chat, system, template_args, parse_special: of `engine.text.Chat`.
+        """
+        as_asked = Chat(chat, system, template_args, parse_special)
+        return encode(self.tokenizer, self.config.vocab_size, prompts, as_asked)
 
     def sampling_with(self, **given: Any) -> Sampling:
         """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
@@ -147,6 +153,8 @@ class Session:
         stop: str | Sequence[str] = (),
         chat: bool | None = None,
         system: str | None = None,
+        template_args: Mapping[str, Any] = NOTHING,
+        parse_special: bool = False,
         on_prefill: OnPrefill | None = None,
         on_token: Callable[[int, int], object] | None = None,
         on_text: Callable[[int, str], object] | None = None,
@@ -168,7 +176,7 @@ class Session:
                 if that says nothing.
             settings: some of it, by the names of `Sampling`, in place of the model's own.
             stop: a text ends before the first of these strings.
-            chat, system: as in `encode`.
+            chat, system, template_args, parse_special: as in `encode`.
             on_prefill: called with (prompt tokens stored, prompt tokens in all) before the prefill and as it goes on.
             on_token: called with (index of the prompt, token) as tokens come; True ends that text there, as a stop does.
             on_text: called with (index of the prompt, text) as text becomes certain; the pieces add up to the text.
@@ -188,7 +196,7 @@ class Session:
         sampling = sampling or self.sampling_with(**settings)
         if os.getpid() != self._process:
             raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
-        ids = self._begins(_several(prompts), stored, keep, chat, system)
+        ids = self._begins(_several(prompts), stored, keep, Chat(chat, system, template_args, parse_special))
         context = context_for(ids, self.config.max_position_embeddings, max_new_tokens, max_context, on_warning)
         texts = Texts(self.tokenizer, len(ids), stop_list(stop), on_token, on_text)
         cache, paging = self.new_cache(len(ids), context)
@@ -214,9 +222,8 @@ class Session:
         return Result(ended, completions, timing, usage, sampling, ranks, tuple(kept), drafting)
 
     def _begins(
-        self, given: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: bool | None,
-        system: str | None,
-    ) -> list[list[int]]:  # fmt: skip
+        self, given: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: Chat
+    ) -> list[list[int]]:
         """Token ids that `generate` continues: of the prompts given, or without one of the stored sequence.
 
         Raises:
@@ -229,8 +236,8 @@ class Session:
             if stored is not None:
                 origin.require_fits(stored, self.plan, "the stored sequence")
         if given or stored is None:
-            return self.encode(given, chat=chat, system=system)
-        require_nothing_said(chat, system)
+            return encode(self.tokenizer, self.config.vocab_size, given, chat)
+        chat.require_nothing_said()
         return [list(stored.token_ids)]
 
     def _watched(

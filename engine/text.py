@@ -2,51 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from reprlib import repr as shown
+from typing import Any
 
 from haarkv.engine.arguments import require_count
-from haarkv.models.text import TextStream, Tokenizer
+from haarkv.models.limited import OWN
+from haarkv.models.text import NOTHING, TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.words import counted
 
 # -- Prompts -----------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Chat:
+    """How texts become the messages of a conversation.
+
+    Attributes:
+        chat: wrap each in the chat template; None does so if the tokenizer has one.
+        system: the system message of the chat template.
+        template_args: further names that the template reads, such as `enable_thinking`, with values that JSON can hold.
+        parse_special: what a message spells of the tokenizer's added tokens, such as `<|im_end|>`, counts as these tokens;
+            else it is text.
+    """
+
+    chat: bool | None = None
+    system: str | None = None
+    template_args: Mapping[str, Any] = NOTHING
+    parse_special: bool = False
+
+    def encode(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts.
+
+        Raises:
+            InputError: what needs a template has none, or cannot be used with it; or a text that is not valid Unicode.
+        """
+        wrap = tokenizer.has_chat_template if self.chat is None else self.chat
+        for what, option in self._of_template():
+            if not wrap:
+                why = "--no-chat leaves it out" if tokenizer.has_chat_template else "this model has none"
+                raise InputError(f"{what} needs a chat template, and {why}; drop {option}")
+        _require_unicode(self.system or "", "the system message")
+        self._require_arguments()
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        conversations = [[*first, {"role": "user", "content": text}] for text in texts]
+        return self.encode_messages(tokenizer, conversations) if wrap else list(map(tokenizer.encode, texts))
+
+    def encode_messages(self, tokenizer: Tokenizer, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+        """Token ids of conversations that are messages already."""
+        return tokenizer.encode_chat(conversations, self.template_args, self.parse_special)
+
+    def require_nothing_said(self) -> None:
+        """Refuse a chat template for a stored sequence that goes on without a prompt: nothing would be wrapped.
+
+        Raises:
+            InputError: it is asked for.
+        """
+        for _, option in (*self._of_template(), *[("", "--chat")] * bool(self.chat)):
+            why = "the stored text itself goes on, which no chat template wraps"
+            raise InputError(f"{why}; leave out {option}, or give a prompt")
+
+    def _of_template(self) -> list[tuple[str, str]]:
+        """What is asked of a chat template, and by which option."""
+        asked = [("a system message", "--system")] * (self.system is not None)
+        return asked + [("an argument of the chat template", "--template-arg")] * bool(self.template_args)
+
+    def _require_arguments(self) -> None:
+        for name in self.template_args:
+            if not isinstance(name, str) or name in OWN:
+                raise InputError(f"{shown(name)} is no argument of a chat template: messages and prompts set it")
+        try:
+            said = json.dumps(dict(self.template_args), ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"an argument of the chat template is nothing that JSON can hold: {error}") from None
+        _require_unicode(said, "an argument of the chat template")
+
+
+AS_THE_MODEL = Chat()
+"""In the chat template, if there is one."""
+
+
 def encode(
-    tokenizer: Tokenizer, vocab_size: int, prompts: Sequence[str | Sequence[int]], chat: bool | None = None,
-    system: str | None = None,
+    tokenizer: Tokenizer, vocab_size: int, prompts: Sequence[str | Sequence[int]], chat: Chat = AS_THE_MODEL
 ) -> list[list[int]]:  # fmt: skip
     """Token ids of prompts; one that is token ids already stays as it is.
 
-    Args:
-        chat: wrap each in the chat template; None does so if the tokenizer has one.
-        system: the system message of the chat template.
     Raises:
-        InputError: a prompt that is empty, or neither a text nor token ids of this model; text that is not valid Unicode; or
-            a chat or system message without a template.
+        InputError: a prompt that is empty, or neither a text nor token ids of this model; or as `Chat.encode`.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     given = [_tokens_of(prompt, f"prompt {number}", vocab_size) for number, prompt in enumerate(prompts, 1)]
-    wrap = tokenizer.has_chat_template if chat is None else chat
-    if system is not None and not wrap:
-        why = "--no-chat leaves it out" if tokenizer.has_chat_template else "this model has none"
-        raise InputError(f"a system message needs a chat template, and {why}; drop --system")
-    _require_unicode(system or "", "the system message")
-    encoded = iter(tokenizer.encode_chat(texts, system) if wrap and texts else map(tokenizer.encode, texts))
+    encoded = iter(chat.encode(tokenizer, texts))
     return [next(encoded) if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, given, strict=True)]
-
-
-def require_nothing_said(chat: bool | None, system: str | None) -> None:
-    """Refuse a chat template for a stored sequence that goes on without a prompt: nothing would be wrapped.
-
-    Raises:
-        InputError: it is asked for.
-    """
-    if chat or system is not None:
-        option = "--chat" if system is None else "--system"
-        raise InputError(f"the stored text itself goes on, which no chat template wraps; leave out {option}, or give a prompt")
 
 
 def _tokens_of(prompt: object, what: str, vocab_size: int) -> list[int]:

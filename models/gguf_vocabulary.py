@@ -20,6 +20,8 @@ from haarkv.models.gguf_words import (
     NORMAL,
     PRE_TOKENIZERS,
     PROBE,
+    SPECIAL,
+    TEMPLATE,
     TOKENS,
     UNKNOWN,
     UNUSED,
@@ -68,8 +70,9 @@ def entries_of(words: Words, rows: int, ids: Mapping[str, int | None]) -> dict[s
     found |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
     found |= {"add_bos_token": ids.get("bos") in around, "add_eos_token": bool(around) and around[-1] != ids.get("bos")}
     entries = {f"{TOKENS}{key}": value for key, value in found.items()}
-    if words.template is not None:
-        entries["tokenizer.chat_template"] = words.template
+    entries |= {TEMPLATE + f".{name}" * (name != "default"): source for name, source in words.templates.items()}
+    if others := [name for name in words.templates if name != "default"]:
+        entries[f"{TEMPLATE}s"] = others
     _compare(words, words_of(words.path, entries, rows).tokenizer)
     if unsaid := list(dict.fromkeys(_unsaid_steps(state["normalizer"], pieces))):
         warn(
@@ -145,8 +148,7 @@ def special_ids(words: Words, ends: Sequence[int], said: Mapping[str, Any], path
         InputError: more tokens end a text than a file can say, beside those that are known by name.
     """
     ids = words.tokenizer.token_to_id
-    named = {name: ids(words.special[f"{key}_token"]) for name, key in (("bos", "bos"), ("padding", "pad"))
-             if f"{key}_token" in words.special}  # fmt: skip
+    named = {name: ids(words.special[key]) for name, key in SPECIAL.items() if name != "eos" and key in words.special}
     if named.get("bos") is None and isinstance(said.get("bos_token_id"), int):
         named["bos"] = said["bos_token_id"]
     by_name = named_ends(words.tokenizer.get_vocab(with_added_tokens=True))

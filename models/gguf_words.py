@@ -10,11 +10,18 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from haarkv.models.source import Words, checked_template
+from haarkv.models.source import Words, checked_templates
 from haarkv.tq_ops.errors import InputError
 
 TOKENS = "tokenizer.ggml."
 """How keys of a tokenizer begin."""
+TEMPLATE = "tokenizer.chat_template"
+"""Key of the usual chat template; a dot and its name follow for another."""
+SPECIAL = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
+    "cls": "cls_token", "mask": "mask_token",
+}  # fmt: skip
+"""Names of special tokens: as llama.cpp's keys spell them, and for chat templates."""
 _MOST_TOKENS, _LONGEST_TOKEN = 2**22, 2**10
 """Several times what any vocabulary has; a token's characters, whose every cut in two is looked up."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -107,15 +114,16 @@ def words_of(path: Path, entries: Mapping[str, Any], rows: int | None = None) ->
     try:
         tokenizer = _byte_level(path, tokens, entries) if kind == "gpt2" else _sentence_piece(path, tokens, entries)
         _add_special(path, tokenizer, tokens, entries)
-        ids = {name: _token(path, name, tokens, entries) for name in ("bos", "eos", "padding")}
+        ids = {name: _token(path, name, tokens, entries) for name in SPECIAL}
         _add_ends(path, tokenizer, tokens, ids, entries, bos=kind == "llama" or entries.get(f"{TOKENS}pre") in WHOLE_WORDS)
     except InputError:
         raise
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{path}: its tokenizer cannot be built: {error}") from None
-    names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
-    special = {names[name]: tokens[id] for name, id in ids.items() if id is not None}
-    return Words(tokenizer, path, None, checked_template(entries.get("tokenizer.chat_template"), path), special)
+    special = {SPECIAL[name]: tokens[id] for name, id in ids.items() if id is not None}
+    keys = [TEMPLATE, *(key for key in entries if key.startswith(f"{TEMPLATE}."))]
+    sources = {key.removeprefix(TEMPLATE)[1:] or "default": entries[key] for key in keys if entries.get(key)}
+    return Words(tokenizer, path, None, checked_templates(sources, path), special)
 
 
 def _byte_level(path: Path, tokens: Sequence[str], entries: Mapping[str, Any]) -> Tokenizer:

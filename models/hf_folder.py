@@ -18,7 +18,7 @@ from torch import Tensor
 from haarkv.models.hf_config import eos_token_ids, read_hf_settings
 from haarkv.models.hf_weights import INDICES, files_of_tensors, held_in, opened, read_header
 from haarkv.models.hf_words import FILES, tokenizer_in
-from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_template
+from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_templates
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import MARK, read_file, read_json
@@ -120,9 +120,7 @@ class HFFolder:
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
         settings, file = _optional_json(self.path / "tokenizer_config.json"), path if path.is_file() else None
-        # An absent one stays undefined, which a template prints as nothing; None would be printed as a word.
-        texts = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-        special = {key: text for key, text in texts.items() if text is not None}
+        special = _special_tokens(self.path, settings)
         if file is None:
             path, tokenizer = tokenizer_in(self.path, settings, special)
         else:
@@ -131,7 +129,7 @@ class HFFolder:
                 tokenizer = FastTokenizer.from_buffer(content)
             except Exception as error:  # the library raises plain Exception
                 raise InputError(f"{path} cannot be read: {error}") from None
-        return Words(tokenizer, path, file, _chat_template(self.path, settings), special, self._ends(tokenizer, settings))
+        return Words(tokenizer, path, file, _chat_templates(self.path, settings), special, self._ends(tokenizer, settings))
 
     def _ends(self, tokenizer: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
         """What `generation_config.json` says, and both files of a tokenizer."""
@@ -213,13 +211,26 @@ def _text(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The source of the template of `chat_template.jinja` or `tokenizer_config.json`, or None."""
-    path = folder / "chat_template.jinja"
-    try:
-        source = read_file(path, MOST_TEMPLATE).removeprefix(MARK).decode() if path.exists() else settings.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = next((t["template"] for t in source if t.get("name") == "default"), None)
-    except (UnicodeDecodeError, AttributeError, KeyError) as error:
-        raise InputError(f"{path if path.exists() else folder}: the chat template cannot be read: {error}") from None
-    return checked_template(source, folder)
+def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Texts of named special tokens, as transformers takes them together."""
+    # Older files name them beside the settings, which then say nothing of added tokens.
+    named = settings if "added_tokens_decoder" in settings else settings | _optional_json(folder / "special_tokens_map.json")
+    tokens = {key: token for key, token in named.items() if key.endswith("_token")}
+    for more in (named.get("model_specific_special_tokens"), named.get("extra_special_tokens")):
+        tokens |= more if isinstance(more, dict) else {}
+    # An absent one stays undefined, which a template prints as nothing; None would be printed as a word.
+    return {key: text for key, token in tokens.items() if (text := _text(token)) is not None}
+
+
+def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Chat templates of files of their own, else of `tokenizer_config.json`, else of an older processor's file."""
+    more = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    sources: dict[str, str] = {}
+    for name, path in ({"default": folder / "chat_template.jinja"} | more).items():
+        if path.exists():
+            try:
+                sources[name] = read_file(path, MOST_TEMPLATE).removeprefix(MARK).decode()
+            except UnicodeDecodeError as error:
+                raise InputError(f"{path}: the chat template cannot be read: {error}") from None
+    older = folder / "chat_template.json"
+    return checked_templates(sources or settings.get("chat_template") or _optional_json(older).get("chat_template"), folder)

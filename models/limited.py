@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any
 
 from haarkv.models import limited_worker
@@ -66,20 +67,33 @@ def answer(request: Mapping[str, object]) -> dict[str, Any]:
     return json.loads(said)  # type: ignore[no-any-return]
 
 
-def render(source: str, conversations: Sequence[Sequence[Mapping[str, str]]], special: Mapping[str, str]) -> list[str]:
+OWN = ("messages", "add_generation_prompt")
+"""Names that a chat template sees, and that are no arguments: what is said sets them."""
+
+
+def render(
+    source: str, conversations: Sequence[Sequence[Mapping[str, str]]], special: Mapping[str, str],
+    arguments: Mapping[str, object],
+) -> list[str]:  # fmt: skip
     """Texts of conversations by a chat template, each up to where the answer begins.
 
     Args:
         source: of the template.
         conversations: messages, each with `role` and `content`.
         special: further names that the template sees, such as `eos_token`.
+        arguments: more of them, such as `enable_thinking`, in place of those where the names are the same.
     Raises:
-        InputError: the template cannot be read, refuses a conversation, or does not end; in one line.
+        InputError: the template cannot be read, reads no such argument, refuses a conversation, or does not end; in one line.
     """
     try:
-        said = answer({"source": source, "conversations": conversations, "special": special})
+        said = answer({"source": source, "conversations": conversations, "special": special, "arguments": dict(arguments)})
     except TooMuchError as error:
         said = {"error": error}
+    if "unread" in said:
+        name, read = said["unread"][0], [name for name in said["read"] if name not in OWN]
+        near, known = get_close_matches(name, read, n=1), ", ".join(read) or "none"
+        meant = f"did you mean {near[0]}?" if near else f"it reads {known}"
+        raise InputError(f"the chat template reads no argument {name}; {meant}")
     if "error" in said:
         raise InputError(f"the chat template cannot be used: {said['error']}; --no-chat goes without it")
     return [str(text) for text in said["texts"]]

@@ -1,18 +1,23 @@
 """Runs what comes with a model and may never end, in a process of its own, which `limited` starts.
 
-It imports nothing of the project. In: one JSON object a line; a chat template: {"source", "conversations", "special"}; a
-tokenizer: {"tokenizer", "texts", "special_tokens"}. Out: one for each, {"texts"}, {"ids"} or {"error"}. What takes too much
-ends the process, without an answer.
+It imports nothing of the project. In: one JSON object a line; a chat template: {"source", "conversations", "special",
+"arguments"}; a tokenizer: {"tokenizer", "texts", "special_tokens", "mark"}. Out: one for each, {"texts"}, {"ids"} or
+{"error"}; of arguments that the template does not read {"unread", "read"}. What takes too much ends the process, without an
+answer.
 """
 
 import json
 import math
+import re
 import resource
 import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MOST_S = 10
 """Seconds that it may compute for a request, and as many for each MiB of the request."""
@@ -59,11 +64,18 @@ def _limit(kind: int, most: int) -> None:
         return
 
 
-def _texts(most: int, source: str, conversations: list[list[dict[str, str]]], special: dict[str, str]) -> dict[str, object]:
-    template, texts = _environment().from_string(source), []
+def _texts(
+    most: int, source: str, conversations: list[list[dict[str, str]]], special: dict[str, str], arguments: dict[str, object]
+) -> dict[str, object]:
+    from jinja2.meta import find_undeclared_variables
+
+    environment = _environment()
+    if arguments and (unread := arguments.keys() - (read := find_undeclared_variables(environment.parse(source)))):
+        return {"unread": sorted(unread), "read": sorted(read - environment.globals.keys() - special.keys())}
+    template, texts = environment.from_string(source), []
     for messages in conversations:
         # As transformers: a template sees that there are no tools and documents, as `none`.
-        given: dict[str, object] = {"tools": None, "documents": None, **special}
+        given: dict[str, object] = {"tools": None, "documents": None, **special, **arguments}
         texts.append(template.render(messages=messages, add_generation_prompt=True, **given))
         if sum(map(len, texts)) > most:
             raise RefusedError(f"it makes more than {MOST_TEXT:,} characters")
@@ -108,14 +120,69 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _ids(tokenizer: str, texts: list[str], special_tokens: bool) -> dict[str, object]:
+def _ids(tokenizer: str, texts: list[str], special_tokens: bool, mark: str) -> dict[str, object]:
     """Token ids of texts, by the file of a tokenizer."""
     from tokenizers import Tokenizer
 
     reader = Tokenizer.from_buffer(Path(tokenizer).read_bytes().removeprefix("\ufeff".encode()))
     reader.no_truncation()
     reader.no_padding()
+    if mark:
+        return {"ids": list(map(Respelled(reader, mark).ids, texts))}
     return {"ids": [list(reader.encode(text, add_special_tokens=special_tokens).ids) for text in texts]}
+
+
+class Respelled:
+    """The same tokenizer with a mark behind the first character of every added token.
+
+    In a text that is marked there, a spelling is plain text. The others, which the tokenizer itself meets, are respelled, and
+    all other marks leave the text: so one pass of this tokenizer cuts and merges all that is plain just as the first would.
+
+    Args:
+        mark: a character that no text and no token holds.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", mark: str) -> None:
+        from tokenizers import Tokenizer
+
+        state = json.loads(tokenizer.to_str())
+        model, added, self._tokenizer, self._mark = state["model"], state["added_tokens"], tokenizer, mark
+        # As JSON and Python write the mark where a template asks for letters alone.
+        self._marks = re.compile(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}")
+        names = {text: text[0] + mark + text[1:] for text in (token["content"] for token in added) if visible(text)}
+        for token in added:
+            token["content"] = names.get(token["content"], token["content"])
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+        if "merges" in model:  # no added token comes of merging
+            model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint((*pair, "".join(pair)))]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        self._again = Tokenizer.from_str(json.dumps(state | {"post_processor": None}))
+        old = dict(tokenizer.get_vocab())
+        self._names = {old[token]: (token, name) for token, name in names.items()}
+        self._old = {self._again.token_to_id(name): old[token] for token, name in names.items()}
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text that may have marks in it."""
+        met, pieces, end = self._tokenizer.encode(text, add_special_tokens=False), list[str](), 0
+        for id, (begin, stop) in zip(met.ids, met.offsets, strict=True):
+            token, name = self._names.get(id, ("", ""))
+            before, spelled, behind = text[begin:stop].partition(token) if token else ("", "", "")
+            # Else it stands for a character that no token is of, or is that one character.
+            if spelled and text[begin + len(before) + len(token) :][:1] != self._mark:
+                pieces += [self._marks.sub("", text[end:begin]), before, name, behind]
+                end = stop
+        pieces.append(self._marks.sub("", text[end:]))
+        ids = self._again.encode("".join(pieces), add_special_tokens=False).ids
+        return [self._old.get(id, id) for id in ids]
+
+
+def visible(token: str) -> bool:
+    """Whether a token is more than spaces and line ends, which are text to every tokenizer, whatever it calls them."""
+    return bool(token.replace("▁", " ").strip())
 
 
 def _refuse(reason: object) -> None:

@@ -64,7 +64,7 @@ class Words:
     Attributes:
         path: for messages.
         file: the `tokenizer.json` that the tokenizer was read from; None if it was built here.
-        template: source of the chat template.
+        templates: sources of chat templates by their names: the usual one is `default`, that for tools `tool_use`.
         special: texts of special tokens by the names that templates use, such as `eos_token`.
         ends: tokens that end a text by what stands beside the settings.
     """
@@ -72,9 +72,15 @@ class Words:
     tokenizer: FastTokenizer
     path: Path
     file: Path | None = None
-    template: str | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
     special: Mapping[str, str] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
+
+    @property
+    def template(self) -> str | None:
+        """The usual chat template, or the only one; None if there is none, or no telling which."""
+        only = next(iter(self.templates.values())) if len(self.templates) == 1 else None
+        return self.templates.get("default", only)
 
 
 class Source(Protocol):
@@ -145,19 +151,25 @@ class Source(Protocol):
         """
 
 
-def checked_template(source: object, where: Path) -> str | None:
-    """The source of a chat template, None if there is none.
+def checked_templates(content: object, where: Path) -> dict[str, str]:
+    """Sources of chat templates by name: of one text, of several by name, or of a list of {`name`, `template`}.
 
     Raises:
-        InputError: it is no text, or longer than any.
+        InputError: one is no text, or longer than any.
     """
-    if not source:
-        return None
-    if not isinstance(source, str):
-        raise InputError(f"{where}: the chat template is not text: {shown(source)}")
-    if len(source) > MOST_TEMPLATE:
-        raise InputError(f"{where}: the chat template has {len(source):,} characters, and at most {MOST_TEMPLATE:,} can be")
-    return source
+    if isinstance(content, list):
+        try:
+            content = {each["name"]: each["template"] for each in content}
+        except (TypeError, KeyError):
+            raise InputError(f"{where}: a chat template of several has no name or no text: {shown(content)}") from None
+    templates: dict[Any, Any] = content if isinstance(content, dict) else {"default": content} if content else {}
+    for name, source in templates.items():
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise InputError(f"{where}: the chat template is not text: {shown(source)}")
+        if len(source) > MOST_TEMPLATE:
+            size = f"{len(source):,} characters, and at most {MOST_TEMPLATE:,} can be"
+            raise InputError(f"{where}: the chat template has {size}")
+    return templates
 
 
 def checked_sampling(content: Mapping[str, Any], path: Path, names: tuple[str, ...]) -> dict[str, float]:

@@ -6,8 +6,10 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -17,7 +19,9 @@ from haarkv.models.catalog import source_of, tokenizer_source_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.gguf_words import LINEAR, ends_a_part
 from haarkv.models.limited import TooMuchError, answer, render
+from haarkv.models.limited_worker import Respelled
 from haarkv.models.source import Source
+from haarkv.models.spellings import Messages, Spellings
 from haarkv.tq_ops.errors import InputError
 
 _SIGNS = sorted(ByteLevel.alphabet())
@@ -27,6 +31,8 @@ _BYTES = _OWN | dict(zip(_SIGNS[len(_OWN) :], sorted(set(range(256)) - set(_OWN.
 _ANSWER = "haarkv-answer"
 _TURNS = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _ANSWER), ("user", "2"))]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""No arguments of a chat template."""
 
 
 class TextStream(Protocol):
@@ -57,18 +63,18 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text."""
 
-    def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
-        """Token ids of conversations: the system message if there is one, the user's text, and the start of an answer.
+    def encode_chat(
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] = NOTHING, parse_special: bool = False
+    ) -> list[list[int]]:  # fmt: skip
+        """Token ids of conversations, each up to where the answer begins.
 
+        Args:
+            conversations: messages, each a `role` and a `content`.
+            arguments: further names that the chat template reads.
+            parse_special: what messages and arguments spell of added tokens counts as these tokens; else it is text.
         Raises:
-            InputError: there is no chat template, or it cannot be used on one of them.
-        """
-
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of one conversation of any messages, each a `role` and a `content`, up to where the answer begins.
-
-        Raises:
-            InputError: as `encode_chat`.
+            InputError: there is no chat template, it cannot be used on one of them, ignores a system message, or does not read
+                an argument.
         """
 
     def vocabulary(self) -> Mapping[str, int]:
@@ -104,7 +110,8 @@ class SourceTokenizer:
         if largest >= config.vocab_size:
             raise InputError(f"{words.path} has a token {largest}, the model has only {config.vocab_size} of them")
         self._pieces = _Pieces(self._tokenizer)
-        self.has_chat_template = words.template is not None
+        self.has_chat_template = bool(words.templates)
+        self._spellings, self._respelled = dict[str, Spellings](), dict[str, Respelled]()  # those used last
         self._named_ends = (*config.eos_token_ids, *words.ends)
         tokens = (id for token, id in vocabulary.items() if not token.startswith("[PAD") or token != f"[PAD{id}]")
         self.unused_ids = tuple(sorted(set(range(config.vocab_size)).difference(tokens)))
@@ -119,7 +126,7 @@ class SourceTokenizer:
         if self._words.template is None:
             return []
         try:
-            text = render(self._words.template, [_TURNS], self._words.special)[0]
+            text = render(self._words.template, [_TURNS], self._words.special, NOTHING)[0]
         except InputError:  # it says so where it is used
             return []
         added = self._tokenizer.get_added_tokens_decoder()
@@ -130,30 +137,55 @@ class SourceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._encode([text], special_tokens=True)[0]
 
-    def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
-        first = [] if system is None else [{"role": "system", "content": system}]
-        rendered = self._render([[*first, {"role": "user", "content": text}] for text in texts])
-        if system is not None and not all(system.strip() in text for text in rendered):
+    def encode_chat(
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] = NOTHING, parse_special: bool = False
+    ) -> list[list[int]]:  # fmt: skip
+        source, mark = self._template(with_tools=arguments.get("tools") is not None), ""
+        if not parse_special:
+            if source not in self._spellings:
+                normalizes = not _has_pattern(self._tokenizer.normalizer)
+                self._spellings = {source: Spellings(self._tokenizer, source, normalizes=normalizes)}
+            mark, conversations, arguments = self._spellings[source].marked(conversations, arguments)
+        texts, deaf = render(source, conversations, self._words.special, arguments), False
+        for messages, text in zip(conversations, texts, strict=True):
+            if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
+                with suppress(InputError):  # some take a switch out of it; one that is deaf to it says the same without
+                    texts_without = render(source, [messages[1:]], self._words.special, arguments)
+                    deaf = deaf or texts_without == [text]
+        if deaf:
             raise InputError("this model's chat template ignores system messages; drop --system, or say it in the prompt")
-        return self._encode(rendered, special_tokens=False)
+        return self._encode(texts, special_tokens=False, mark=mark)
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self._encode(self._render([messages]), special_tokens=False)[0]
+    def _template(self, *, with_tools: bool) -> str:
+        """Source of the chat template for a purpose.
 
-    def _render(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-        if self._words.template is None:
-            raise InputError("this model has no chat template; drop --chat")
-        return render(self._words.template, conversations, self._words.special)
+        Raises:
+            InputError: there is none, or no telling which.
+        """
+        templates = self._words.templates
+        if (source := (templates.get("tool_use") if with_tools else None) or self._words.template) is None:
+            several = (
+                f"{self._words.path}: none of its chat templates is the default: {', '.join(templates)}; --no-chat uses none"
+            )
+            raise InputError(several if templates else "this model has no chat template; drop --chat")
+        return source
 
-    def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str], *, special_tokens: bool, mark: str = "") -> list[list[int]]:
         """Token ids, in a process of its own where a regular expression could run for ever.
 
+        Args:
+            mark: in texts of a chat template, what tells messages' spellings of added tokens from the template's own.
         Raises:
             InputError: it does, or the tokenizer refuses the text.
         """
         if not self._patterns or self._words.file is None:
+            if mark:
+                if mark not in self._respelled:
+                    self._respelled = {mark: Respelled(self._tokenizer, mark)}  # it takes seconds for a large vocabulary
+                return list(map(self._respelled[mark].ids, texts))
             return [list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids) for text in texts]
-        request = {"tokenizer": str(self._words.file.absolute()), "texts": list(texts), "special_tokens": special_tokens}
+        file = str(self._words.file.absolute())
+        request = {"tokenizer": file, "texts": list(texts), "special_tokens": special_tokens, "mark": mark}
         try:
             said = answer(request)
         except TooMuchError as error:
@@ -252,10 +284,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, texts: Sequence[str], system: str | None = None) -> list[list[int]]:
-        raise InputError("a random model has no chat template; drop --chat")
-
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] = NOTHING, parse_special: bool = False
+    ) -> list[list[int]]:  # fmt: skip
         raise InputError("a random model has no chat template; drop --chat")
 
     def vocabulary(self) -> Mapping[str, int]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from haarkv.tq_ops.input_files import parse_json
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -75,6 +77,23 @@ class Numbers(click.ParamType[tuple[int, ...]]):
             wanted = _LAYERS if self._least is None else f"{kind} such as 512,4096"
             self.fail(f"{shown(value)} is not a list of {wanted}", param, ctx)
         return numbers
+
+
+class Assignment(click.ParamType[tuple[str, Any]]):
+    """NAME=VALUE; the value is JSON if it can be, else text."""
+
+    name = "assignment"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        if not equals or not name.isidentifier():
+            self.fail(f"{shown(value)} is no NAME=VALUE, such as enable_thinking=false", param, ctx)
+        try:
+            return name, parse_json(text)
+        except ValueError:
+            return name, text
 
 
 def numbers(name: str, about: str, default: str | None = None, *, least: int = 1, metavar: str | None = None) -> Decorator:

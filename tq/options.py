@@ -23,7 +23,7 @@ from tq.cache_options import (
     skip_layers_option,
     tail_option,
 )
-from tq.option_kinds import Decorator, IntRange, count, file, new_tokens, numbers, set_threads, together, written
+from tq.option_kinds import Assignment, Decorator, IntRange, count, file, new_tokens, numbers, set_threads, together, written
 from tq.output import compiling, loading, warn
 
 if TYPE_CHECKING:
@@ -160,13 +160,24 @@ def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
     return None
 
 
-system_option = click.option("--system", metavar="TEXT", help="The chat template's system message.")
+message_options = together(
+    click.option("--system", metavar="TEXT", help="The chat template's system message."),
+    click.option(
+        "--template-arg", "template_args", type=Assignment(), multiple=True, metavar="K=V", callback=lambda *of: dict(of[-1]),
+        help="An argument of the chat template, such as enable_thinking=false. Repeat it.",
+    ),
+    click.option(
+        "--parse-special", is_flag=True, help="Let what a message spells, such as <|im_end|>, be that token; else it is text."
+    ),
+)  # fmt: skip
 chat_options = together(
     click.option(
         "--chat/--no-chat", default=None, help="Wrap prompts in the chat template, or do not [default: if there is one]."
     ),
-    system_option,
+    message_options,
 )
+CHAT = ("chat", "system", "template_args", "parse_special")
+"""Arguments of a command with `chat_options`, which `Session.generate` takes."""
 
 
 def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def try_template(place, data):
 def rendered(source):
     """The text of a short conversation, or why there is none."""
     try:
-        return render(source, [[{"role": "user", "content": "hi"}]], {"eos_token": "</s>"})[0], ""
+        return render(source, [[{"role": "user", "content": "hi"}]], {"eos_token": "</s>"}, {})[0], ""
     except InputError as error:
         return None, str(error)
 

@@ -191,13 +191,13 @@ def test_too_small_a_limit_is_one_line():
 @pytest.mark.parametrize("source", TEMPLATES[1:4] + TEMPLATES[7:8], ids=lambda source: source[:20])
 def test_a_template_cannot_take_all_memory_or_break_the_parser(source):
     with pytest.raises(InputError, match=r"the chat template cannot be used: (it takes more than|maximum recursion|too many)"):
-        render(source, [[{"role": "user", "content": "hi"}]], {})
+        render(source, [[{"role": "user", "content": "hi"}]], {}, {})
 
 
 def test_a_template_ends_when_its_time_is_over(monkeypatch):
     monkeypatch.setattr("haarkv.models.limited._WAITS", 0.1)
     with pytest.raises(InputError, match="it takes more than 10 s or 512 MiB"):
-        render(TEMPLATES[0], [[{"role": "user", "content": "hi"}]], {})
+        render(TEMPLATES[0], [[{"role": "user", "content": "hi"}]], {}, {})
 
 
 # -- Tokenizers -----------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_forked_process_is_told_to_load_its_own(checkpoint):
 
 def worker_of_a_request(source="{{ messages[0].content }}!"):
     """Which process answers, and the seconds that it has computed."""
-    assert render(source, [[{"role": "user", "content": "hi"}]], {}) == ["hi!"]
+    assert render(source, [[{"role": "user", "content": "hi"}]], {}, {}) == ["hi!"]
     process = limited._RUNNING[os.getpid()].pid
     ticks = (Path("/proc") / str(process) / "stat").read_text().rsplit(")", 1)[1].split()[11:13]
     return process, sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
@@ -311,11 +311,11 @@ def test_one_process_answers_until_it_has_to_be_ended():
     first, _ = worker_of_a_request()
     assert os.getpgid(first) != os.getpgid(0)  # Ctrl-C ends what the user sees, and not what answers the next request
     with pytest.raises(InputError, match="has no element 9"):
-        render("{{ messages[9].content.x }}", [[{"role": "user", "content": "hi"}]], {})
+        render("{{ messages[9].content.x }}", [[{"role": "user", "content": "hi"}]], {}, {})
     assert worker_of_a_request()[0] == first
     os.kill(first, signal.SIGKILL)
     with pytest.raises(InputError, match="it takes more than"):
-        render("a", [[]], {})
+        render("a", [[]], {}, {})
     assert worker_of_a_request()[0] != first
 
 

@@ -42,8 +42,7 @@ def command() -> None:
 @_COMPRESS
 @_OUT
 def save(
-    prompts: tuple[str, ...], files: tuple[str, ...], chat: bool | None, system: str | None, compress: bool, out: Path,
-    **given: Any,
+    prompts: tuple[str, ...], files: tuple[str, ...], compress: bool, out: Path, **given: Any
 ) -> None:  # fmt: skip
     """Run a prompt through the model, and store its tokens with their K and V."""
     from haarkv.models.parallel import ALONE
@@ -56,8 +55,9 @@ def save(
     session = options.open_session(given)
     with prefilling() as on_prefill:
         result = session.generate(
-            texts, max_new_tokens=1, chat=chat, system=system, on_prefill=on_prefill, on_warning=warn, keep=True
-        )
+            texts, max_new_tokens=1, on_prefill=on_prefill, on_warning=warn, keep=True,
+            **{name: given[name] for name in options.CHAT},
+        )  # fmt: skip
     whole = result.stored[0]
     stored = replace(whole, token_ids=whole.token_ids[: whole.length])
     session.save_cache(out, stored, compress=compress)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,16 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.words import counted
 from tq import options
 from tq.groups import Command
+from tq.option_kinds import Assignment
 from tq.output import err, say, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.result import Result
     from haarkv.engine.sampling import Sampling
     from haarkv.engine.session import Session
+    from haarkv.engine.text import Chat
+    from haarkv.models.config import ModelConfig
+    from haarkv.models.text import Tokenizer
     from haarkv.tq_ops.kv.stored import StoredSequence
 
 _MOST_LINE = 2**20
@@ -32,6 +36,7 @@ _PROMPT = "> "
 _HELP = """\
 /help      this list
 /cost      what the last answer cost: tokens computed, memory, drafts
+/set K=V   an argument of the chat template from now on; /set K drops it, /set lists all
 /exit      end the conversation; so does Ctrl-D
 Ctrl-C     stop an answer, or drop the line that you are writing
 up, down   earlier lines"""
@@ -44,27 +49,33 @@ up, down   earlier lines"""
 @options.max_context_option
 @options.sampling_options
 @options.draft_options
-@options.system_option
+@options.message_options
 @options.file("--session", "Keep the conversation in this file after each answer, and go on with it if it exists.", "file")
 def command(
-    max_new_tokens: int, max_context: int | None, seed: int, system: str | None, file: Path | None, **given: Any
+    max_new_tokens: int, max_context: int | None, seed: int, system: str | None, template_args: dict[str, Any],
+    parse_special: bool, file: Path | None, **given: Any,
 ) -> None:  # fmt: skip
     """Talk with a model. Each line of stdin is a message; the end of the input ends the conversation.
 
     A model without a chat template goes on with the text as it is. Only what is new is computed at each turn. In a terminal,
     arrow keys edit a line and bring back earlier ones, Ctrl-C stops an answer, whose text stays, and /help lists the rest.
     """
+    from haarkv.engine.text import Chat
     from haarkv.tq_ops.output_files import check_writable
 
     if file is not None:
         check_writable(file)
-    session = options.open_session(given, room=lambda *_: (1, max_context or max_new_tokens))
+    chat = Chat(None, system, template_args, parse_special)
+
+    def room(tokenizer: Tokenizer, _: ModelConfig) -> tuple[int, int]:
+        chat.encode(tokenizer, ["hi"])  # what is wrong with the template is said before weights are read
+        return 1, max_context or max_new_tokens
+
+    session = options.open_session(given, room=room)
     if max_context is not None and max_context > (limit := session.config.max_position_embeddings):
         raise click.UsageError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
-    if system is not None and not session.tokenizer.has_chat_template:
-        raise click.UsageError("a system message needs a chat template, and this model has none; drop --system")
     sampling = session.sampling_with(seed=seed, **options.sampling_of(given))
-    talk = _Talk(session, sampling, max_new_tokens, max_context, file, *_begun(session, file, system))
+    talk = _Talk(session, chat, sampling, max_new_tokens, max_context, file, *_begun(session, file, system))
     if talk.messages and file is not None:
         earlier = counted(len(talk.asked), "earlier message")
         print(f"{file}: {earlier}", file=err().file)
@@ -83,6 +94,7 @@ class _Talk:
     """
 
     session: Session
+    chat: Chat
     sampling: Sampling
     max_new_tokens: int
     max_context: int | None
@@ -109,7 +121,7 @@ class _Talk:
         try:
             with _ended_by_ctrl_c() as on_token:
                 result = self.session.generate(
-                    [_ids(self.session, self.messages)], stored=self.stored, keep=True, max_new_tokens=self.max_new_tokens,
+                    [self._ids()], stored=self.stored, keep=True, max_new_tokens=self.max_new_tokens,
                     max_context=self.max_context, sampling=self.sampling, on_token=on_token, on_text=show, on_warning=warn,
                 )  # fmt: skip
         except KeyboardInterrupt:
@@ -132,6 +144,24 @@ class _Talk:
             _say_if_cut(result)
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
+
+    def set(self, asked: str) -> None:
+        """Change an argument of the chat template for the messages that follow, or list all: K=V, K or nothing."""
+        arguments = dict(self.chat.template_args)
+        if "=" in asked:
+            name, value = Assignment().convert(asked, None, None)
+            arguments[name] = value
+        elif asked and arguments.pop(asked, self) is self:
+            raise InputError(f"there is no {asked} to drop; /set lists what there is")
+        chat = replace(self.chat, template_args=arguments)
+        chat.encode(self.session.tokenizer, ["hi"])
+        self.chat = chat
+        print(", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items()) or "no arguments", file=err().file)
+
+    def _ids(self) -> list[int]:
+        if self.session.tokenizer.has_chat_template:
+            return self.chat.encode_messages(self.session.tokenizer, [self.messages])[0]
+        return self.session.tokenizer.encode("".join(f"{m['content']}\n" for m in self.messages))
 
 
 @contextmanager
@@ -266,13 +296,12 @@ def _typed(talk: _Talk) -> Iterator[str]:
             print(_HELP, file=err().file)
         elif command == "/cost":
             print(_cost(talk.last), file=err().file)
+        elif command.partition(" ")[0] == "/set":
+            try:
+                talk.set(command.removeprefix("/set").strip())
+            except (InputError, click.UsageError) as error:
+                say(str(error))
         elif re.fullmatch(r"/[a-z]+", command):
             print(f"there is no {command}; /help lists what there is", file=err().file)
         elif command:
             yield line
-
-
-def _ids(session: Session, messages: list[dict[str, str]]) -> list[int]:
-    if session.tokenizer.has_chat_template:
-        return session.tokenizer.encode_messages(messages)
-    return session.tokenizer.encode("".join(f"{m['content']}\n" for m in messages))

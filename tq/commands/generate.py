@@ -80,7 +80,7 @@ def command(
             raise click.UsageError("--save-cache stores one sequence; give one prompt")
         check_writable(save_cache)
     chosen = options.sampling_of(given)
-    asked = {name: given[name] for name in ("max_new_tokens", "max_context", "stop", "chat", "system")}
+    asked = {name: given[name] for name in ("max_new_tokens", "max_context", "stop", *options.CHAT)}
     session = options.open_session(given, ranks=ranks, room=_room(texts, asked))
     stored = session.load_cache(load_cache) if load_cache else None
     writer = None if as_json else _Writer(max(len(texts), 1))
@@ -105,12 +105,13 @@ def _room(texts: Sequence[str], asked: Mapping[str, Any]) -> Room:
     """What the cache will be asked for, for `engine.loading.load`."""
 
     def room(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, int]:
-        from haarkv.engine.text import context_for, encode, require_nothing_said
+        from haarkv.engine.text import Chat, context_for, encode
 
+        chat = Chat(**{name: asked[name] for name in options.CHAT})
         if not texts:  # a stored sequence goes on; how long it is stands in its file, which is read later
-            require_nothing_said(asked["chat"], asked["system"])
+            chat.require_nothing_said()
             return 1, asked["max_context"] or asked["max_new_tokens"]
-        ids = encode(tokenizer, config.vocab_size, texts, asked["chat"], asked["system"])
+        ids = encode(tokenizer, config.vocab_size, texts, chat)
         return len(ids), context_for(ids, config.max_position_embeddings, asked["max_new_tokens"], asked["max_context"])
 
     return room

@@ -1,0 +1,93 @@
+"""What a message spells of a tokenizer's added tokens is text: a mark in each tells it from the chat template's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from haarkv.models.limited_worker import visible
+from haarkv.tq_ops.errors import InputError
+
+# Private use; and letters, where a normalizer drops what is none.
+_MARKS = tuple(map(chr, chain(range(0xE000, 0xF900), range(0x13000, 0x13400), range(0xF0000, 0xFFFFE))))
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Spellings:
+    """Where messages and arguments of a chat template spell what would be a control token.
+
+    Control tokens are the special ones; those of thinking; and others that the template spells. The rest of the added tokens,
+    such as tags of HTML, are text to the model. In the answers of the model itself only special ones count: it may think in
+    them, and the template looks for the others to leave that out.
+
+    Args:
+        tokenizer: its added tokens are looked for.
+        source: of the chat template.
+        normalizes: the tokenizer may be asked what its normalizer makes of a text.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, source: str, *, normalizes: bool) -> None:
+        added = [token for token in tokenizer.get_added_tokens_decoder().values() if visible(token.content)]
+        control = [token for token in added if token.special or token.content in source or "think" in token.content.lower()]
+        self._all = {token.content: token.special for token in control}
+        self._beginnings = {token[:length] for token in self._all for length in range(1, len(token))}
+        self._longest = max(map(len, self._all), default=1)
+        self._elsewhere = source + "".join(token.content for token in added)
+        normalizer = tokenizer.normalizer if normalizes else None
+        self._normalize = normalizer.normalize_str if normalizer else str
+        self._normalized = {normalizer.normalize_str(token.content) for token in control if normalizer and token.normalized}
+
+    def marked(
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any]
+    ) -> tuple[str, Sequence[Messages], Mapping[str, Any]]:
+        """Conversations and arguments, with a mark behind the first character of each spelling.
+
+        Returns:
+            the mark, which nothing else holds, with both; "" with what came, where nothing is spelled.
+        Raises:
+            InputError: there is no character left for a mark.
+        """
+        said = json.dumps([conversations, dict(arguments)], ensure_ascii=False)
+        mark = next((mark for mark in _MARKS if self._is_free(mark, said)), None)
+        if mark is None:
+            raise InputError("the messages hold every character of private use; leave some out, or give --parse-special")
+        marked = [
+            [{key: text if key == "role" else self._each(text, mark, message.get("role") == "assistant")
+              for key, text in message.items()} for message in messages] for messages in conversations
+        ]  # fmt: skip
+        with_marks = self._each(arguments, mark)
+        if mark not in json.dumps([marked, with_marks], ensure_ascii=False) and not self._spelled_otherwise(said):
+            return "", conversations, arguments
+        return mark, marked, with_marks
+
+    def _is_free(self, mark: str, said: str) -> bool:
+        written = (mark, json.dumps(mark)[1:-1])  # the second by a template that asks for ASCII
+        taken = any(form in text for form in written for text in (said, self._elsewhere))
+        return not taken and mark in self._normalize(f"a{mark}a")
+
+    def _spelled_otherwise(self, said: str) -> bool:
+        """Whether the normalizer makes a spelling of what is none before."""
+        return bool(self._normalized) and any(token in self._normalize(said) for token in self._normalized)
+
+    def _each(self, value: Any, mark: str, answer: bool = False) -> Any:
+        """A value that a template sees, with its texts marked."""
+        if isinstance(value, str):
+            places = set(self._places(value, answer))
+            return "".join(sign + mark * (at in places) for at, sign in enumerate(value)) if places else value
+        if isinstance(value, Mapping):
+            return {key: self._each(item, mark, answer) for key, item in value.items()}
+        return [self._each(item, mark, answer) for item in value] if isinstance(value, list | tuple) else value
+
+    def _places(self, text: str, answer: bool) -> Iterator[int]:
+        """Where a spelling begins, or what begins one at the text's end, which a text behind it might complete."""
+        for token, special in self._all.items():
+            if (special or not answer) and token in text:
+                yield from (match.start() for match in re.finditer(f"(?={re.escape(token)})", text))
+        end = text.rstrip()
+        yield from (at for at in range(max(0, len(end) - self._longest), len(end)) if end[at:] in self._beginnings)
