@@ -28,7 +28,7 @@ from haarkv.models.catalog import files_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
-from haarkv.models.text import NOTHING, Tokenizer
+from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -117,7 +117,7 @@ class Session:
 
     def encode(
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None,
-        template_args: Mapping[str, Any] = NOTHING, parse_special: bool = False,
+        template_args: Mapping[str, Any] | None = None, parse_special: bool = False,
     ) -> list[list[int]]:  # fmt: skip
         """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer.
 
@@ -153,7 +153,7 @@ class Session:
         stop: str | Sequence[str] = (),
         chat: bool | None = None,
         system: str | None = None,
-        template_args: Mapping[str, Any] = NOTHING,
+        template_args: Mapping[str, Any] | None = None,
         parse_special: bool = False,
         on_prefill: OnPrefill | None = None,
         on_token: Callable[[int, int], object] | None = None,

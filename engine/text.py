@@ -11,7 +11,7 @@ from typing import Any
 
 from haarkv.engine.arguments import require_count
 from haarkv.models.limited import OWN
-from haarkv.models.text import NOTHING, TextStream, Tokenizer
+from haarkv.models.text import TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.words import counted
 
@@ -32,7 +32,7 @@ class Chat:
 
     chat: bool | None = None
     system: str | None = None
-    template_args: Mapping[str, Any] = NOTHING
+    template_args: Mapping[str, Any] | None = None
     parse_special: bool = False
 
     def encode(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -50,7 +50,9 @@ class Chat:
         self._require_arguments()
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         conversations = [[*first, {"role": "user", "content": text}] for text in texts]
-        return self.encode_messages(tokenizer, conversations) if wrap else list(map(tokenizer.encode, texts))
+        if wrap and (texts or self.template_args):
+            return self.encode_messages(tokenizer, conversations)
+        return list(map(tokenizer.encode, texts))
 
     def encode_messages(self, tokenizer: Tokenizer, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
         """Token ids of conversations that are messages already."""
@@ -72,13 +74,14 @@ class Chat:
         return asked + [("an argument of the chat template", "--template-arg")] * bool(self.template_args)
 
     def _require_arguments(self) -> None:
-        for name in self.template_args:
-            if not isinstance(name, str) or name in OWN:
-                raise InputError(f"{shown(name)} is no argument of a chat template: messages and prompts set it")
         try:
-            said = json.dumps(dict(self.template_args), ensure_ascii=False)
+            arguments = dict(self.template_args or {})
+            said = json.dumps(arguments, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"an argument of the chat template is nothing that JSON can hold: {error}") from None
+            raise InputError(f"arguments of a chat template are names with values that JSON can hold: {error}") from None
+        for name in arguments:
+            if not isinstance(name, str) or name in OWN:
+                raise InputError(f"{shown(name)} is no argument of a chat template: prompts and messages say it")
         _require_unicode(said, "an argument of the chat template")
 
 

@@ -86,7 +86,7 @@ def render(
         InputError: the template cannot be read, reads no such argument, refuses a conversation, or does not end; in one line.
     """
     try:
-        said = answer({"source": source, "conversations": conversations, "special": special, "arguments": dict(arguments)})
+        said = answer({"source": source, "conversations": conversations, "special": special, "arguments": arguments})
     except TooMuchError as error:
         said = {"error": error}
     if "unread" in said:

@@ -16,15 +16,17 @@ from haarkv.tq_ops.errors import InputError
 # Private use; and letters, where a normalizer drops what is none.
 _MARKS = tuple(map(chr, chain(range(0xE000, 0xF900), range(0x13000, 0x13400), range(0xF0000, 0xFFFFE))))
 
+_TAG = re.compile("</?(?!think>)[a-z][a-z0-9]*>")
+
 Messages = Sequence[Mapping[str, Any]]
 
 
 class Spellings:
     """Where messages and arguments of a chat template spell what would be a control token.
 
-    Control tokens are the special ones; those of thinking; and others that the template spells. The rest of the added tokens,
-    such as tags of HTML, are text to the model. In the answers of the model itself only special ones count: it may think in
-    them, and the template looks for the others to leave that out.
+    Control tokens are the added ones, but for spaces and for plain tags, such as `<table>`, that are not special and that the
+    template does not spell: those are how a model reads HTML. In its own answers only special ones count: it may think there,
+    and the template looks for the others to leave that out.
 
     Args:
         tokenizer: its added tokens are looked for.
@@ -34,7 +36,7 @@ class Spellings:
 
     def __init__(self, tokenizer: FastTokenizer, source: str, *, normalizes: bool) -> None:
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if visible(token.content)]
-        control = [token for token in added if token.special or token.content in source or "think" in token.content.lower()]
+        control = [each for each in added if each.special or each.content in source or not _TAG.fullmatch(each.content)]
         self._all = {token.content: token.special for token in control}
         self._beginnings = {token[:length] for token in self._all for length in range(1, len(token))}
         self._longest = max(map(len, self._all), default=1)
@@ -53,7 +55,7 @@ class Spellings:
         Raises:
             InputError: there is no character left for a mark.
         """
-        said = json.dumps([conversations, dict(arguments)], ensure_ascii=False)
+        said = json.dumps([conversations, arguments], ensure_ascii=False)
         mark = next((mark for mark in _MARKS if self._is_free(mark, said)), None)
         if mark is None:
             raise InputError("the messages hold every character of private use; leave some out, or give --parse-special")

@@ -6,10 +6,8 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -31,8 +29,6 @@ _BYTES = _OWN | dict(zip(_SIGNS[len(_OWN) :], sorted(set(range(256)) - set(_OWN.
 _ANSWER = "haarkv-answer"
 _TURNS = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _ANSWER), ("user", "2"))]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""No arguments of a chat template."""
 
 
 class TextStream(Protocol):
@@ -64,7 +60,7 @@ class Tokenizer(Protocol):
         """Token ids of plain text."""
 
     def encode_chat(
-        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] = NOTHING, parse_special: bool = False
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] | None = None, parse_special: bool = False
     ) -> list[list[int]]:  # fmt: skip
         """Token ids of conversations, each up to where the answer begins.
 
@@ -126,7 +122,7 @@ class SourceTokenizer:
         if self._words.template is None:
             return []
         try:
-            text = render(self._words.template, [_TURNS], self._words.special, NOTHING)[0]
+            text = render(self._words.template, [_TURNS], self._words.special, {})[0]
         except InputError:  # it says so where it is used
             return []
         added = self._tokenizer.get_added_tokens_decoder()
@@ -138,22 +134,25 @@ class SourceTokenizer:
         return self._encode([text], special_tokens=True)[0]
 
     def encode_chat(
-        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] = NOTHING, parse_special: bool = False
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] | None = None, parse_special: bool = False
     ) -> list[list[int]]:  # fmt: skip
+        arguments = arguments or {}
         source, mark = self._template(with_tools=arguments.get("tools") is not None), ""
         if not parse_special:
             if source not in self._spellings:
                 normalizes = not _has_pattern(self._tokenizer.normalizer)
                 self._spellings = {source: Spellings(self._tokenizer, source, normalizes=normalizes)}
             mark, conversations, arguments = self._spellings[source].marked(conversations, arguments)
-        texts, deaf = render(source, conversations, self._words.special, arguments), False
+        texts = render(source, conversations, self._words.special, arguments)
         for messages, text in zip(conversations, texts, strict=True):
-            if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
-                with suppress(InputError):  # some take a switch out of it; one that is deaf to it says the same without
-                    texts_without = render(source, [messages[1:]], self._words.special, arguments)
-                    deaf = deaf or texts_without == [text]
-        if deaf:
-            raise InputError("this model's chat template ignores system messages; drop --system, or say it in the prompt")
+            first, content = messages[0], messages[0]["content"]
+            if first["role"] == "system" and content.strip() not in text:
+                # Some take a switch out of it and read the rest; to one that is deaf any other says the same.
+                other = [{**first, "content": f"{content} x"}, *messages[1:]]
+                if render(source, [other], self._words.special, arguments) == [text]:
+                    raise InputError(
+                        "this model's chat template ignores system messages; drop --system, or say it in the prompt"
+                    )
         return self._encode(texts, special_tokens=False, mark=mark)
 
     def _template(self, *, with_tools: bool) -> str:
@@ -285,7 +284,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_chat(
-        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] = NOTHING, parse_special: bool = False
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] | None = None, parse_special: bool = False
     ) -> list[list[int]]:  # fmt: skip
         raise InputError("a random model has no chat template; drop --chat")
 

@@ -23,8 +23,8 @@ _NAMES, _NARROW = 30, 60
 _SECTIONS: Mapping[str, Sequence[str]] = {
     "Sides": ("--a", "--b"),
     "Text": (
-        "--prompt", "--prompt-file", "--prompt-tokens", "--text", "--chat", "--system", "--max-new-tokens", "--max-context",
-        "--stop",
+        "--prompt", "--prompt-file", "--prompt-tokens", "--text", "--chat", "--system", "--template-arg", "--parse-special",
+        "--max-new-tokens", "--max-context", "--stop",
     ),
     "Model and machine": (
         "--model", "--executor", "--device", "--dtype", "--layers", "--threads", "--isa", "--activation-bits", "--mmap",

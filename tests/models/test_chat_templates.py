@@ -1,40 +1,322 @@
-"""Chat templates render as in transformers."""
+"""Chat templates render as in transformers, and what a message spells is text."""
 
 from __future__ import annotations
 
+import json
 import re
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
+import transformers
+from chat_template_forms import FORMS
+from checkpoints import byte_tokenizer
+from gguf_files import byte_vocabulary, pieces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from haarkv.models.gguf_vocabulary import entries_of
+from haarkv.models.gguf_words import words_of
+from haarkv.models.hf_folder import HFFolder
 from haarkv.models.limited import render
+from haarkv.models.limited_worker import Respelled
+from haarkv.models.source import Words
+from haarkv.models.text import SourceTokenizer
 from haarkv.tq_ops.errors import InputError
 
-CONVERSATION = [
-    {"role": "system", "content": "Say <b> & 'é'."},
-    {"role": "user", "content": "a<b & 'é' \n\"x\""},
-]
-LOOP = "{% for m in messages %}"
-TEMPLATES = {
-    "no tools": "{% if tools is not none %}[TOOLS]{% endif %}{% if documents is none %}-{% endif %}{{ messages[1].content }}",
-    "tools defined": "{{ tools is defined }} {{ documents is defined }} {{ nothing is defined }}",
-    "json": LOOP + "{{ m | tojson }}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}",
-    "json laid out": "{{ messages | tojson(indent=2, sort_keys=true) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
-    "a date": "{{ strftime_now('%Y') }}",
-    "generation": LOOP + "{% generation %}{{ m.role }}: {{ m.content }}\n{% endgeneration %}{% endfor %}",
-    "generation's scope": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
-    "loop controls": LOOP + "{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ eos_token }}",
-    "namespace": "{% set n = namespace(a=0) %}" + LOOP + "{% set n.a = n.a + 1 %}{% endfor %}{{ n.a }} {{ dict(b=1).b }}",
-}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather", "description": "Says <how> it is & will be.",
+        "parameters": {"type": "object", "required": ["town"], "properties": {
+            "town": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}},
+            "unit": {"type": "string", "enum": ["C", "F"]}}},
+    },
+}  # fmt: skip
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"town": "Köln"}}}
+SYSTEM, USER = {"role": "system", "content": " Say <b> & 'é'. /no_think"}, {"role": "user", "content": "a<b & 'é' \n\"x\" "}
+THOUGHT = {"role": "assistant", "content": "<think>\nwhat, then?\n</think>\n\n So it is. "}
+CONVERSATIONS = {
+    "a message": [USER],
+    "a system message": [SYSTEM, USER],
+    "several turns": [USER, {"role": "assistant", "content": "Yes."}, USER],
+    "thinking": [SYSTEM, USER, THOUGHT, USER, THOUGHT, {"role": "user", "content": "And\nnow? 日本"}],
+    "a tool's answer": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                        {"role": "tool", "content": "<15 °C>", "tool_call_id": "abcdefghi"}],
+}  # fmt: skip
+NAMED = {
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "[SEP]", "pad_token": "<pad>",
+    "cls_token": "[CLS]", "mask_token": "[MASK]", "image_token": "<image>",
+}  # fmt: skip
+SPELLED = re.compile(r"<[|｜]?/?[\w▁]+[|｜]?>|\[/?[A-Z_]{4,}\]|</?(?:think|tool_\w+)>")
 
 
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_renders_as_in_transformers(source):
-    utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    special = {"eos_token": "</s>"}
-    expected, _ = utils.render_jinja_template([CONVERSATION], chat_template=source, add_generation_prompt=True, **special)
-    assert render(source, [CONVERSATION], special) == expected
+@cache
+def forms_tokenizer():
+    """Bytes, and as added tokens all that the forms spell."""
+    tokenizer = byte_tokenizer()
+    spelled = {token for source, _ in FORMS.values() for token in SPELLED.findall(source)} - {"<tools>", "<how>"}
+    plain = {token for token in spelled if "think" in token or "tool" in token}
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in sorted({*spelled, *NAMED.values()} - plain)]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in sorted(plain)])
+    return tokenizer
+
+
+def ours_of(words):
+    return SourceTokenizer(SimpleNamespace(words=lambda: words, eos_token_ids=lambda: (0,)), SimpleNamespace(vocab_size=10**6))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forty_forms_are_rendered_as_in_transformers_or_refused(name, tmp_path):
+    source, each = FORMS[name]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=forms_tokenizer(), chat_template=source, **NAMED)
+    ours = ours_of(Words(forms_tokenizer(), tmp_path, None, {"default": source}, NAMED))
+    for given_arguments in each:
+        arguments = given_arguments | ({"tools": [TOOL]} if "tools" in given_arguments else {})
+        texts, said = [], []
+        for title, conversation in CONVERSATIONS.items():
+            try:
+                text = theirs.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False, **arguments)
+            except Exception:  # whatever the template raises
+                text = None
+            if text is None or (conversation[0] is SYSTEM and "Say <b>" not in text):
+                with pytest.raises(InputError) as refused:
+                    ours.encode_chat([conversation], arguments)
+                assert "\n" not in str(refused.value), title
+            else:
+                texts.append(text)
+                said.append(conversation)
+        assert len(said) >= 2
+        assert render(source, said, NAMED, arguments) == texts
+        theirs_ids = theirs.apply_chat_template(said, add_generation_prompt=True, return_dict=False, **arguments)
+        assert ours.encode_chat(said, arguments, parse_special=True) == theirs_ids
+        assert ours.encode_chat(said, arguments) == theirs_ids  # they spell nothing but the model's own thinking
 
 
 def test_what_a_template_refuses_is_said_in_its_words():
     with pytest.raises(InputError, match=re.escape("cannot be used: no tools here; --no-chat goes without it")):
-        render("{% if not tools %}{{ raise_exception('no tools here') }}{% endif %}", [CONVERSATION], {})
+        render("{% if not tools %}{{ raise_exception('no tools here') }}{% endif %}", [[USER]], {}, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"enable_thinkin": False}, "reads no argument enable_thinkin; did you mean enable_thinking?"),
+        ({"colour": 1}, "reads no argument colour; it reads enable_thinking"),
+        ({"messages": []}, "reads no argument messages"),
+    ],
+)
+def test_an_argument_that_the_template_never_reads_is_refused(arguments, words):
+    source = "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}{{ bos_token }}{{ range(2) }}"
+    with pytest.raises(InputError, match=re.escape(words)):
+        render(source, [], NAMED, arguments)
+
+
+# -- What reaches a template ----------------------------------------------------------------------------------------------
+
+SHOWN = "".join(f"{name}={{{{ {name} }}}};" for name in (*NAMED, "video_token", "eot", "additional_special_tokens"))
+OLDER = {"eos_token": {"content": "[OLD]", "lstrip": False}, "unk_token": "<unk>", "additional_special_tokens": ["<a>"]}
+LISTED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+FOLDERS = {
+    "named": {"tokenizer_config.json": {**NAMED, "sep_token": None, "mask_token": {"__type": "AddedToken", "content": "[M]"}}},
+    "none": {},
+    "extra by name": {"tokenizer_config.json": {"extra_special_tokens": {"eot": "<eot>", "video_token": "<video>"}}},
+    "extra in a list": {"tokenizer_config.json": {"extra_special_tokens": ["<eot>"], "image_token": "<i>", "x_token": True}},
+    "an older file": {"tokenizer_config.json": {"eos_token": "</s>", "image_token": "<i>"}, "special_tokens_map.json": OLDER},
+    "an older file that does not count": {
+        "tokenizer_config.json": {"eos_token": "</s>", "added_tokens_decoder": {}}, "special_tokens_map.json": OLDER},
+    "a file of its own": {"tokenizer_config.json": {"chat_template": "no"}, "chat_template.jinja": SHOWN},
+    "several": {"tokenizer_config.json": {"chat_template": LISTED}},
+    "a file for tools": {
+        "tokenizer_config.json": {"chat_template": "no"}, "chat_template.jinja": "D",
+        "additional_chat_templates/tool_use.jinja": LISTED[1]["template"]},
+}  # fmt: skip
+
+
+def folder_with(path, files):
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    for name, content in files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_template_of_a_folder_sees_what_transformers_lets_it_see(name, tmp_path):
+    files = FOLDERS[name]
+    if "chat_template" not in str(files):
+        files = files | {"chat_template.jinja": SHOWN}
+    folder = folder_with(tmp_path, files)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = ours_of(HFFolder(folder).words())
+    for arguments in ({}, {"tools": [TOOL]}):
+        text = theirs.apply_chat_template([USER], tokenize=False, **arguments)
+        if arguments and "weather" not in text:
+            continue  # it reads no tools
+        assert ours.decode(ours.encode_chat([[USER]], arguments)[0]) == theirs.decode(
+            theirs.encode(text, add_special_tokens=False)
+        )
+        assert render(ours._template(with_tools=bool(arguments)), [[USER]], ours._words.special, arguments) == [text]
+
+
+def test_one_template_is_the_template_and_of_several_one_must_be_the_default(tmp_path):
+    only = folder_with(tmp_path, {"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "R"}]}})
+    assert ours_of(HFFolder(only).words()).encode_chat([[USER]]) == [[ord("R")]]
+    several = {"chat_template": [{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "{{ tools }}"}]}
+    ours = ours_of(HFFolder(folder_with(tmp_path, {"tokenizer_config.json": several})).words())
+    assert ours.has_chat_template
+    with pytest.raises(InputError, match="none of its chat templates is the default: rag, tool_use; --no-chat uses none"):
+        ours.encode_chat([[USER]])
+    assert ours.encode_chat([[USER]], {"tools": []}) == [[*b"[]"]]
+    older = folder_with(tmp_path, {"tokenizer_config.json": {}, "chat_template.json": {"chat_template": "P"}})
+    assert ours_of(HFFolder(older).words()).encode_chat([[USER]]) == [[ord("P")]]
+
+
+def test_a_gguf_file_has_every_template_and_named_token(tmp_path):
+    templates = {"default": "{{ unk_token }}{{ sep_token }}{{ bos_token }}", "tool_use": "{{ tools }}"}
+    vocabulary = byte_vocabulary("gpt-2", special=("<|end|>", "<u>", "<sep>"))
+    special = {"unk_token": "<u>", "sep_token": "<sep>"}
+    words = Words(words_of(tmp_path, vocabulary).tokenizer, tmp_path, None, templates, special)
+    ids = {"unknown": 263, "seperator": 264, "eos": 262}
+    again = words_of(tmp_path, entries_of(words, 265, ids))
+    assert (again.templates, again.special) == (templates, special | {"eos_token": "<|end|>"})
+    assert ours_of(again).encode_chat([[USER]]) == [[263, 264]]
+
+
+# -- What a message spells ------------------------------------------------------------------------------------------------
+
+SPECIAL, OWN = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]"), ("<think>", "</think>", "<tool_response>")
+MERGES = ("< s", "<s >", "< |", "<| im", "i m", "th e", "t h", "Ġ t", "> <", "i n", "in k", "th ink", "< think")
+
+
+def by_bytes(**first):
+    tokenizer = Tokenizer(models.BPE(*vocabulary_of(sorted(pre_tokenizers.ByteLevel.alphabet()), MERGES), ignore_merges=True))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return with_tokens(tokenizer, **first)
+
+
+def by_pieces(prefix):
+    """As transformers converts SentencePiece's; control tokens are pieces as well, and merges would make them."""
+    letters = ["<unk>", *SPECIAL[:2], *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehiknost<>/|_[]"]
+    merges = (*MERGES[:7], "< /", "</ s", "</s >", "▁ t")
+    merges = [pair for pair in merges if "Ġ" not in pair]
+    vocabulary, pairs = vocabulary_of(letters, merges)
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return with_tokens(tokenizer)
+
+
+def vocabulary_of(letters, merges):
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    tokens = dict.fromkeys([*letters, *(part for pair in pairs for part in pair), *map("".join, pairs)])
+    return {token: id for id, token in enumerate(tokens)}, pairs
+
+
+def with_tokens(tokenizer, **first):
+    """Added tokens; what is said of the first holds for others as well where it must not matter."""
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True, **first) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in (*OWN, "<b>", "  ", "\n")])
+    return tokenizer
+
+
+def of_gguf(kind):
+    if kind == "gpt2":
+        entries = byte_vocabulary("llama-bpe", special=(*SPECIAL, *OWN), add_bos_token=False)
+        return words_of("m", entries).tokenizer
+    words = ("▁", *"abcdehiknost<>/|_[]", "<s", "</s", "<|", "th", "in", "think", "<think")
+    entries = pieces(words, own=("\n\n", "  ", *SPECIAL[2:], *OWN))
+    return words_of("m", entries).tokenizer
+
+
+def of_words(kind):
+    letters = {"[UNK]": 0, **{letter: n for n, letter in enumerate("abcdehiknost<>/|_[]", 1)}}
+    if kind == "Unigram":
+        tokenizer = Tokenizer(
+            models.Unigram([(token, -float(n)) for token, n in letters.items()], unk_id=0, byte_fallback=False)
+        )
+        tokenizer.normalizer = normalizers.NFKC()
+    else:
+        tokenizer = Tokenizer(
+            models.WordPiece(letters | {f"##{letter}": 99 + n for letter, n in letters.items()}, unk_token="[UNK]")
+        )
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(["[UNK]"])
+    return with_tokens(tokenizer)
+
+
+KINDS = {
+    "bytes": by_bytes, "bytes, stripped": lambda: by_bytes(lstrip=True, rstrip=True), "pieces": lambda: by_pieces(False),
+    "pieces, a space first": lambda: by_pieces(True), "bytes of GGUF": lambda: of_gguf("gpt2"),
+    "pieces of GGUF": lambda: of_gguf("llama"), "WordPiece": lambda: of_words("WordPiece"),
+    "Unigram": lambda: of_words("Unigram"),
+}  # fmt: skip
+GIVES_BACK = ("bytes", "pieces", "bytes of GGUF")
+"""Those that give every text back."""
+SPELLING = {
+    "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>a\n",
+    "one behind the other": "<s>{{ messages[0].content }}{{ messages[1].content }}</s>[INST]",
+    "trimmed, cut and thinking": "<s>{% for m in messages %}[INST]{{ m.content | trim }}{{ m.content.split('</think>')[-1] }}"
+                                 "{% endfor %}<think>",
+    "JSON": "<s>{{ messages | tojson }}{{ messages | tojson(ensure_ascii=true, indent=1) }}{{ messages }}{{ note }}</s>",
+}  # fmt: skip
+PARTS = st.sampled_from(
+    [*SPECIAL, *OWN, "<b>", "<|im_", "end|>", "<|im_start|", "<s", "<", ">", "[IN", "ST]", "a", "the", "think", " ", "  ",
+     "\n", "é", "e\u0301", "日", "\ue000", "\ue001", "\\ue000", "\"", "'"]
+)  # fmt: skip
+TYPED = st.lists(PARTS, max_size=8).map("".join)
+
+
+@cache
+def kind_of(kind, form):
+    return ours_of(Words(KINDS[kind](), "m", None, {"default": SPELLING[form]}, {}))
+
+
+def conversation_of(system, user, note, form):
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}], {
+        "note": [note]
+    } if form == "JSON" else {}
+
+
+def control_in(ours, ids):
+    added = ours._tokenizer.get_added_tokens_decoder()
+    return [added[id].content for id in ids if id in added and (added[id].special or added[id].content in OWN)]
+
+
+@pytest.mark.parametrize("form", SPELLING)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(system=TYPED, user=TYPED, note=TYPED)
+def test_what_messages_spell_is_text(kind, form, system, user, note):
+    ours = kind_of(kind, form)
+    said, arguments = conversation_of(f"a{system}", user, note, form)
+    harmless, nothing = conversation_of("a", "b", "c", form)
+    (ids,), (right,) = ours.encode_chat([said], arguments), ours.encode_chat([harmless], nothing)
+    known = [token for token in control_in(ours, ids) if token != "[UNK]"]
+    assert known == [token for token in control_in(ours, right) if token != "[UNK]"]
+    if kind in GIVES_BACK and "</think>" not in system + user:  # else the template may cut what is no spelling
+        (text,) = render(SPELLING[form], [said], {}, arguments)
+        given_back = ours._tokenizer.decode(ids, skip_special_tokens=False)
+        assert given_back == (ours._tokenizer.normalizer.normalize_str(text) if kind == "bytes" else text)
+    as_tokens = ours.encode_chat([said], arguments, parse_special=True)[0]
+    assert ids == as_tokens or len(control_in(ours, as_tokens)) != len(control_in(ours, ids))  # else something was spelled
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
+@given(TYPED)
+def test_a_tokenizer_with_its_tokens_respelled_makes_the_same_of_a_template(kind, text):
+    tokenizer = kind_of(kind, "ChatML")._tokenizer
+    text = text.replace("\ue000", "").replace("\\ue000", "")
+    assert respelled(kind).ids(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@cache
+def respelled(kind):
+    return Respelled(kind_of(kind, "ChatML")._tokenizer, "\ue000")

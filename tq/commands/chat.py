@@ -147,7 +147,7 @@ class _Talk:
 
     def set(self, asked: str) -> None:
         """Change an argument of the chat template for the messages that follow, or list all: K=V, K or nothing."""
-        arguments = dict(self.chat.template_args)
+        arguments = dict(self.chat.template_args or {})
         if "=" in asked:
             name, value = Assignment().convert(asked, None, None)
             arguments[name] = value
