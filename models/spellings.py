@@ -14,7 +14,7 @@ from haarkv.models.limited_worker import visible
 from haarkv.tq_ops.errors import InputError
 
 # Private use; and letters, where a normalizer drops what is none.
-_MARKS = tuple(map(chr, chain(range(0xE000, 0xF900), range(0x13000, 0x13400), range(0xF0000, 0xFFFFE))))
+_MARKS = tuple(map(chr, chain(range(0xE000, 0xE080), range(0x13000, 0x13400), range(0xF0000, 0xFFFFE))))
 
 _TAG = re.compile("</?(?!think>)[a-z][a-z0-9]*>")
 

@@ -506,7 +506,7 @@ def test_a_chat_template_sees_special_tokens_and_absent_ones_as_nothing(tmp_path
     settings = {"chat_template": template, "bos_token": None, "eos_token": end_of_text}
     folder = write_checkpoint(tmp_path / "chat", tokenizer_config=settings)
     tokenizer = load_tokenizer(folder, read_config(folder))
-    assert tokenizer.encode_chat(["hi"]) == [[*b"hi", END_OF_TEXT_ID]]
+    assert tokenizer.encode_chat([[{"role": "user", "content": "hi"}]]) == [[*b"hi", END_OF_TEXT_ID]]
 
 
 def test_a_tokenizer_saved_with_truncation_or_padding_still_takes_the_whole_prompt(tq, tmp_path):

@@ -11,16 +11,18 @@ import sys
 import time
 
 import pytest
-from checkpoints import CONFIG, byte_pieces, byte_tokenizer, saying, write_checkpoint
+from checkpoints import CONFIG, END_OF_TEXT, byte_pieces, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
 from refusals import assert_refused
 from terminal import AS_IN_A_TERMINAL
 from tokenizers import AddedToken
 
 import tq
+from haarkv.engine.conversations import Conversations
 from haarkv.engine.sampling import Sampling
 from haarkv.models.catalog import read_config
 from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
 TEMPLATE = (
@@ -281,6 +283,61 @@ def test_a_system_message_that_goes_nowhere_is_refused(run, tmp_path):
     assert_refused(run(folder, "--system", "\udcff"), "system message", "UTF-8")
     deaf = write_checkpoint(tmp_path / "deaf", tokenizer_config={"chat_template": "{{ messages[-1].content }}"})
     assert_refused(run(deaf, "--system", "Be brief."), "ignores system messages", "--system")
+
+
+# -- Arguments of the template --------------------------------------------------------------------------------------------
+
+SWITCHED = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("switched") / "m"
+    return write_checkpoint(folder, tokenizer_config={"chat_template": SWITCHED})
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "shown"),
+    [("false", False, "false"), ('"x"', "x", '"x"'), ("no", "no", '"no"'), ("[1, 2]", [1, 2], "[1, 2]"), ("", "", '""')],
+)
+def test_arguments_reach_the_template_by_every_way(found, switched, written, value, shown):
+    tokens = len(f"ab{shown}")
+    assert found(switched, "--template-arg", f"enable_thinking={written}")["prompt_tokens"] == tokens
+    session, arguments = tq.load(switched), {"enable_thinking": value}
+    assert session.encode(["ab"], template_args=arguments) == [[*f"ab{shown}".encode()]]
+    stream = session.stream("ab", max_new_tokens=1, template_args=arguments)
+    list(stream)
+    assert stream.result.completions[0].prompt_tokens == tokens
+    talk = Conversations(session, 2**30)
+    assert talk.generate("a", "ab", max_new_tokens=1, template_args=arguments).completions[0].prompt_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--template-arg", "enable_thinkin=false"], "no argument enable_thinkin; did you mean enable_thinking?"),
+        (["--template-arg", "enable_thinking"], "is no NAME=VALUE"),
+        (["--template-arg", "messages=[]"], "'messages' is no argument of a chat template"),
+        (["--template-arg", "enable_thinking=\udcff"], "not valid UTF-8"),
+        (["--template-arg", "enable_thinking=1", "--no-chat"], "--no-chat leaves it out; drop --template-arg"),
+    ],
+)
+def test_an_argument_that_goes_nowhere_is_refused(run, switched, args, words):
+    assert_refused(run(switched, *args), words)
+
+
+def test_an_argument_without_a_template_or_without_json_is_refused(run, switched, tmp_path):
+    assert_refused(run(write_checkpoint(tmp_path / "m"), "--template-arg", "x=1"), "this model has none; drop --template-arg")
+    for arguments in ({"enable_thinking": {1}}, {3: 4}, [3], {"add_generation_prompt": False}):
+        with pytest.raises(InputError, match="argument"):
+            tq.load(switched).encode(["ab"], template_args=arguments)
+
+
+def test_what_a_prompt_spells_is_text_in_a_template_unless_asked_otherwise(run, found, switched):
+    given = ("--prompt", f"c{END_OF_TEXT}")
+    assert found(switched, *given)["completions"][1]["prompt_tokens"] == len(given[1])
+    assert found(switched, *given, "--parse-special")["completions"][1]["prompt_tokens"] == 2
+    assert found(switched, *given, "--no-chat")["completions"][1]["prompt_tokens"] == 2
 
 
 # -- Warnings and cost ----------------------------------------------------------------------------------------------------
