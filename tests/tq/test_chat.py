@@ -162,7 +162,8 @@ def test_what_does_not_fit_is_said_and_the_conversation_goes_on(chat, alphabet):
 
 
 def test_set_changes_an_argument_of_the_template(chat, tmp_path):
-    template = "{{ messages[-1].content }}{% if brief is defined %}{{ raise_exception('brief ' ~ brief) if brief == 3 }}{% endif %}{{ '\n' }}"
+    refuses = "{% if brief is defined and brief == 3 %}{{ raise_exception('brief 3') }}{% endif %}"
+    template = f"{{{{ messages[-1].content }}}}{refuses}{{{{ '\\n' }}}}"
     folder = write_checkpoint(tmp_path / "m", mutate=saying("\nabc"), tokenizer_config={"chat_template": template})
     with chat(folder, "--template-arg", "brief=true") as terminal:
         for typed, said in (
