@@ -165,5 +165,5 @@ def test_without_the_library_it_is_said_what_to_install(tmp_path, capsys, monkey
     folder = folder_of(tmp_path / "m", tokenizer__model=b"")
     code = main(["generate", "-m", str(folder), "--prompt", "a", "--kv", "tq4"])
     assert_refused(
-        (code, *capsys.readouterr()), "no tokenizer.json, but tokenizer.model: `pip install sentencepiece protobuf`"
+        (code, *capsys.readouterr()), "tokenizer.model, which needs", "`pip install sentencepiece protobuf`"
     )
