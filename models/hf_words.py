@@ -79,7 +79,7 @@ def _of_pieces(path: Path, settings: Mapping[str, Any], special: Mapping[str, st
         library, form = import_module("sentencepiece"), import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError:
         raise InputError(
-            f"{path.parent} has no tokenizer.json, but {path.name}, which needs two libraries: `pip install sentencepiece protobuf`"
+            f"{path.parent} has no tokenizer.json, but {path.name}, which `pip install sentencepiece protobuf` makes readable"
         ) from None
     content = read_file(path, _MOST_PIECES)
     try:

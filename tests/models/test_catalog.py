@@ -111,7 +111,7 @@ def test_where_only_gguf_files_lie_one_is_the_model_and_of_several_one_is_to_be_
     assert str(refused.value) == f"{name} has several GGUF files: name one as {folder}/FILE, of {', '.join(names)}"
     if where == "hub":
         assert path_of(f"{name}:Q4_K_M") == path_of(f"{name}:q4_k_m") == folder / names[0]
-        for tag in ("Q4_K", "Q9", "m"):
+        for tag in ("Q4_K", "Q4_K_X", "4_K_M", "Q9", "m"):
             with pytest.raises(InputError, match="name one as"):
                 path_of(f"{name}:{tag}")
 

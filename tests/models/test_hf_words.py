@@ -85,7 +85,7 @@ def pieces_file(prefix=True, **more):
     options = {
         "vocab_size": 380, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
         "add_dummy_prefix": prefix, "remove_extra_whitespaces": False, "split_digits": True, "minloglevel": 2,
-        "user_defined_symbols": ["<sep>"] if prefix else ["<sep>", "▁▁"],
+        "user_defined_symbols": ["<sep>"] if prefix else ["<sep>", "▁▁", "<x▁y>"],
     }  # fmt: skip
     library.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 3), model_writer=(out := io.BytesIO()), **options | more
@@ -104,8 +104,10 @@ def test_pieces_make_transformers_tokens(tmp_path, kind, prefix, legacy):
 
 def test_pieces_without_settings_begin_with_their_own_bos(tmp_path):
     folder = folder_of(tmp_path / "m", tokenizer__model=pieces_file(False, pad_id=0, eos_id=1, bos_id=2, unk_id=3))
-    words = HFFolder(folder).words()
-    assert words.tokenizer.encode("Hello").ids[0] == 2
+    words, theirs = HFFolder(folder).words(), pytest.importorskip("sentencepiece").SentencePieceProcessor()
+    theirs.load(str(folder / "tokenizer.model"))
+    for text in ("Hello", "q<x y>r", "   two  spaces", "123 ä\n"):
+        assert words.tokenizer.encode(text).ids == [2, *theirs.encode(text)], text
     assert words.tokenizer.decode(words.tokenizer.encode("Hello  world ä").ids) == "Hello  world ä"
 
 
@@ -164,6 +166,4 @@ def test_without_the_library_it_is_said_what_to_install(tmp_path, capsys, monkey
     monkeypatch.setattr(hf_words, "import_module", absent)
     folder = folder_of(tmp_path / "m", tokenizer__model=b"")
     code = main(["generate", "-m", str(folder), "--prompt", "a", "--kv", "tq4"])
-    assert_refused(
-        (code, *capsys.readouterr()), "tokenizer.model, which needs", "`pip install sentencepiece protobuf`"
-    )
+    assert_refused((code, *capsys.readouterr()), "tokenizer.model, which `pip install sentencepiece protobuf`")
