@@ -66,7 +66,8 @@ def forms_tokenizer():
 
 
 def ours_of(words):
-    return SourceTokenizer(SimpleNamespace(words=lambda: words, eos_token_ids=lambda: (0,)), SimpleNamespace(vocab_size=10**6))
+    rows = max(words.tokenizer.get_vocab().values()) + 1
+    return SourceTokenizer(SimpleNamespace(words=lambda: words), SimpleNamespace(vocab_size=rows, eos_token_ids=(0,)))
 
 
 @pytest.mark.parametrize("name", FORMS)

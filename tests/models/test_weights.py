@@ -214,7 +214,8 @@ def test_a_mark_before_any_text_of_a_folder_is_no_part_of_it(tmp_path, patterns)
     def said():
         source, config = HFFolder(folder), read_hf_config(folder / "config.json")
         tokenizer = SourceTokenizer(source, config)
-        return config, source.sampling(), list(source.tensors()), tokenizer.encode("azz"), tokenizer.encode_chat(["hi"])
+        chat = tokenizer.encode_chat([[{"role": "user", "content": "hi"}]])
+        return config, source.sampling(), list(source.tensors()), tokenizer.encode("azz"), chat
 
     plain = said()
     marked = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja")]

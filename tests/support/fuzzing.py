@@ -62,8 +62,8 @@ def limited(seconds=LIMIT_S):
         signal.signal(signal.SIGALRM, before)
 
 
-CHOOSING = "tq: choosing a KV cache for this model"
-"""How the line begins that is said before a model is read to choose its cache; only then is seen that it cannot be read."""
+BEFORE = ("tq: choosing a KV cache for this model", "tq: warning: ")
+"""How lines begin that may come before a refusal: what is wrong with weights is only seen once a model is read."""
 
 
 def assert_one_line(message):
@@ -112,8 +112,9 @@ class Place:
         assert ended in code, (args, err.getvalue())
         if ended == 2:
             assert not out.getvalue()
-            announced, _, refusal = err.getvalue().partition("\n")
-            assert_one_line(refusal if announced.startswith(CHOOSING) else err.getvalue())
+            *said, refusal = err.getvalue().splitlines(keepends=True)
+            assert all(line.startswith(BEFORE) for line in said), said
+            assert_one_line(refusal)
         assert "Traceback" not in err.getvalue()
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.peak
         assert grown < MOST_GROWTH, (args, grown)

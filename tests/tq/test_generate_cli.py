@@ -260,8 +260,9 @@ def test_a_stop_ends_one_prompt_and_not_the_other(alphabet):
     assert [c.finish for c in result.completions] == ["stop", "length"]
 
 
-def test_what_on_token_returns_does_not_matter(alphabet):
-    assert tq.load(alphabet).generate("ab", max_new_tokens=4, on_token=lambda *_: True).texts == ["cdef"]
+@pytest.mark.parametrize(("returned", "text"), [(True, "c"), (1, "cdef"), ("yes", "cdef"), (None, "cdef")])
+def test_on_token_ends_a_text_by_true_alone(alphabet, returned, text):
+    assert tq.load(alphabet).generate("ab", max_new_tokens=4, on_token=lambda *_: returned).texts == [text]
 
 
 # -- The system message ---------------------------------------------------------------------------------------------------
