@@ -99,7 +99,7 @@ def prefill_in_chunks(
     """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
 
     Args:
-        last: so many of each prompt's last tokens come alone.
+        last: number of each prompt's last tokens that form a chunk of their own.
     Returns:
         [B, vocab] fp32, the logits after each prompt's last token.
     """

@@ -139,10 +139,12 @@ class SourceTokenizer:
         arguments = arguments or {}
         source, mark = self._template(with_tools=arguments.get("tools") is not None), ""
         if not parse_special:
-            if source not in self._spellings:
+            spellings = self._spellings.get(source)  # threads may share a tokenizer
+            if spellings is None:
                 normalizes = not _has_pattern(self._tokenizer.normalizer)
-                self._spellings = {source: Spellings(self._tokenizer, source, normalizes=normalizes)}
-            mark, conversations, arguments = self._spellings[source].marked(conversations, arguments)
+                spellings = Spellings(self._tokenizer, source, normalizes=normalizes)
+                self._spellings = {source: spellings}
+            mark, conversations, arguments = spellings.marked(conversations, arguments)
         texts = render(source, conversations, self._words.special, arguments)
         for messages, text in zip(conversations, texts, strict=True):
             first, content = messages[0], messages[0]["content"]
@@ -179,9 +181,10 @@ class SourceTokenizer:
         """
         if not self._patterns or self._words.file is None:
             if mark:
-                if mark not in self._respelled:
-                    self._respelled = {mark: Respelled(self._tokenizer, mark)}  # it takes seconds for a large vocabulary
-                return list(map(self._respelled[mark].ids, texts))
+                if (respelled := self._respelled.get(mark)) is None:
+                    respelled = Respelled(self._tokenizer, mark)  # it takes seconds for a large vocabulary
+                    self._respelled = {mark: respelled}
+                return list(map(respelled.ids, texts))
             return [list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids) for text in texts]
         file = str(self._words.file.absolute())
         request = {"tokenizer": file, "texts": list(texts), "special_tokens": special_tokens, "mark": mark}
