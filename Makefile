@@ -17,7 +17,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lint wheels tables bench clean
+.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lab lint wheels tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -35,6 +35,7 @@ help:
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make test-peers  llama.cpp beside ours: compiles the peers extra for this CPU first, minutes"
 	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers and llama.cpp"
+	@echo "make lab     the laboratory's tests: studies, rivals and emulators, minutes"
 	@echo "make lint    linters and types only"
 	@echo "make wheels  the sdist and wheels for x86-64, ARM and any machine, in dist; needs g++-aarch64-linux-gnu for ARM"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
@@ -103,6 +104,9 @@ test-vllm: $(VLLM)/stamp
 test-peers: $(VENV)/dev.stamp
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[peers]'
 	$(BIN)/pytest --no-header -rs -m peers tests/benchmarks
+
+lab: $(VENV)/dev.stamp
+	$(BIN)/pytest -c lab/pytest.ini -n 2 --dist worksteal --no-header -rs lab/tests
 
 wheels: $(VENV)/dev.stamp
 	$(BIN)/python hatch_build.py dist
