@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 # -- Reference against transformers, the same weights in fp32 --------------------------------------------------------
 # Logits, absolute. Measured: 3.0e-5 at most over six shapes and the tiny checkpoint, prefill and 32 decode steps.
 TRANSFORMERS_LOGITS = 1e-4
@@ -254,3 +256,17 @@ CONFIRMING_RUNS = 8
 MOST_CONFIRMED = 4
 # A forward that does not follow from its own layers runs again so often.
 WHOLE_AGAIN = 3
+
+# -- The null of `validation.layers.null` --------------------------------------------------------------------------------
+# Student's deviations, 15 degrees of freedom: one honest run in 10 million lies farther out.
+SIGMAS = 9.0
+# Poisson's, of counts.
+POISSON_SIGMAS = 7.0
+# So many roundings of single numbers may fall elsewhere by chance, in any forward.
+TIES = 14
+# What no chance is needed for: a reciprocal root that is off by as much, always; one length in the mean; a fiftieth of a slip.
+LEAST = {"gain": 4e-6, "length": 1.0, "slip": 0.02}
+FP16_GAIN = 2.0**-12
+STEP = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-20}
+# What six scales that fell to the next FP16 number make of the sum of relative lengths.
+SCALES = 6 * 2.0**-11

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,37 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.table import OpTable
-from haarkv.validation import bounds
-from haarkv.validation.bounds import LayerBounds
-from haarkv.validation.layers import slack
-from haarkv.validation.layers.block_steps import most
-from haarkv.validation.layers.causes import explain, explain_attention
-from haarkv.validation.layers.chance import chances_of_layer, chances_of_store
-from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.delta_causes import explain_delta, explain_delta_layer, of_sums
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.judge import (
-    StoredComparison,
-    beside,
-    compare_both,
-    judge_hidden,
-    judge_op,
-    judge_stored,
-    together,
-)
-from haarkv.validation.layers.ledger import Ledger
-from haarkv.validation.layers.parts import Stored, snapshot, take
+from haarkv.validation.layers.judge import Values, guilty_head, hidden_figures, in_whole, judge_strays, stored_figures, verdicts
+from haarkv.validation.layers.null import Figure, Null, Slips, Sums, collected, of_numbers
+from haarkv.validation.layers.parts import Stored, load, snapshot, take
 from haarkv.validation.layers.record import Call, replay
-from haarkv.validation.layers.reference import Reference
-from haarkv.validation.layers.report import Verdict, first
-from haarkv.validation.layers.states import STATE, state_of
-from haarkv.validation.layers.three_way import errors_of_layer, errors_of_op, guilty_head
+from haarkv.validation.layers.reference import Reference, keep
+from haarkv.validation.layers.report import Measured, Verdict, first
+from haarkv.validation.layers.states import STATE, compare_states, state_of
 from haarkv.validation.layers.trial import WITHIN_ROUNDING, Outcome, Repeats, Run, Strays, Trial
 from haarkv.validation.layers.windows import without_unread
 
 _FEW = 8
 """New tokens of a sequence up to which a layer runs again over another state."""
+
+
+Known = dict[tuple[str, str, int, int], Any]
+"""What honest runs of a layer gave, by drive (or "slips"), phase, step and layer."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +40,16 @@ class Judged:
 
     Attributes:
         verdicts: of its ops, then of the whole.
-        compared: K and V.
+        share: how many times what honest runs allow its worst figure is.
         expected: hidden states [T, hidden] that the candidate's are held against: what the reference makes of the K and V
-            that the candidate stored, where these differ by ties.
-        result: the candidate's.
+            that the candidate stored.
+        run: the candidate's.
     """
 
     verdicts: list[Verdict]
-    compared: StoredComparison
+    share: float
     expected: Tensor
-    result: Tensor
+    run: Run
 
 
 class Forced:
@@ -66,20 +58,20 @@ class Forced:
     Args:
         trial: the candidate.
         ops: its op table; None if its layers are programs.
-        ledger: sums over the run; without one each number is judged by itself.
         repeats: runs of each layer beside the first, to be held against it.
-        explains: layers whose faults are explained, the first that are found.
+        known: what honest runs of the same forwards gave before; is added to.
     Attributes:
         over_others: layers that ran over another state than their own as well, and gave what follows from it.
     """
 
-    def __init__(
-        self, reference: Reference, trial: Trial, ops: OpTable | None, limits: LayerBounds, ledger: Ledger | None,
-        repeats: int = 0, explains: int = 0,
-    ) -> None:  # fmt: skip
-        self.reference, self.trial, self.ops, self.limits, self.ledger = reference, trial, ops, limits, ledger
-        self.repeats, self.explains = Repeats(repeats), explains
+    def __init__(self, reference: Reference, trial: Trial, ops: OpTable | None, repeats: int = 0, known: Known | None = None) -> None:
+        self.reference, self.trial, self.ops = reference, trial, ops
+        self._known: Known = {} if known is None else known
+        self.rounds = reference.model.dtype != torch.float32
+        self.repeats = Repeats(repeats)
         self.over_others = 0
+        self.nulls: dict[str, dict[int, Null]] = {drive: defaultdict(Null) for drive in ("ops", "layers")}
+        self._scratch = reference.cache.empty_like(reference.cache.device)
 
     def layer(self, made: MadeLayer, bad: Stored) -> Judged:
         """Run and judge one layer.
@@ -87,33 +79,141 @@ class Forced:
         Args:
             bad: what the places of its tokens hold before.
         """
-        verdicts = [verdict for call in made.calls for verdict in self._op(call, made, bad)]
+        found = self._ops(made, bad)
         run = self.run(made, bad)
         unstable = self.repeats.of_layer(run, lambda: self.run(made, bad))
-        judged = self.judge(made, run)
-        if self.ops is not None and not any(verdict.fails for verdict in verdicts):
-            judged = replace(judged, verdicts=[together(verdict) for verdict in judged.verdicts])
+        judged = self.judge(made, run, self.null(made))
+        ops_fail = any(verdict.fails for verdict in found)
+        if self.ops is not None and not ops_fail:
+            judged = replace(judged, verdicts=[in_whole(verdict) for verdict in judged.verdicts])
         if unstable is None and any(verdict.fails for verdict in judged.verdicts):
             unstable = self.repeats.confirmed(run, lambda: self.run(made, bad))
         if unstable is not None:
             wrong = next((v.stage for v in judged.verdicts if v.fails), None)
             detail = unstable.detail if wrong else f"{unstable.detail}, {WITHIN_ROUNDING}"
-            return replace(judged, verdicts=[*verdicts, replace(unstable, stage=wrong or unstable.stage, detail=detail)])
-        failing = first(judged.verdicts)
-        alone = self.reference.records and not run.strays and not run.outcome.problem
-        if failing and failing.fails and self.explains and alone and not any(verdict.fails for verdict in verdicts):
-            self.explains -= 1
-            if made.kv is None:
-                because = explain_delta_layer(self.reference, made, run, failing)
-            else:
-                because = explain(self.reference, made, run, failing, partial(self._far, run))
-            judged = replace(judged, verdicts=[because if one is failing else one for one in judged.verdicts])
-        if made.kv is None and not any(verdict.fails for verdict in verdicts):
+            return replace(judged, verdicts=[*found, replace(unstable, stage=wrong or unstable.stage, detail=detail)])
+        if made.kv is None and not ops_fail:
             judged = replace(judged, verdicts=[*judged.verdicts, *self._over_another(made, judged)])
-        return replace(judged, verdicts=[*verdicts, *judged.verdicts])
+        return replace(judged, verdicts=[*found, *judged.verdicts])
+
+    def run(self, made: MadeLayer, bad: Stored) -> Run:
+        """One run of a layer, from the reference's input and cache."""
+        self.trial.load(made.index, made.before)
+        return self.trial.run(made.hidden_in, made.index, bad, made.batch)
+
+    def judge(self, made: MadeLayer, run: Run, null: Null, room: float = 1.0) -> Judged:
+        """What a run of a layer got right.
+
+        Args:
+            room: how many times what the null allows is no fault.
+        """
+        cache, batch, result = self.reference.cache, made.batch, run.outcome.result
+        broken = judge_strays(run.strays, made.index) + _broken_state(cache, made, run.stored)
+        if run.outcome.problem:
+            broken.insert(0, Verdict.broken("call", run.outcome.problem))
+        stored = collected(stored_figures(cache, made.index, batch, made.stored, run.stored))
+        expected = made.hidden_out
+        differing = [] if _same(made.stored, run.stored) else [figure.stage for figure in stored]
+        if differing and made.kv is not None and self.reference.records:
+            # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
+            expected = self.reference.given(made, run.stored)
+        differing += [] if torch.equal(expected, result) else ["attention_mlp"]
+        sums = stored | collected(hidden_figures(made.hidden_in, expected, result, self._slips(made)))
+        excesses = {figure: excess / room for figure, excess in null.excesses(sums, self.rounds).items()}
+        found = verdicts(excesses, differing, self._kv_heads(made.index))
+        found = [
+            replace(v, head=guilty_head(made.hidden_in, expected, result, self._slips(made)))
+            if v.fails and v.stage == "attention_mlp" else v
+            for v in found
+        ]  # fmt: skip
+        if room == 1.0 and not broken and not any(verdict.fails for verdict in found):
+            null.add(sums)
+        return Judged([*broken, *found], max(excesses.values(), default=0.0), expected, run)
+
+    def totals(self) -> tuple[list[Verdict], list[Measured]]:
+        """What shows over all forwards together, and every figure of that."""
+        found: list[Verdict] = []
+        measured = []
+        for drive, nulls in self.nulls.items():
+            for layer, null in sorted(nulls.items()):
+                excesses = null.total_excesses(self.rounds)
+                judged = verdicts(excesses, [f.stage for f in excesses], self._kv_heads(layer), together=True)
+                found += [replace(verdict, layer=layer) for verdict in judged if verdict.fails]
+                measured += [
+                    Measured(drive, layer, figure.stage, figure.head, figure.kind, excess)
+                    for figure, excess in excesses.items()
+                ]
+        return found, measured
+
+    # -- Whole layers ----------------------------------------------------------------------------------------------------
+    def null(self, made: MadeLayer) -> Null:
+        """What sixteen honest runs of a layer give."""
+        null = self.nulls["layers"][made.index]
+        null.runs = self._remembered(made, "layers", lambda: [self._honest_layer(made, ops) for ops in self.reference.honest(made)])
+        return null
+
+    def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
+        """What was found of a layer's forward, now or before."""
+        key = what, made.forward.phase, made.forward.step, made.index
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]
+
+    def _honest_layer(self, made: MadeLayer, table: OpTable) -> Sums:
+        reference, cache, batch, index = self.reference, self.reference.cache, made.batch, made.index
+        load(self._scratch, index, made.before)
+        if made.kv is None:
+            out = reference.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, table)
+        else:
+            out = reference.over(reference.as_read(made, made.stored), made, self._storing_aside(table))
+        figures = stored_figures(cache, index, batch, made.stored, take(self._scratch, index, batch))
+        return collected(figures) | collected(hidden_figures(made.hidden_in, made.hidden_out, out, self._slips(made)))
+
+    def _storing_aside(self, table: OpTable) -> OpTable:
+        """A table that stores into the scratch cache, and leaves the one that attention reads as it is."""
+
+        def store_kv(k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, batch: Batch) -> None:
+            with self._scratch.with_room(layer, batch):
+                table.store_kv(k, v, self._scratch, layer, batch)
+
+        return with_ops(table, {"store_kv": store_kv})
+
+    def _slips(self, made: MadeLayer) -> Slips:
+        """What known mistakes in each KV head's attention, and in the MLP, change hidden states by."""
+        if made.kv is None or not self.reference.records:
+            return {}
+        slips: Slips = self._remembered(made, "slips", lambda: self._layer_slips(made))
+        return slips
+
+    def _layer_slips(self, made: MadeLayer) -> Slips:
+        reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(made.index)
+        cache = reference.as_read(made, made.stored)
+        gates = {id(weight) for name, _, weight in reference.model.weights.layers[made.index].named() if "gate_proj" in name}
+
+        def moved(**replaced: Any) -> Tensor:
+            return reference.over(cache, made, with_ops(ops, {"store_kv": keep, **replaced}), exact=True)
+
+        def in_head(head: int, larger: float, steeper: float) -> Any:
+            def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+                parts = list(ops.paged_attention(q, cache, layer, batch, scale).chunk(heads, 1))
+                other = ops.paged_attention(q, cache, layer, batch, scale * steeper) if steeper != 1 else None
+                parts[head] = larger * (parts[head] if other is None else other.chunk(heads, 1)[head])
+                return torch.cat(parts, 1)
+
+            return paged_attention
+
+        def linear(x: Tensor, weight: Weight) -> Tensor:
+            return ops.linear(x, weight) * (1.01 if id(weight) in gates else 1.0)
+
+        right = moved()
+        slips = {"the gate 1 % too large": moved(linear=linear) - right}
+        for name, larger, steeper in (("attention 1 % too large", 1.01, 1.0), (STEEPER, 1.0, 1.01)):
+            each = [moved(paged_attention=in_head(head, larger, steeper)) - right for head in range(heads)]
+            slips |= {f"{name} @{head}": by for head, by in enumerate(each)} | {name: torch.stack(each).sum(0)}
+        return slips
 
     def _over_another(self, made: MadeLayer, judged: Judged) -> list[Verdict]:
-        """The layer again over other states of as many tokens: who keeps a state of their own finds the old one.
+        """The layer again over other states of as many tokens: one that keeps a state elsewhere finds the old one.
 
         Forwards of a few tokens are run so; the verdict says whether the state that a layer reads changes what it gives.
         """
@@ -123,9 +223,11 @@ class Forced:
         other = self.reference.over_another_state(made)
         if other is None:
             return []
+        null = self.nulls["layers"][made.index]
         # Where all is forgotten at once, the state that is read does not matter.
-        matters = compare_vectors(made.hidden_out, other.hidden_out, made.hidden_in).update > self.limits.update
-        again = self.judge(other, self.run(other, {STATE: {}}))
+        apart = collected(hidden_figures(made.hidden_in, made.hidden_out, other.hidden_out, {}))
+        matters = max(null.excesses(apart, self.rounds).values()) > 1
+        again = self.judge(other, self.run(other, {STATE: {}}), null, FREE)
         wrong = first(again.verdicts)
         if wrong is None or not wrong.fails:
             self.over_others += matters
@@ -135,120 +237,40 @@ class Forced:
         )
         return [replace(wrong, stage="state_read", detail=detail)]
 
-    def run(self, made: MadeLayer, bad: Stored) -> Run:
-        """One run of a layer, from the reference's input and cache."""
-        self.trial.load(made.index, made.before)
-        return self.trial.run(made.hidden_in, made.index, bad, made.batch)
-
-    def judge(self, made: MadeLayer, run: Run) -> Judged:
-        """What a run of a layer got right."""
-        cache, outcome, index = self.reference.cache, run.outcome, made.index
-        compared, verdicts = self._judge_stored(made, run)
-        if any(verdict.fails for verdict in verdicts) and self.reference.draw_more(made):
-            compared, verdicts = self._judge_stored(made, run)
-        if outcome.problem:
-            verdicts.insert(0, Verdict.broken("call", outcome.problem))
-        expected = made.hidden_out
-        if not any(verdict.fails for verdict in verdicts) and made.kv is not None:
-            if self.reference.records and any(verdict.reason for verdict in verdicts):
-                # Ties are nobody's fault; what follows from them is judged as if the reference had decided them that way.
-                expected = self.reference.given(made, run.stored)
-            if self.ledger:
-                moved = self.reference.moved(made)
-                likely = partial(chances_of_layer, self.reference.model, self.reference.ops, cache, made, moved)
-                rates = self.ledger.stored("layers", index, made.stored, run.stored, likely)
-                verdicts = [rates.get(verdict.stage, verdict) for verdict in verdicts]
-        alone = not any(verdict.fails for verdict in verdicts)
-        hidden, allowed = self._judge_hidden(made, run, expected, alone)
-        if hidden.fails and self.reference.draw_more(made):
-            hidden, allowed = self._judge_hidden(made, run, expected, alone)
-        if made.kv is None:
-            if not hidden.fails and hidden.reason and alone:
-                hidden = self._numbers(made, run, expected, outcome.result) or hidden
-        elif hidden.fails and self.reference.records and torch.isfinite(outcome.result).all():
-            heads, ops = cache.shape(made.index).num_kv_heads, self.reference.ops
-            read = self.reference.as_read(made, run.stored)
-            found = errors_of_layer(made, expected, outcome.result, None, ops, heads, read=read)
-            hidden = replace(hidden, head=guilty_head(found, expected, outcome.result))
-        elif hidden.reason and alone and not hidden.fails:
-            result = slack.nearer(expected, outcome.result, allowed)
-            hidden = self._numbers(made, run, expected, result) or hidden
-        return Judged([*verdicts, hidden], compared, expected, outcome.result)
-
-    def _judge_stored(self, made: MadeLayer, run: Run) -> tuple[StoredComparison, list[Verdict]]:
-        """What a run stored, and whether rounding explains each number by itself."""
-        noise = self.reference.kv_noise(made, self.limits.kv_noise)
-        compared = compare_both(self.reference.cache, made, run.stored, noise)
-        return compared, judge_stored(compared, run.strays, made.index, self.limits, self._kv_heads(made.index))
-
-    def _judge_hidden(self, made: MadeLayer, run: Run, expected: Tensor, stored_well: bool) -> tuple[Verdict, Tensor | None]:
-        """A run's hidden states, and what its vectors may differ by; see `slack.judged`."""
-        result, moved = run.outcome.result, self.reference.moved(made)
-        steps = None if moved is None else most(moved.hidden)
-
-        def judge(allowed: Tensor | None) -> Verdict:
-            every = allowed if steps is None else steps if allowed is None else allowed + steps
-            verdict = judge_hidden("attention_mlp", compare_vectors(expected, result, made.hidden_in, every), self.limits)
-            if steps is None or not verdict.reason:
-                return verdict
-            error, bound = beside(expected, result, self.limits.rel_l2, steps)
-            return replace(verdict, error=error, bound=bound, detail=f"{verdict.detail}, beyond what steps of x explain")
-
-        if not stored_well or not self.reference.records or torch.equal(expected, result) or made.kv is None:
-            return judge(None), None
-        read = self.reference.as_read(made, run.stored)
-
-        def rounding() -> Tensor:
-            exact, *moved = (self.reference.over(read, made, exact=True, draw=i) for i in range(slack.DRAWN_INPUTS + 1))
-            return slack.of_rounding(exact, [expected, *moved])
-
-        return slack.judged(
-            judge, lambda drawn: self.reference.over(drawn, made, exact=True), read, made.index,
-            None if expected.dtype == torch.float32 else rounding,
-        )  # fmt: skip
-
-    def _far(self, run: Run, altered: Reference, other: MadeLayer) -> float | None:
-        """How far a run is from what an altered reference made; None if it is at fault beside that, too."""
-        judged = Forced(altered, self.trial, None, self.limits, Ledger(altered.cache)).judge(other, run)
-        if any(verdict.fails for verdict in judged.verdicts):
-            return None
-        expected = judged.expected.double()
-        distance = float((judged.result.double() - expected).norm() / expected.norm())
-        return distance + sum(part.different_share for part in judged.compared.parts.values())
-
-    def _numbers(self, made: MadeLayer, run: Run, expected: Tensor, result: Tensor) -> Verdict | None:
-        """A direction or a distance that rounding does not give a layer's hidden states."""
-        if not self.reference.records or self.ledger is None:
-            return None
-        rounds, heads = expected.dtype != torch.float32, self._kv_heads(made.index)
-        moved = self.reference.moved(made)
-        if made.kv is None:
-            exact = self.reference.unrounded(made) if rounds else None
-        else:
-            exact = self.reference.given(made, run.stored, exact=True) if rounds else None
-        by_draw = moved.hidden if moved else ()
-        found = errors_of_layer(made, expected, result, exact, self.reference.ops, heads, moved=by_draw)
-        return self.ledger.numbers("layers", made.index, "attention_mlp", found)
-
-    # -- Ops -----------------------------------------------------------------------------------------------------------
-    def _op(self, call: Call, made: MadeLayer, bad: Stored) -> list[Verdict]:
-        """One recorded op, run by the candidate's table on the reference's own inputs."""
+    # -- Ops -------------------------------------------------------------------------------------------------------------
+    def _ops(self, made: MadeLayer, bad: Stored) -> list[Verdict]:
+        """Every recorded op, run by the candidate's table on the reference's own inputs."""
         if self.ops is None:
             return []
-        run = self._op_run(call, made, bad)
-        verdicts = self._judge_op(call, made, run)
-        if any(verdict.fails for verdict in verdicts):
-            unstable = self.repeats.confirmed(run, lambda: self._op_run(call, made, bad))
-            failing = first(verdicts)
-            if unstable is not None and failing is not None:
-                return [replace(unstable, stage=failing.stage)]
-            if call.op == "gated_delta":
-                return explain_delta(self.reference, call, made, run, verdicts)
-            if call.op == "paged_attention" and self.explains and _same_kind(call.result, run.outcome.result):
-                self.explains -= 1
-                stored = self._readable(call, made)
-                return [explain_attention(self.reference, call, run.outcome.result, stored, verdict) for verdict in verdicts]
-        return verdicts
+        null = self.nulls["ops"][made.index]
+        steeper, null.runs = self._remembered(made, "ops", lambda: self._honest_ops(made))
+        broken: list[Verdict] = []
+        sums: dict[Figure, tuple[float, float]] = {}
+        differing: list[str] = []
+        for place, call in enumerate(made.calls):
+            run = self._op_run(call, made, bad)
+            if wrong := self._broken(call, made, run):
+                broken += wrong
+                continue
+            figures = list(self._op_figures(call, made, run.outcome.result, run.stored, steeper.get(place, {})))
+            sums = collected([*sums.items(), *figures])
+            same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
+            differing += [] if same else [call.stage]
+            if run.stored and not _same(made.stored, run.stored):
+                differing += [figure.stage for figure, _ in figures if figure.stage != call.stage]
+        found = verdicts(null.excesses(sums, self.rounds), differing, self._kv_heads(made.index))
+        found = [self._confirmed(verdict, made, bad) if verdict.fails else verdict for verdict in found]
+        if not broken and not any(verdict.fails for verdict in found):
+            null.add(sums)
+        return [*broken, *found]
+
+    def _confirmed(self, verdict: Verdict, made: MadeLayer, bad: Stored) -> Verdict:
+        """A fault of an op, or that the op differs from itself."""
+        calls = [call for call in made.calls if verdict.stage in (call.stage, *_STAGES.get(call.op, ()))]
+        if not calls:
+            return verdict
+        unstable = self.repeats.confirmed(self._op_run(calls[0], made, bad), lambda: self._op_run(calls[0], made, bad))
+        return replace(unstable, stage=verdict.stage) if unstable is not None else verdict
 
     def _op_run(self, call: Call, made: MadeLayer, bad: Stored) -> Run:
         assert self.ops is not None
@@ -268,6 +290,63 @@ class Forced:
             intact = False
         return Run(Outcome(result, "" if intact else "changed"), strays, stored)
 
+    def _honest_ops(self, made: MadeLayer) -> tuple[dict[int, Slips], list[Sums]]:
+        """What a steeper softmax changes each attention by, by its place among the calls; and the figures of honest runs."""
+        tables = self.reference.honest(made)
+        steeper: dict[int, Slips] = {}
+        runs: list[Sums] = [{} for _ in tables]
+        for place, call in enumerate(made.calls):
+            self._load(call, made)
+            if call.op == "paged_attention":
+                steeper[place] = self._steeper(call)
+            for number, table in enumerate(tables):
+                figures = self._op_figures(call, made, *self._honest_op(call, made, table), steeper.get(place, {}))
+                runs[number] = collected([*runs[number].items(), *figures])
+        return steeper, runs
+
+    def _load(self, call: Call, made: MadeLayer) -> None:
+        """Give the scratch cache what a recorded op found in its own."""
+        if call.op in ("store_kv", "gated_delta"):
+            load(self._scratch, made.index, made.before)
+        elif call.op == "paged_attention":
+            load(self._scratch, made.index, self._readable(call, made))
+
+    def _honest_op(self, call: Call, made: MadeLayer, table: OpTable) -> tuple[Any, Stored]:
+        """One honest run of an op over the scratch cache: its result, and what it stored."""
+        if call.op == "gated_delta":
+            self._load(call, made)
+        result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
+        return result, take(self._scratch, made.index, made.batch) if call.op in ("store_kv", "gated_delta") else {}
+
+    def _op_figures(self, call: Call, made: MadeLayer, result: Any, stored: Stored, slips: Slips) -> Values:
+        """Figures of an op's result and of what it stored."""
+        if stored:
+            yield from stored_figures(self.reference.cache, made.index, made.batch, made.stored, stored)
+        if call.op != "store_kv":
+            heads = self._kv_heads(made.index) if call.op == "paged_attention" else 0
+            yield from of_numbers(call.stage, call.result, result, heads, slips)
+
+    def _steeper(self, call: Call) -> Slips:
+        """What a softmax that is 1 % too steep changes attention over the scratch cache by."""
+        q, _, layer, batch, scale = call.args
+        over = partial(self.reference.ops.paged_attention, q.float(), self._scratch, layer, batch)
+        return {STEEPER: over(1.01 * scale) - over(scale)}
+
+    def _broken(self, call: Call, made: MadeLayer, run: Run) -> list[Verdict]:
+        """What is wrong with an op's run whatever the numbers are."""
+        if run.outcome.problem:
+            return [Verdict.broken(call.stage, "changed the inputs that it was given")]
+        ours, result = call.result, run.outcome.result
+        if isinstance(result, str) or (ours is None) != (result is None):
+            return [Verdict.broken(call.stage, f"returned {result!r}")]
+        if isinstance(ours, Tensor) and (
+            not isinstance(result, Tensor) or result.shape != ours.shape or result.dtype != ours.dtype
+        ):
+            got = f"{list(result.shape)} {result.dtype}" if isinstance(result, Tensor) else repr(result)
+            return [Verdict.broken(call.stage, f"returned {got}, not {list(ours.shape)} {ours.dtype}")]
+        strays = judge_strays(run.strays, made.index)
+        return strays + (_broken_state(self.reference.cache, made, run.stored) if call.op == "gated_delta" else [])
+
     def _kv_heads(self, index: int) -> int:
         """Of a layer; 1 of one that keeps a state."""
         return 1 if state_of(self.reference.cache, index) is not None else self.reference.cache.shape(index).num_kv_heads
@@ -277,40 +356,25 @@ class Forced:
         cache, batch = self.reference.cache, made.batch
         return without_unread(cache, made.index, snapshot(cache, made.index), batch, batch.seq_lens, call.args[0])
 
-    def _judge_op(self, call: Call, made: MadeLayer, run: Run) -> list[Verdict]:
-        result: Any = run.outcome.result  # of `store_kv` none is right
-        cache, index, intact = self.reference.cache, made.index, not run.outcome.problem
-        if call.op != "store_kv":
-            by_draw = self.reference.moved_by(call)
-            steps = most(by_draw) if by_draw else None
-            judge = partial(judge_op, call, result, intact, self.limits, steps=steps)
-            verdict, allowed = judge(None), None
-            if by_draw and verdict.fails:
-                by_draw = self.reference.moved_by(call, self.reference.steps.most_draws)
-                judge = partial(judge_op, call, result, intact, self.limits, steps=most(by_draw))
-                verdict = judge(None)
-            if call.op == "gated_delta" and verdict.fails and _same_kind(call.result, result):
-                allowed = of_sums(self.reference, call, made)
-                verdict = judge(allowed)
-            if call.op == "paged_attention" and verdict.reason and _same_kind(call.result, result):
-                verdict, allowed = slack.judged(judge, *slack.attending(call, self.reference.ops))
-            if verdict.reason == "rounding" and self.ledger:
-                counted = slack.nearer(call.result, result, allowed)
-                found = errors_of_op(call, counted, self.reference.ops, self._kv_heads(index), by_draw)
-                verdict = self.ledger.numbers("ops", index, call.stage, found) or verdict
-            if call.op == "gated_delta":
-                compared = compare_both(cache, made, run.stored, 0.0)
-                return [*judge_stored(compared, run.strays, index, replace(self.limits, state=bounds.DELTA)), verdict]
-            return [verdict]
-        compared = compare_both(cache, made, run.stored, self.limits.same_kv_noise)
-        refused = [] if result is None and intact else [judge_op(call, result, intact, self.limits)]
-        verdicts = judge_stored(compared, run.strays, index, self.limits, cache.shape(made.index).num_kv_heads)
-        if any(verdict.fails for verdict in (*refused, *verdicts)) or self.ledger is None:
-            return [*refused, *verdicts]
-        rates = self.ledger.stored("ops", index, made.stored, run.stored, partial(chances_of_store, cache, made))
-        return [rates.get(verdict.stage, verdict) for verdict in verdicts]
+
+STEEPER = "softmax 1 % too steep"
+FREE = 4.0
+"""How many times what a null allows is no fault where it is of another input than the candidate's."""
+_STAGES = {
+    "store_kv": ("store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v"),
+    "gated_delta": ("conv_state", "delta_state"),
+}
+"""Stages that show what an op stored."""
 
 
-def _same_kind(ours: Any, theirs: Any) -> bool:
-    """Whether two results can be compared number by number."""
-    return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+def _same(ours: Stored, theirs: Stored) -> bool:
+    """Whether what was stored is equal to the last bit."""
+    return all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])
+
+
+def _broken_state(cache: PagedKVCache, made: MadeLayer, stored: Stored) -> list[Verdict]:
+    """States that are missing, or of other tokens."""
+    if (state := state_of(cache, made.index)) is None:
+        return []
+    found = compare_states(state, made.batch, made.stored[STATE], stored[STATE])
+    return [Verdict.broken(one.stage, one.problem) for one in found if one.problem]

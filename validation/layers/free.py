@@ -9,9 +9,12 @@ agree with its layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from haarkv.executors.base import Executor
@@ -19,11 +22,11 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
-from haarkv.validation.layers.block_steps import most
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.forced import Forced
-from haarkv.validation.layers.forward import Forward
-from haarkv.validation.layers.judge import judge_logits, judge_op, judge_strays
+from haarkv.validation.layers.forced import FREE, Forced
+from haarkv.validation.layers.forward import Forward, MadeLayer
+from haarkv.validation.layers.judge import judge_strays, verdicts
+from haarkv.validation.layers.null import Null, collected, of_numbers
 from haarkv.validation.layers.parts import Stored, load, parts_of, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
@@ -56,6 +59,10 @@ class Judged:
     row: LogitRow
 
 
+_HEAD = 10**6
+"""Makes noise of the head another than that of layers."""
+
+
 class Free:
     """Runs a candidate's layers one after the other, and its whole forwards, and judges each by what it was given.
 
@@ -63,29 +70,31 @@ class Free:
         reference: the trusted one; what follows from the candidate's states is run by another with its ops.
         ops: the candidate's, which replay those that the reference recorded in the head; None replays none.
         repeats: confirms what is wrong.
+        nulls: by layer, what honest runs give on the reference's input; where there is none, on the candidate's.
     """
 
     def __init__(
-        self, reference: Reference, candidate: Executor, ops: OpTable | None, limits: bounds.LayerBounds, repeats: Repeats
+        self, reference: Reference, candidate: Executor, ops: OpTable | None, repeats: Repeats, nulls: Mapping[int, Null]
     ) -> None:
-        self._reference, self._ops, self._limits, self._repeats = reference, ops, limits, repeats
+        self._reference, self._ops, self._repeats = reference, ops, repeats
         self._follower = reference.altered(None, reference.ops)
         # One cache for layers run one by one, and one into which only whole forwards store.
         self._trial, self._whole = (Trial(candidate, reference.cache) for _ in range(2))
-        self._forced = Forced(self._follower, self._trial, None, limits, None)
+        self._forced, self._nulls = Forced(self._follower, self._trial, None), nulls
         self.runs: list[FreeRun] = []
 
     def begin(self, hidden: Tensor) -> None:
         """A forward, of hidden states [T, hidden]."""
         self.hidden, self.runs = hidden, []
 
-    def layer(self, index: int, bad: Stored, forward: Forward) -> tuple[Run, Verdict | None]:
+    def layer(self, index: int, bad: Stored, forward: Forward) -> tuple[Run, Verdict | None, float]:
         """Run the next layer.
 
         Args:
             bad: what the places of its tokens hold before.
         Returns:
-            the run, and what is wrong with it, if anything: a fault, or that the layer differs from itself.
+            the run; what is wrong with it, if anything: a fault, or that the layer differs from itself; and how many times
+            what is allowed its worst figure is.
         """
         hidden, before = self.hidden, snapshot(self._trial.cache, index)
         self._whole.put(index, forward.batch, bad)
@@ -97,10 +106,11 @@ class Free:
             expected = self._follower.layer(index, hidden, forward)
         except InputError as error:
             detail = f"what the executor makes of its own layers cannot be gone on from: {error}"
-            return run, Verdict.broken("free_running", detail)
-        failing = first(self._forced.judge(expected, run).verdicts)
+            return run, Verdict.broken("free_running", detail), math.inf
+        judged = self._forced.judge(expected, run, self._null(index, expected), FREE)
+        failing = first(judged.verdicts)
         if failing is None or not failing.fails:
-            return run, None
+            return run, None, judged.share
 
         def again() -> object:
             self._trial.load(index, before)
@@ -110,9 +120,9 @@ class Free:
         self._trial.load(index, before)
         self._trial.put(index, forward.batch, run.stored)
         if unstable is not None:
-            return run, Verdict.broken(failing.stage, unstable.detail, "unstable")
+            return run, Verdict.broken(failing.stage, unstable.detail, "unstable"), judged.share
         detail = f"fed what the executor made of the layer before, the layer is wrong at {failing.stage}: {failing.detail}"
-        return run, Verdict("free_running", "fault", failing.error, failing.bound, detail)
+        return run, Verdict("free_running", "fault", failing.error, failing.bound, detail), judged.share
 
     def forward(self, logits: Tensor, calls: Sequence[Call], forward: Forward) -> Judged:
         """Run the candidate's whole forward, once its layers have run.
@@ -122,17 +132,16 @@ class Free:
         """
         whole, recorder, model = self._whole, self._reference.recorder, self._reference.model
         replayed = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
-        verdicts = []
-        for call, (result, intact) in replayed:
-            by_draw = self._reference.moved_by(call)
-            verdicts.append(judge_op(call, result, intact, self._limits, steps=most(by_draw) if by_draw else None))
+        verdicts = [self._op(call, result, intact, number) for number, (call, (result, intact)) in enumerate(replayed)]
         outcome = whole.forward(forward, model.config.vocab_size)
         stage = "head" if self._ops is None else "forward"
         verdicts += self._stored(stage, forward)
         last = self.hidden[forward.predicted]
-        ops = self._reference.ops
-        expected, steps = model.head(last, ops), self._reference.steps.most_of_logits(model, last, ops)
-        verdicts.append(judge_logits(stage, expected, outcome.result, outcome.problem, self._limits, steps))
+        if outcome.problem:
+            verdicts.append(Verdict.broken(stage, outcome.problem))
+        else:
+            right = [model.head(last, ops) for ops in (self._reference.ops, *self._reference.honest(None, _HEAD))]
+            verdicts.append(self._numbers(stage, outcome.result, *right))
         index = None
         if any(verdict.fails for verdict in verdicts) and (found := self._unstable(outcome, forward)):
             index, verdicts = found[0], [found[1]]
@@ -140,6 +149,25 @@ class Free:
         same = int((logits.argmax(-1) == outcome.result.argmax(-1)).sum())
         row = LogitRow(forward.phase, forward.step, compared.cosine, compared.rel_l2, compared.max_abs, same, len(logits))
         return Judged(verdicts, index, row)
+
+    def _null(self, index: int, expected: MadeLayer) -> Null:
+        return self._nulls[index] if index in self._nulls else self._forced.null(expected)
+
+    def _op(self, call: Call, result: Any, intact: bool, number: int) -> Verdict:
+        """An op of the head."""
+        if not intact:
+            return Verdict.broken(call.stage, "changed the inputs that it was given")
+        if not isinstance(result, Tensor) or (result.shape, result.dtype) != (call.result.shape, call.result.dtype):
+            return Verdict.broken(call.stage, f"returned {result if isinstance(result, str) else type(result).__name__}")
+        tables = self._reference.honest(None, _HEAD + 1 + number)
+        return self._numbers(call.stage, result, call.result, *(getattr(ops, call.op)(*call.args) for ops in tables))
+
+    def _numbers(self, stage: str, result: Tensor, expected: Tensor, *honest: Tensor) -> Verdict:
+        """The verdict on numbers beside those of honest runs."""
+        null = Null([collected(of_numbers(stage, expected, one)) for one in honest])
+        sums = collected(of_numbers(stage, expected, result))
+        rounds = self._reference.model.dtype != torch.float32
+        return verdicts(null.excesses(sums, rounds), [] if torch.equal(expected, result) else [stage])[0]
 
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
         """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""

@@ -1,211 +1,162 @@
-"""Judging one stage: equal, a tie, rounding or a fault."""
+"""Judging one stage by the null: equal, a tie, rounding or a fault."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.formats.base import by_token, lengths_of
+from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
-from haarkv.validation.bounds import LayerBounds
-from haarkv.validation.layers.compare import LevelComparison, VectorComparison, compare_tokens, compare_vectors
-from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.parts import Stored, parts_of
-from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.reference import Noise
+from haarkv.validation.layers.null import Figure, of_numbers
+from haarkv.validation.layers.parts import Part, Stored, parts_of
 from haarkv.validation.layers.report import Reason, Verdict
-from haarkv.validation.layers.slack import nearer
-from haarkv.validation.layers.states import STATE, StateComparison, compare_states, state_of
+from haarkv.validation.layers.states import STATE, compare_states, state_of
 from haarkv.validation.layers.trial import Strays
 
-
-@dataclass(frozen=True)
-class PartComparison:
-    """One part of what a layer stores, as two executors stored it.
-
-    Attributes:
-        stage: that stores it.
-        length: largest relative difference of a vector's length.
-    """
-
-    stage: str
-    levels: LevelComparison
-    length: float
-
-    @property
-    def different_share(self) -> float:
-        """Of its coordinates."""
-        return self.levels.different / self.levels.total
+Values = Iterator[tuple[Figure, tuple[float, float]]]
 
 
 @dataclass(frozen=True)
 class StoredComparison:
-    """What one layer stored of two executors, part by part; parts that no token goes to are left out.
+    """What one layer stored of two executors, for a row of the report; parts that no token goes to are left out.
 
     Attributes:
-        parts: of K and V.
-        states: of a layer that keeps a state.
+        match: share of equal levels (numbers, where a format has no levels) by "k" and "v".
+        length: largest relative difference of a vector's length.
+        state: largest relative distance of a head's state; None of a layer with K and V.
     """
 
-    parts: dict[str, PartComparison]
-    states: tuple[StateComparison, ...] = ()
-
-    def match(self, side: str) -> float | None:
-        """Share of equal levels of packed K or V; None where there are none."""
-        return self.parts[side].levels.match if side in self.parts else None
-
-    @property
-    def state_error(self) -> float | None:
-        """The largest of a state; None where there is none; NaN if one is."""
-        return float(torch.tensor([state.error for state in self.states]).max()) if self.states else None
-
-    @property
-    def different(self) -> int:
-        """Of all parts together."""
-        return sum(part.levels.different for part in self.parts.values())
-
-    @property
-    def unexplained(self) -> int:
-        """Of all parts together."""
-        return sum(part.levels.unexplained for part in self.parts.values())
-
-    @property
-    def length_error(self) -> float:
-        """The largest; NaN if one is."""
-        return float(torch.tensor([0.0, *(part.length for part in self.parts.values())]).max())
+    match: Mapping[str, float]
+    length: float
+    state: float | None = None
 
 
-def bounds_of(dtype: torch.dtype) -> LayerBounds:
-    """The bounds for models of a dtype."""
-    return bounds.LAYER_FP32 if dtype == torch.float32 else bounds.LAYER_BF16
+def stored_figures(cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored) -> Values:
+    """Figures of what a layer stored: levels that differ, and by how much too long vectors of equal levels are; by KV head."""
+    if (state := state_of(cache, layer)) is not None:
+        for found in compare_states(state, batch, ours[STATE], theirs[STATE]):
+            for head, (x, y) in enumerate(found.heads):
+                for figure, sums in of_numbers(found.stage, x, y):
+                    yield figure._replace(head=head), sums
+        return
+    for part in parts_of(cache, layer):
+        if len(part.where(batch)[0]):
+            yield from part_figures(part, layer, ours[part.name], theirs[part.name])
 
 
-def for_width(limits: LayerBounds, dtype: torch.dtype, hidden_size: int) -> LayerBounds:
-    """The bounds for a model of a hidden size: where that is small, one rounded number of it turns K further."""
-    if dtype == torch.float32:
-        return limits
-    return replace(limits, kv_noise=max(limits.kv_noise, bounds.BF16_TURN / hidden_size**0.5))
+def part_figures(part: Part, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Values:
+    """The same of one part; fields [n, Hkv, *]."""
+    pair = by_token(ours), by_token(theirs)
+    levels = [part.kv_format.levels(fields) for fields in pair]
+    if levels[0] is None or levels[1] is None:
+        for name in ours:
+            yield from of_numbers(part.stage, ours[name], theirs[name], ours[name].shape[1])
+        return
+    gap = (levels[0].int() - levels[1].int()).abs()
+    lengths = [lengths_of(part.kv_format.dequantize(fields, layer)) for fields in pair]
+    for head, apart in enumerate(gap):
+        yield Figure(part.stage, head, "changed"), (float((apart > 0).sum()), 0.0)
+        yield Figure(part.stage, head, "leaps"), (float((apart > 1).sum()), 0.0)
+        same = ~(apart > 0).any(-1)
+        ratio = lengths[1][head][same] / lengths[0][head][same].clamp(min=1e-300) - 1
+        yield Figure(part.stage, head, "length"), (float(ratio.sum()) / bounds.SCALES, 0.0)
 
 
-def together(verdict: Verdict) -> Verdict:
+def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored) -> StoredComparison:
+    """The columns of the report."""
+    if (state := state_of(cache, layer)) is not None:
+        found = compare_states(state, batch, ours[STATE], theirs[STATE])
+        return StoredComparison({}, 0.0, max((one.error for one in found), key=lambda x: math.inf if math.isnan(x) else x))
+    match, longest = {}, torch.zeros(())
+    for part in parts_of(cache, layer):
+        if not len(part.where(batch)[0]):
+            continue
+        pair = by_token(ours[part.name]), by_token(theirs[part.name])
+        levels = [part.kv_format.levels(fields) for fields in pair]
+        if part.packed:
+            x, y = levels if levels[0] is not None else (next(iter(fields.values())) for fields in pair)
+            match[part.side] = float((x == y).double().mean())
+        lengths = [lengths_of(part.kv_format.dequantize(fields, layer)) for fields in pair]
+        longest = torch.maximum(longest, ((lengths[1] - lengths[0]).abs() / lengths[0].clamp(min=1e-300)).max())
+    return StoredComparison(match, float(longest))
+
+
+def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> Values:
+    """Figures of hidden states [T, hidden] after a layer: of what it adds to those before it.
+
+    One rounding moves a number by a step of the sum's dtype and of the update's own size.
+    """
+    update = ours.double() - before.double()
+    unit = bounds.STEP[ours.dtype]
+    step = unit / 2 * ours.double().abs() + unit * update.square().mean(-1, keepdim=True).sqrt()
+    return of_numbers("attention_mlp", update, theirs.double() - before.double(), 0, slips, step)
+
+
+def guilty_head(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> int | None:
+    """The KV head whose slips alone explain how hidden states [T, hidden] differ; None if it is not one."""
+    off = (theirs.double() - ours.double()).flatten()
+    spans: dict[int, list[Tensor]] = {}
+    for name, direction in slips.items():
+        if "@" in name:
+            spans.setdefault(int(name.rpartition("@")[2]), []).append(direction.double().flatten())
+
+    def left(by: Tensor, directions: list[Tensor]) -> Tensor:
+        basis = torch.linalg.qr(torch.stack(directions, 1)).Q
+        rest: Tensor = by - basis @ (basis.T @ by)
+        return rest
+
+    if len(spans) < 2 or not bool(torch.isfinite(off).all()):
+        return None
+    rests = {head: left(off, directions) for head, directions in spans.items()}
+    best = min(rests, key=lambda head: float(rests[head].norm()))
+    explained = float(off.square().sum() - rests[best].square().sum())
+    others = [float(rests[best].square().sum() - left(rests[best], spans[head]).square().sum()) for head in spans if head != best]
+    return best if explained > 4 * max(others) else None
+
+
+# -- Verdicts ----------------------------------------------------------------------------------------------------------------
+_WORDS = {
+    "energy": "farther from the reference", "gain": "too large or too small", "changed": "more other levels",
+    "leaps": "levels off by more than one", "length": "stored too long or too short",
+}  # fmt: skip
+
+
+def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], heads: int = 1, together: bool = False) -> list[Verdict]:
+    """One verdict a stage, in the order in which the stages come.
+
+    Args:
+        excesses: of each figure.
+        differing: stages in which some bit differs.
+        heads: KV heads; a fault in one of several names it.
+        together: the figures are of all forwards.
+    """
+    found, differ = [], set(differing)
+    for stage in dict.fromkeys(figure.stage for figure in excesses):
+        of_stage = {figure: excess for figure, excess in excesses.items() if figure.stage == stage}
+        worst = max(of_stage, key=of_stage.__getitem__)
+        error = of_stage[worst]
+        ties = any(figure.kind == "changed" for figure in of_stage)
+        reason: Reason | None = "fault" if error > 1 else None if stage not in differ else "tie" if ties else "rounding"
+        wrong = sorted({figure.head for figure, excess in of_stage.items() if excess > 1 and figure.head >= 0})
+        alone = reason == "fault" and len(wrong) == 1 < heads and stage != "attention_mlp"
+        words = worst.kind.replace("slip ", "as with ") if worst.kind.startswith("slip") else _WORDS[worst.kind]
+        over = " over all forwards" if together else ""
+        detail = f"{words}{over}: {error:.3g} times what honest runs allow" if reason else ""
+        found.append(Verdict(stage, reason, error, 1.0, detail, head=wrong[0] if alone else None))
+    return found
+
+
+def in_whole(verdict: Verdict) -> Verdict:
     """What was found of a whole layer whose ops are right one by one: a fault is the executor's way to run them together."""
     if verdict.reason != "fault":
         return verdict
     return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
-
-
-def judge_op(
-    call: Call, result: Any, intact: bool, limits: LayerBounds, allowed: Tensor | None = None, steps: Tensor | None = None
-) -> Verdict:
-    """One op that was given what the reference's was given.
-
-    Args:
-        allowed: by how much each vector of the result may differ beside its bound, of `slack.of_op`.
-        steps: the same, of `block_steps.most`; it is a part of the bound that is said.
-    """
-    if not intact:
-        return Verdict.broken(call.stage, "changed the inputs that it was given")
-    ours = call.result
-    if not isinstance(ours, Tensor):  # store_kv, which returns nothing
-        return Verdict.broken(call.stage, f"returned {result!r}")
-    if not isinstance(result, Tensor) or result.shape != ours.shape or result.dtype != ours.dtype:
-        got = f"{list(result.shape)} {result.dtype}" if isinstance(result, Tensor) else repr(result)
-        return Verdict.broken(call.stage, f"returned {got}, not {list(ours.shape)} {ours.dtype}")
-    bound = limits.rounded_op if ours.dtype != torch.float32 else limits.op
-    if call.op == "paged_attention":
-        bound = limits.attention
-    if steps is not None:
-        return _judge_error(call.stage, torch.equal(ours, result), *beside(ours, result, bound, steps), "relative L2")
-    if call.op == "gated_delta":
-        bound = bounds.DELTA
-    compared = compare_vectors(ours, result, allowed=allowed)
-    verdict = _judge_error(call.stage, compared.identical, compared.rel_l2, bound, "relative L2")
-    if verdict.reason == "fault" and call.op == "paged_attention":
-        return replace(
-            verdict,
-            head=_guilty_head(ours, nearer(ours, result, allowed), call.args[1].shape(call.args[2]).num_kv_heads, bound),
-        )
-    return verdict
-
-
-def _guilty_head(ours: Tensor, result: Tensor, kv_heads: int, bound: float) -> int | None:
-    """The one KV head of attention [T, Hq, D] that is wrong; None if several are, or if there is one."""
-    pairs = zip(ours.chunk(kv_heads, 1), result.chunk(kv_heads, 1), strict=True)
-    wrong = [head for head, (a, b) in enumerate(pairs) if not compare_vectors(a, b).rel_l2 <= bound]
-    return wrong[0] if len(wrong) == 1 < kv_heads else None
-
-
-def _judge_error(stage: str, identical: bool, error: float, bound: float, what: str) -> Verdict:
-    # A NaN is within no bound.
-    reason: Reason | None = None if identical else "rounding" if error <= bound else "fault"
-    return Verdict(stage, reason, error, bound, "" if identical else f"{what} {error:.2e}, bound {bound:.1e}")
-
-
-def beside(ours: Tensor, theirs: Tensor, bound: float, steps: Tensor) -> tuple[float, float]:
-    """The distance of the vector [..., N] that comes nearest to its bound, and that bound, both relative to its length.
-
-    Args:
-        bound: relative to a vector's length.
-        steps: [...], what each may be off by as well.
-    """
-    a = ours.double()
-    distance, length = (theirs.double() - a).norm(dim=-1).flatten(), a.norm(dim=-1).flatten().clamp(min=1e-300)
-    error, most = distance / length, bound + steps.flatten() / length
-    worst = int((error / most).argmax())  # a NaN is more than any
-    return float(error[worst]), float(most[worst])
-
-
-def compare_both(cache: PagedKVCache, made: MadeLayer, theirs: Stored, noise: Noise) -> StoredComparison:
-    """Compare what an executor stored of a layer's K and V with the reference's, each part in its own format.
-
-    Args:
-        cache: whose formats they are stored in.
-        theirs: what `take` finds.
-        noise: as in `KVFormat.choice`.
-    """
-    if (state := state_of(cache, made.index)) is not None:
-        return StoredComparison({}, compare_states(state, made.batch, made.stored[STATE], theirs[STATE]))
-    compared, by_side = {}, noise if isinstance(noise, Mapping) else {"k": noise, "v": noise}
-    for part in parts_of(cache, made.index):
-        tokens = part.where(made.batch)[0]
-        if len(tokens):
-            x, allowed = part.given(made.k, made.v, made.batch), by_side[part.side]
-            allowed = allowed[tokens] if isinstance(allowed, Tensor) else allowed
-            both = compare_tokens(part.kv_format, made.index, made.stored[part.name], theirs[part.name], x, allowed)
-            compared[part.name] = PartComparison(part.stage, *both)
-    return StoredComparison(compared)
-
-
-def judge_stored(
-    compared: StoredComparison, strays: Strays, layer: int, limits: LayerBounds, kv_heads: int = 1
-) -> list[Verdict]:
-    """What a layer stored: places that it had no business with, then each part."""
-    verdicts = judge_strays(strays, layer) + [_judge_state(state, limits) for state in compared.states]
-    for part in compared.parts.values():
-        levels, length = part.levels, part.length
-        sound = levels.unexplained == 0 and length <= limits.length
-        same = levels.different == 0 and length == 0
-        reason: Reason | None = None if same else "fault" if not sound else "tie" if levels.different else "rounding"
-        detail = (
-            f"{levels.different} of {levels.total} differ, {levels.unexplained} of them unexplained; "
-            f"length off by {length:.1e}, bound {limits.length:.1e}"
-        )
-        error = torch.inf if levels.unexplained else length
-        head = levels.guilty[0] if reason == "fault" and len(levels.guilty) == 1 < kv_heads else None
-        verdicts.append(Verdict(part.stage, reason, error, limits.length, "" if same else detail, head=head))
-    return verdicts
-
-
-def _judge_state(state: StateComparison, limits: LayerBounds) -> Verdict:
-    if state.problem:
-        return Verdict.broken(state.stage, state.problem)
-    # Its numbers are FP32 sums, as attention's are in a model of FP32.
-    verdict = _judge_error(state.stage, state.identical, state.error, limits.state, "relative L2 of a head")
-    return replace(verdict, head=state.head) if verdict.fails else verdict
 
 
 def judge_strays(strays: Strays, layer: int | None, who: str = "") -> list[Verdict]:
@@ -230,33 +181,3 @@ def judge_strays(strays: Strays, layer: int | None, who: str = "") -> list[Verdi
 def _some(places: list[str]) -> str:
     shown = ", ".join(places[:4])
     return f"{shown} and {len(places) - 4} more" if len(places) > 4 else shown
-
-
-def judge_hidden(stage: str, compared: VectorComparison, limits: LayerBounds) -> Verdict:
-    """Hidden states after a layer."""
-    sound = compared.cosine >= limits.cosine and compared.rel_l2 <= limits.rel_l2 and compared.update <= limits.update
-    reason: Reason | None = None if compared.identical else "rounding" if sound else "fault"
-    detail = (
-        f"lowest cosine {compared.cosine:.7f} (bound {limits.cosine:.8g}), relative L2 {compared.rel_l2:.2e} "
-        f"({limits.rel_l2:.1e}), relative to what the layer adds {compared.update:.2e} ({limits.update:.1e})"
-    )
-    return Verdict(stage, reason, compared.rel_l2, limits.rel_l2, "" if compared.identical else detail)
-
-
-def judge_logits(
-    stage: str, expected: Tensor, logits: Tensor, problem: str, limits: LayerBounds, steps: Tensor | None = None
-) -> Verdict:
-    """Logits [B, vocab] of a whole forward against those of the head on its own last hidden state.
-
-    Args:
-        steps: [B], what each logit may be off by beside its bound, of `block_steps`.
-    """
-    if problem:
-        return Verdict.broken(stage, problem)
-    deviation = expected.std(dim=-1)
-    error, bound = (logits - expected).abs().amax(-1) / deviation, torch.full_like(deviation, limits.logits)
-    if steps is not None:
-        bound = bound + steps / deviation
-    worst = int((error / bound).argmax())
-    what = "logits of the whole forward against the head on its own layers: largest difference / deviation"
-    return _judge_error(stage, torch.equal(expected, logits), float(error[worst]), float(bound[worst]), what)

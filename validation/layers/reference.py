@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,40 +17,14 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation.layers import slack
-from haarkv.validation.layers.block_steps import DRAWS, NO_STEPS, BlockSteps, most, remembering
+from haarkv.tq_ops.weight import Blocks, Weight, activations, numbers_of
 from haarkv.validation.layers.forward import Forward, MadeLayer
+from haarkv.validation.layers.null import RUNS, Spreads, honest
 from haarkv.validation.layers.parts import Stored, load, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, heads_of, left_after, state_of, with_others
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
-
-Noise = float | Tensor | Mapping[str, Tensor]
-"""As of `KVFormat.choice`, [T, Hkv or 1, 1] where it is a tensor; or that by side."""
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What half a step of each x moves a layer's results by, draw by draw.
-
-    Attributes:
-        k, v: [T, Hkv, D] fp64 of each draw.
-        hidden: [T, hidden] fp64 of each, K and V being as stored.
-    """
-
-    k: list[Tensor]
-    v: list[Tensor]
-    hidden: list[Tensor]
-
-    def noise(self, made: MadeLayer) -> dict[str, Tensor]:
-        """[T, Hkv, 1] by side: what a coordinate of a unit vector may be off by."""
-        pairs = {"k": (made.k, self.k), "v": (made.v, self.v)}
-        return {
-            side: (most(moved) / x.double().norm(dim=-1).clamp(min=1e-300)).float().unsqueeze(-1)
-            for side, (x, moved) in pairs.items()
-        }
-
 
 class Reference:
     """Runs the reference and keeps what the candidate is held against.
@@ -58,15 +33,15 @@ class Reference:
     then computed by the spec from the same hidden state.
 
     Args:
-        steps: products of which the candidate rounds x.
+        blocks: types of quantised blocks, by name, with which the candidate multiplies as they lie.
     """
 
-    def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache, steps: BlockSteps = NO_STEPS) -> None:
+    def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache, blocks: Collection[str] = ()) -> None:
         self.model, self.cache = model, cache
         table = table_of(executor)
-        self.steps = NO_STEPS if table is None else steps
-        self.ops: OpTable = remembering(table or spec) if self.steps else table or spec
-        self._moved: tuple[MadeLayer, Moved] | None = None
+        used = {weight.type.name for _, weight in model.weights.named() if isinstance(weight, Blocks)}
+        self.blocks = tuple(sorted(used.intersection(blocks)))
+        self.ops: OpTable = remembering(table or spec) if self.blocks else table or spec
         self.recorder = Recorder(self.ops, model.weights)
         self._whole = Trial(executor, cache) if table_of(executor) is None else None
         self._scratch = cache.empty_like(cache.device)
@@ -121,12 +96,7 @@ class Reference:
     def altered(self, model: DecoderModel | None, ops: OpTable) -> Reference:
         """Another reference, with an empty cache of its own; of the same model unless one is given."""
         changed = model or self.model
-        return Reference(ReferenceExecutor(changed, ops), changed, self.cache.empty_like(self.cache.device), self.steps)
-
-    def again(self, made: MadeLayer) -> MadeLayer:
-        """Run a layer on what another reference ran it on; raises as `layer`."""
-        load(self.cache, made.index, made.before)
-        return self._layer(made.index, made.hidden_in, made.forward, made.before)[0]
+        return Reference(ReferenceExecutor(changed, ops), changed, self.cache.empty_like(self.cache.device), self.blocks)
 
     def over_another_state(self, made: MadeLayer) -> MadeLayer | None:
         """A layer that keeps a state, run over another one of as many tokens; None if no sequence has a state yet.
@@ -142,12 +112,6 @@ class Reference:
             found = self._layer(made.index, made.hidden_in, made.forward, before)[0]
         load(self.cache, made.index, after)
         return found
-
-    def unrounded(self, made: MadeLayer) -> Tensor:
-        """Hidden states in FP32 after a layer that keeps a state, of a model in BF16 without its rounding points."""
-        load(self._scratch, made.index, made.before)
-        span = range(made.index, made.index + 1)
-        return self.model.layers(made.hidden_in.float(), span, made.batch, self._scratch, self.ops)
 
     def _require_states(self, index: int, state: Recurrent, fields: Fields, forward: Forward) -> None:
         """Refuse a state of which a head is zero or not finite: whoever reads it, or does not, is right there."""
@@ -187,73 +151,29 @@ class Reference:
         """Refuse hidden states [T, hidden] of which one is zero or not finite: any layer is right there, or none."""
         self._require_something("embedding", hidden, forward)
 
-    def given(self, made: MadeLayer, stored: Stored, *, exact: bool = False) -> Tensor:
-        """Hidden states after a layer whose new K and V are someone else's: what ties lead to.
+    def given(self, made: MadeLayer, stored: Stored) -> Tensor:
+        """Hidden states after a layer whose new K and V are someone else's: what ties lead to."""
+        return self.over(self.as_read(made, stored), made)
+
+    def over(self, cache: PagedKVCache, made: MadeLayer, ops: OpTable | None = None, *, exact: bool = False) -> Tensor:
+        """Hidden states after a layer that stores nothing and attends to what is there.
 
         Args:
+            ops: in place of the reference's; stores elsewhere, if at all.
             exact: in FP32, of a model in BF16 without its rounding points.
         """
-        return self.over(self.as_read(made, stored), made, exact=exact)
+        table = with_ops(self.ops, {"store_kv": keep}) if ops is None else ops
+        hidden = made.hidden_in.float() if exact else made.hidden_in
+        return self.model.layers(hidden, range(made.index, made.index + 1), made.batch, cache, table)
 
-    def over(self, cache: PagedKVCache, made: MadeLayer, *, exact: bool, draw: int = 0) -> Tensor:
-        """Hidden states after a layer that stores nothing and attends to what is there; `exact` as in `given`.
+    def rounds_x(self, weight: object) -> bool:
+        """Whether the candidate rounds what it multiplies with a weight."""
+        return isinstance(weight, Blocks) and weight.type.name in self.blocks
 
-        Args:
-            draw: with `exact`, which of the inputs that rounding may have made; 0 for what is there.
-        """
-        ops, hidden = with_ops(self.ops, {"store_kv": _keep}), made.hidden_in.float() if exact else made.hidden_in
-        if draw:
-            hidden = slack.moved_by_rounding(made.hidden_in, draw)
-        return self.model.layers(hidden, range(made.index, made.index + 1), made.batch, cache, ops)
-
-    def moved(self, made: MadeLayer) -> Moved | None:
-        """What half a step of each x moves a layer's results by; None if the candidate rounds none."""
-        if not self.steps:
-            return None
-        if self._moved is None or self._moved[0] is not made:
-            self._moved = made, self._drawn(made, range(DRAWS))
-        return self._moved[1]
-
-    def draw_more(self, made: MadeLayer) -> bool:
-        """Let `moved` of a layer know more draws; whether it did not before."""
-        moved = self.moved(made)
-        if moved is None or len(moved.hidden) == self.steps.most_draws:
-            return False
-        more = self._drawn(made, range(DRAWS, self.steps.most_draws))
-        self._moved = made, Moved(moved.k + more.k, moved.v + more.v, moved.hidden + more.hidden)
-        return True
-
-    def _drawn(self, made: MadeLayer, draws: range) -> Moved:
-        cache = self.as_read(made, made.stored)
-        runs = [self._run_over(cache, made, ops) for ops in (self.ops, *self.steps.drawn(self.ops, made.index, draws))]
-        k, v, hidden = zip(*([x.double() for x in run] for run in runs), strict=True)
-        return Moved(*([x - part[0] for x in part[1:]] for part in (k, v, hidden)))
-
-    def _run_over(self, cache: PagedKVCache, made: MadeLayer, ops: OpTable) -> tuple[Tensor, Tensor, Tensor]:
-        """K, V and hidden states of a layer in FP32 that attends to what is there."""
-        given: list[tuple[Tensor, Tensor]] = []
-        table = with_ops(ops, {"store_kv": lambda k, v, *_: given.append((k, v))})
-        hidden = self.model.layers(made.hidden_in.float(), range(made.index, made.index + 1), made.batch, cache, table)
-        return *given[0], hidden
-
-    def moved_by(self, call: Call, draws: int = DRAWS) -> list[Tensor]:
-        """What half a step of each x moves a recorded product by, draw by draw; nothing of any other op, or where none is
-        rounded."""
-        if call.op != "linear" or not self.steps.rounds(call.args[1]):
-            return []
-        x, weight = call.args
-        return self.steps.moved(lambda ops: ops.linear(x.float(), weight), self.ops, x.shape[-1], range(draws))
-
-    def kv_noise(self, made: MadeLayer, least: float | Tensor) -> Noise:
-        """What a coordinate of a K's or V's unit vector may be off by: `least`, and what half a step of x does."""
-        moved = self.moved(made)
-        return least if moved is None else {side: least + by for side, by in moved.noise(made).items()}
-
-    def attended(self, ops: OpTable, call: Call, stored: Stored) -> Tensor:
-        """What an op table makes of a recorded attention over a layer's cache."""
-        q, _, index, batch, scale = call.args
-        load(self._scratch, index, stored)
-        return ops.paged_attention(q, self._scratch, index, batch, scale)
+    def honest(self, made: MadeLayer | None, salt: int = 0) -> list[OpTable]:
+        """The tables of sixteen honest runs of a layer, which share what they need to know of its products."""
+        spreads, place = Spreads(), salt + (0 if made is None else 1 + made.index + 1000 * made.forward.step)
+        return [honest(self.ops, RUNS * place + run, spreads, self.rounds_x) for run in range(RUNS)]
 
     def as_read(self, made: MadeLayer, stored: Stored) -> PagedKVCache:
         """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""
@@ -262,5 +182,26 @@ class Reference:
         return self._scratch
 
 
-def _keep(*_: object) -> None:
+def keep(*_: object) -> None:
     """In place of `store_kv`: what is there stays."""
+
+
+_REMEMBERED = 2**31
+"""Bytes of restored weights that are kept."""
+
+
+def remembering(ops: OpTable) -> OpTable:
+    """A table on the host that restores blocks once, not at each product, as far as 2 GiB go; the oldest are forgotten."""
+    kept: WeakKeyDictionary[Blocks, Tensor] = WeakKeyDictionary()
+
+    def linear(x: Tensor, weight: Weight) -> Tensor:
+        if not isinstance(weight, Blocks):
+            return ops.linear(x, weight)
+        if (restored := kept.pop(weight, None)) is None:
+            restored = numbers_of(weight)
+        kept[weight] = restored
+        while len(kept) > 1 and sum(numbers.nbytes for numbers in kept.values()) > _REMEMBERED:
+            del kept[next(iter(kept.keys()))]
+        return ops.linear(activations(x.float(), weight), restored)
+
+    return with_ops(ops, {"linear": linear})

@@ -42,14 +42,14 @@ class LayerRow:
         step: of the phase, from 0; a long prompt takes several.
         k_match, v_match: share of the just-stored levels (or numbers, where a format has no levels) that are equal; None of a
             layer that keeps a state.
-        unexplained: levels of K and V that differ and are not a tie.
+        share: how many times what honest runs allow the worst figure is; above 1 is a fault.
         scale_err: largest relative difference of a stored vector's length.
         state_err: largest relative distance of a head's state, or of what its convolution keeps; None of a layer with K and V.
         hidden_cos: lowest cosine of a token's hidden state with the reference's.
         rel_l2: largest distance of a token's hidden state, relative to that token's own length.
         max_abs: largest difference of a number.
-        update_err: largest distance that rounding does not explain, relative to what the layer added to the token's state.
-        passed: all of this lies within the bounds of the mode.
+        update_err: largest distance beyond two roundings, relative to what the layer added to the token's state.
+        passed: nothing is wrong.
         ascend: the figures of `ASCEND_COLUMNS` for the hidden state.
     """
 
@@ -59,7 +59,7 @@ class LayerRow:
     mode: Mode
     k_match: float | None
     v_match: float | None
-    unexplained: int
+    share: float
     scale_err: float
     state_err: float | None
     hidden_cos: float
@@ -152,27 +152,21 @@ def first(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure of the teacher-forced run, summed over all forwards.
+    """One figure of the teacher-forced run, over all forwards together.
 
     Attributes:
         drive: "ops" or "layers": of ops one by one, or of whole layers.
-        layer: None for all layers together.
-        head: KV head; None for all.
-        name: "ties": vectors stored with other levels; "length": mean relative error of stored lengths; "farther": distance
-            from what is not rounded, of the candidate as a multiple of the reference's; else what is too large on average.
-        value: the figure.
-        bound: what rounding explains; of "ties" the number that it is expected to make.
-        share: of the bound that is used up, 1 being a fault; None where it is not judged by itself.
+        head: KV head; -1 for all, or where a stage has none.
+        figure: as `null.Figure` names it.
+        share: how many times what honest runs allow it is.
     """
 
     drive: str
-    layer: int | None
+    layer: int
     stage: str
-    head: int | None
-    name: str
-    value: float
-    bound: float
-    share: float | None
+    head: int
+    figure: str
+    share: float
 
 
 _SEVERITY = {None: 0, "rounding": 1, "tie": 2, "unstable": 3, "fault": 4}
@@ -276,7 +270,7 @@ def row_cells(row: LayerRow) -> dict[str, str]:
     """A row by its columns, for a table."""
     return {
         "forward": f"{row.phase} {row.step}", "mode": row.mode, "layer": str(row.layer),
-        "K %": _percent(row.k_match), "V %": _percent(row.v_match), "unexplained": str(row.unexplained),
+        "K %": _percent(row.k_match), "V %": _percent(row.v_match), "of the limit": f"{row.share:.2f}",
         "scale": f"{row.scale_err:.1e}", "state": "–" if row.state_err is None else f"{row.state_err:.1e}",
         "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}",
         "max abs": f"{row.max_abs:.2e}", "of the update": f"{row.update_err:.2e}",

@@ -15,14 +15,12 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.tq_ops.weight import memory_of
-from haarkv.validation.layers.block_steps import BlockSteps
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
-from haarkv.validation.layers.forced import Forced
+from haarkv.validation.layers.forced import Forced, Known
 from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
 from haarkv.validation.layers.free import Free
-from haarkv.validation.layers.judge import StoredComparison, bounds_of, compare_both, for_width
-from haarkv.validation.layers.ledger import Ledger
+from haarkv.validation.layers.judge import compare_stored
 from haarkv.validation.layers.parts import Stored, load, poison
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import (
@@ -34,7 +32,7 @@ from haarkv.validation.layers.report import (
     first,
     worst,
 )  # fmt: skip
-from haarkv.validation.layers.trial import Trial
+from haarkv.validation.layers.trial import Run, Trial
 
 OnRow = Callable[[LayerRow], None]
 
@@ -51,7 +49,7 @@ def validate(
     on_row: OnRow | None = None,
     modes: Sequence[Mode] = ("teacher-forced", "free-running"),
     repeats: int = 0,
-    explains: int = 0,
+    known: Known | None = None,
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
@@ -65,13 +63,12 @@ def validate(
         modes: one of them, or both. The head and the whole forward belong to free-running.
         repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
             What is found to be wrong is run again in any case.
-        explains: layers without visible ops whose faults are explained: likely causes are put into the reference, a few dozen
-            runs of the layer, and `Verdict.causes` says which of them give the same output.
+        known: what honest runs gave in another validation of the same reference, prompts and plan; is added to.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, explains).run()
+    return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, known).run()
 
 
 @torch.inference_mode()
@@ -102,20 +99,20 @@ def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, modes
 class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
-        plan: KVPlan, on_row: OnRow | None, modes: Sequence[Mode], repeats: int = 0, explains: int = 0,
+        plan: KVPlan, on_row: OnRow | None, modes: Sequence[Mode], repeats: int = 0,
+        known: Known | None = None,
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes, self.on_row = frozenset(modes), on_row or (lambda _: None)
         self.exercise = Exercise(prompts, steps, plan, "free-running" in modes, candidate.decode_step)
         self.plan, self.names, self.model = plan, (reference.name, candidate.name), model
         self.schedule = Schedule(prompts, steps, plan)
-        self.limits = for_width(bounds_of(model.dtype), model.dtype, model.config.hidden_size)
         cache = self.schedule.new_cache(model)
-        rounded = BlockSteps.of(candidate.blocks, model.weights)
-        self.reference, self.ledger = Reference(reference, model, cache, rounded), Ledger(cache)
+        self.reference = Reference(reference, model, cache, candidate.blocks)
         ops = candidate.ops if self.reference.records else None
-        self.forced = Forced(self.reference, Trial(candidate, cache), ops, self.limits, self.ledger, repeats, explains)
-        self.free = Free(self.reference, candidate, ops, self.limits, self.forced.repeats)
+        self.forced = Forced(self.reference, Trial(candidate, cache), ops, repeats, known)
+        nulls = self.forced.nulls["layers"] if "teacher-forced" in modes else {}
+        self.free = Free(self.reference, candidate, ops, self.forced.repeats, nulls)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
@@ -141,9 +138,10 @@ class _Validation:
 
     def _report(self, expected: int) -> Report:
         """What was found, of so many rows."""
+        late, measured = self.forced.totals()
         if self.rows:
             last = self.rows[-1]
-            self.found += [replace(verdict, phase=last.phase, step=last.step) for verdict in self.ledger.totals()]
+            self.found += [replace(verdict, phase=last.phase, step=last.step) for verdict in late]
         exercised = self.exercise.result(self.forced.over_others)
         faults = [found for found in (*self.found, *self.late) if found.fails]
         return Report(
@@ -153,7 +151,7 @@ class _Validation:
             first_divergence=next(iter(faults or self.found), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
             stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
-            tests=self.ledger.measured(), blocks=self.reference.steps.used,
+            tests=tuple(measured), blocks=self.reference.blocks,
             exercised=tuple(what for what, done in exercised.items() if done),
             not_exercised=tuple(what for what, done in exercised.items() if not done),
         )  # fmt: skip
@@ -163,7 +161,6 @@ class _Validation:
         hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
         self.free.begin(hidden)
-        drift = torch.zeros(len(hidden))
         for index in range(self.model.config.num_layers):
             made = self.reference.layer(index, hidden, forward)
             self.exercise.saw(made)
@@ -171,7 +168,7 @@ class _Validation:
             if "teacher-forced" in self.modes:
                 self._teacher_forced(made, bad)
             if "free-running" in self.modes:
-                drift = self._free_running(made, bad, drift)
+                self._free_running(made, bad)
             hidden = made.hidden_out
         logits, calls = self.reference.predicted(hidden, forward)
         if "free-running" in self.modes:
@@ -184,20 +181,15 @@ class _Validation:
         """One layer fed the reference's input and cache."""
         judged = self.forced.layer(made, bad)
         passed = self._settle(judged.verdicts, made.index, made.forward)
-        self._row(made, "teacher-forced", judged.compared, judged.expected, judged.result, passed)
+        self._row(made, "teacher-forced", judged.run, judged.expected, judged.share, passed)
 
-    def _free_running(self, made: MadeLayer, bad: Stored, drift: Tensor) -> Tensor:
-        """One layer fed what the candidate made of the last; how far each token is off by now."""
-        run, wrong = self.free.layer(made.index, bad, made.forward)
-        noise, result = self.reference.kv_noise(made, self.limits.kv_noise + drift[:, None, None]), run.outcome.result
-        compared = compare_both(self.reference.cache, made, run.stored, noise)
-        self._row(made, "free-running", compared, made.hidden_out, result, wrong is None)
+    def _free_running(self, made: MadeLayer, bad: Stored) -> None:
+        """One layer fed what the candidate made of the last."""
+        run, wrong, share = self.free.layer(made.index, bad, made.forward)
+        self._row(made, "free-running", run, made.hidden_out, share, wrong is None)
         if wrong is not None:
             late = self.late if wrong.reason == "fault" else self.found
             late.append(made.forward.found(wrong, made.index))
-        right = made.hidden_out.float()
-        off: Tensor = (result.float() - right).norm(dim=-1) / right.norm(dim=-1)
-        return off
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
@@ -209,14 +201,15 @@ class _Validation:
             self.found.append(found)
         return found is None or not found.fails
 
-    def _row(self, made: MadeLayer, mode: Mode, stored: StoredComparison, ours: Tensor, theirs: Tensor, passed: bool) -> None:
-        hidden = compare_vectors(ours, theirs, made.hidden_in)
+    def _row(self, made: MadeLayer, mode: Mode, run: Run, expected: Tensor, share: float, passed: bool) -> None:
+        result, stored = run.outcome.result, compare_stored(self.reference.cache, made.index, made.batch, made.stored, run.stored)
+        hidden = compare_vectors(expected, result, made.hidden_in)
         row = LayerRow(
             made.forward.phase, made.forward.step, made.index, mode,
-            k_match=stored.match("k"), v_match=stored.match("v"), unexplained=stored.unexplained,
-            scale_err=stored.length_error, state_err=stored.state_error,
+            k_match=stored.match.get("k"), v_match=stored.match.get("v"), share=share,
+            scale_err=stored.length, state_err=stored.state,
             hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
-            passed=passed, ascend=ascend_metrics(theirs, ours),
+            passed=passed, ascend=ascend_metrics(result, expected),
         )  # fmt: skip
         self.rows.append(row)
         self.on_row(row)

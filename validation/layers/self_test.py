@@ -6,7 +6,7 @@ How small an error of scale does it see? Each stage of one layer is made too lar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
 from haarkv.executors.base import Executor
@@ -17,6 +17,7 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.block_faults import BlockFault, block_faults, runner_of_blocks
 from haarkv.validation.layers.delta_faults import delta_faults, delta_layers
+from haarkv.validation.layers.forced import Known
 from haarkv.validation.layers.faults import (
     DRIVES,
     Fault,
@@ -75,11 +76,12 @@ class _Setting:
     steps: int
     control: str
     modes: tuple[Mode, ...] = ("teacher-forced",)
+    known: Known = field(default_factory=dict)
 
     def report(self, model: DecoderModel, candidate: Executor) -> Report:
         """What is said of an executor there."""
         plan = self.spec.plan(model.config.num_layers)
-        return validate(ReferenceExecutor(model), candidate, model, self.prompts, self.steps, plan, modes=self.modes)
+        return validate(ReferenceExecutor(model), candidate, model, self.prompts, self.steps, plan, modes=self.modes, known=self.known)
 
 
 _WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2

@@ -8,7 +8,7 @@ something far off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -113,20 +113,19 @@ def changed_rows(now: Recurrent, before: Recurrent, batch: Batch | None) -> list
 # -- Comparing ---------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StateComparison:
-    """One tensor of a state as two executors left it, the worst of all sequences and versions.
+    """One tensor of a state as two executors left it.
 
     Attributes:
         stage: "conv_state" or "delta_state".
-        identical: the same numbers.
-        error: largest distance of a head's part, relative to its own length; NaN if one is not finite.
-        head: the one head of V (of the convolution: of Q, K or V, counted in this order) that is far off beside the others.
+        heads: of each head (of the convolution: of Q, K or V, counted in this order) the reference's numbers and the other's,
+            [1, n]; all sequences and versions.
+        error: largest distance of a head's numbers, relative to their own length; NaN if one is not finite.
         problem: what is wrong whatever the numbers are; empty if nothing is.
     """
 
     stage: str
-    identical: bool
+    heads: tuple[tuple[Tensor, Tensor], ...]
     error: float
-    head: int | None = None
     problem: str = ""
 
 
@@ -160,33 +159,18 @@ def compare_states(state: Recurrent, batch: Batch, ours: Fields, theirs: Fields)
             problem = problem or f"sequence {index} of {end} tokens keeps a state that has seen more"
     found = []
     names = list(state.tensors)
-    for name in names:
-        x, y = (
-            torch.stack([fields[name][place] for place in places]) if places else fields[name][:0, 0]
-            for fields, places in ((ours, [a for a, _ in pairs]), (theirs, [b for _, b in pairs]))
+    for name in names if pairs else ():
+        x, y = (torch.stack([fields[name][place] for place in places]) for fields, places in (
+            (ours, [a for a, _ in pairs]), (theirs, [b for _, b in pairs])))  # fmt: skip
+        heads = tuple(
+            (a.reshape(1, -1), b.reshape(1, -1))
+            for a, b in zip(heads_of(name, x, state), heads_of(name, y, state), strict=True)
         )
-        errors = _by_head(name, y.double() - x.double(), x.double(), state)
-        worst = float(errors.max()) if errors.numel() else 0.0
-        found.append(
-            StateComparison(
-                STAGES_OF.get(name, name),
-                torch.equal(x, y),
-                worst,
-                _alone(errors),
-                problem if name == names[-1] else "",
-            )
-        )
+        errors = [(b.double() - a.double()).norm() / a.double().norm().clamp(min=1e-300) for a, b in heads]
+        found.append(StateComparison(STAGES_OF.get(name, name), heads, float(torch.stack(errors).max())))
+    if problem:
+        found = [*found[:-1], replace(found[-1], problem=problem) if found else StateComparison("delta_state", (), 0.0, problem)]
     return tuple(sorted(found, key=lambda one: one.stage))
-
-
-def _by_head(name: str, off: Tensor, of: Tensor, state: Recurrent) -> Tensor:
-    """[heads] fp64: the largest of ||off|| / ||of||, head by head, over all states [n, *]."""
-    parts = zip(*(heads_of(name, x, state) for x in (off, of)), strict=True)
-    ratios = []
-    for part, whole in parts:
-        lengths = part.norm(dim=-1), whole.norm(dim=-1)
-        ratios.append(torch.where((lengths[0] == 0) & (lengths[1] == 0), 0.0, lengths[0] / lengths[1]).flatten())
-    return torch.stack([ratio.max() for ratio in ratios if ratio.numel()]) if ratios and ratios[0].numel() else torch.zeros(0)
 
 
 def heads_of(name: str, x: Tensor, state: Recurrent) -> list[Tensor]:
@@ -200,11 +184,3 @@ def heads_of(name: str, x: Tensor, state: Recurrent) -> list[Tensor]:
     keys = (x.shape[-1] - heads * value_dim) // key_dim
     return list(torch.split(x, [*[key_dim] * keys, *[value_dim] * heads], dim=-1))
 
-
-def _alone(errors: Tensor) -> int | None:
-    """The one head whose error is ten times that of every other."""
-    if len(errors) < 2 or not torch.isfinite(errors).all():
-        return None
-    most = int(errors.argmax())
-    rest = torch.cat([errors[:most], errors[most + 1 :]]).max()
-    return most if errors[most] > 10 * rest else None

@@ -1,0 +1,271 @@
+"""The judge: what honest runs of the reference show, and how far outside a candidate lies.
+
+An honest run is the reference as another device may compute it: every sum is off by the sum's own rounding noise, and values
+are rounded at other points. Sixteen of them give, for each stage and KV head, the spread of a few figures. A candidate whose
+figure lies outside is at fault there. What a device may round is one more kind of honest run, never one more rule.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.weight import LARGEST, Blocks, Weight, numbers_of
+from haarkv.validation import bounds
+
+RUNS = 16
+"""Honest runs."""
+
+
+class Figure(NamedTuple):
+    """Of which stage and KV head (-1 where a stage has none, or for all of them) a figure is, and which one.
+
+    "energy": squared distance from the reference, in units of what fourteen roundings of one number make.
+    "gain": how much too large a result is. "slip NAME": how far it lies along a known mistake, 1 being all of it.
+    "changed": levels that differ; "leaps": by more than one step. "length": how much too long vectors of equal levels are stored.
+    """
+
+    stage: str
+    head: int
+    kind: str
+
+
+Sums = Mapping[Figure, tuple[float, float]]
+"""Two numbers a figure, which add up over forwards; the figure is their ratio."""
+
+
+def added(one: Sums, other: Sums) -> dict[Figure, tuple[float, float]]:
+    """The sums of two forwards together. The unit of an energy does not grow: fourteen roundings in all."""
+    total = dict(one)
+    for figure, (top, bottom) in other.items():
+        before = total.get(figure, (0.0, 0.0))
+        below = max(before[1], bottom) if figure.kind == "energy" else before[1] + bottom
+        total[figure] = (before[0] + top, below)
+    return total
+
+
+def value(figure: Figure, sums: tuple[float, float]) -> float:
+    """The figure of its sums; NaN and infinity are no numbers that honest runs give."""
+    top, bottom = sums
+    if figure.kind in ("changed", "leaps", "length"):
+        return top
+    return 0.0 if top == 0 else top / bottom if bottom else math.inf
+
+
+def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool) -> float:
+    """How many times as far out as allowed a figure is; above 1 is a fault.
+
+    Args:
+        honest: the same figure of honest runs.
+        rounds: the model's dtype is BF16, so that a device may round centroids to FP16.
+    """
+    if not math.isfinite(candidate):
+        return math.inf
+    mean, spread = statistics.fmean(honest), statistics.stdev(honest)
+    if figure.kind == "energy":
+        return candidate / (bounds.FARTHER**2 * (mean + bounds.SIGMAS * spread) + 1)
+    if figure.kind == "leaps":  # more than one step, where no honest run leaps, is none
+        return candidate / (bounds.FARTHER * max(honest)) if max(honest) else math.inf if candidate else 0.0
+    if figure.kind == "changed":  # a count: few of them vary as Poisson's do
+        often = 2 * mean + 0.5
+        most = max(often + bounds.POISSON_SIGMAS * math.sqrt(often), bounds.FARTHER * (mean + bounds.SIGMAS * spread))
+        return candidate / (most + bounds.TIES)
+    least = bounds.LEAST[figure.kind.partition(" ")[0]]
+    if rounds and figure.kind == "gain" and figure.stage in ("paged_attention", "attention_mlp"):
+        least = bounds.FP16_GAIN
+    return abs(candidate - mean) / max(least, bounds.FARTHER * bounds.SIGMAS * spread)
+
+
+@dataclass
+class Null:
+    """What honest runs of one layer give: in each forward, and in all forwards so far together."""
+
+    runs: list[Sums] = field(default_factory=list)
+    totals: list[Sums] = field(default_factory=list)
+    candidate: Sums = field(default_factory=dict)
+
+    def excesses(self, candidate: Sums, rounds: bool) -> dict[Figure, float]:
+        """Of each figure of a candidate's forward."""
+        return _excesses(candidate, self.runs, rounds)
+
+    def add(self, candidate: Sums) -> None:
+        """Count a forward in which nothing was found."""
+        totals = self.totals or [{} for _ in self.runs]
+        self.totals = [added(total, run) for total, run in zip(totals, self.runs, strict=True)]
+        self.candidate = added(self.candidate, candidate)
+
+    def total_excesses(self, rounds: bool) -> dict[Figure, float]:
+        """Of all forwards that were counted, together."""
+        return _excesses(self.candidate, self.totals, rounds)
+
+
+def _excesses(candidate: Sums, honest: Sequence[Sums], rounds: bool) -> dict[Figure, float]:
+    return {
+        figure: excess(figure, value(figure, sums), [value(figure, run.get(figure, (0.0, 0.0))) for run in honest], rounds)
+        for figure, sums in candidate.items()
+    }
+
+
+# -- Figures -----------------------------------------------------------------------------------------------------------------
+Slips = Mapping[str, Tensor]
+"""What known mistakes change a result by, by name."""
+
+
+def by_head(x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """A result [T, H, *] as parts of KV heads; as it is where there are no heads."""
+    return x.double().chunk(heads, 1) if heads else (x.double(),)
+
+
+def of_numbers(
+    stage: str, ours: Tensor, theirs: Tensor, heads: int = 0, slips: Slips | None = None, step: Tensor | None = None
+) -> Iterator[tuple[Figure, tuple[float, float]]]:
+    """Figures of a stage that gives numbers, [T, H, *] or [T, N].
+
+    Args:
+        heads: KV heads along the second axis; 0 for none.
+        slips: directions [as ours]; a name that ends in ` @3` is of KV head 3.
+        step: what one rounding may move each number by, and by what its distance is divided; one step of the largest number
+            for all unless given.
+    """
+    steps = by_head(step, heads) if step is not None else (None,) * max(heads, 1)
+    off = (theirs.double() - ours.double()) if theirs.shape == ours.shape else torch.full_like(ours, torch.nan).double()
+    weights = []
+    places = range(heads) if heads else (-1,)
+    for head, part, reference, unit in zip(places, by_head(off, heads), by_head(ours, heads), steps, strict=True):
+        unit = (bounds.STEP[ours.dtype] * reference.abs().max()) if unit is None else unit
+        weight = torch.where(unit > 0, 1 / unit, 0.0)
+        energy = float((part * weight).square().sum()) if bool((unit > 0).any()) else float(part.square().sum())
+        yield Figure(stage, head, "energy"), (energy / bounds.TIES, 1.0)
+        scaled = reference * weight
+        yield Figure(stage, head, "gain"), (float((part * weight * scaled).sum()), float(scaled.square().sum()))
+        weights.append(weight)
+    for name, direction in (slips or {}).items():
+        whole = float(direction.double().square().sum())
+        for head, part, along, weight in zip(places, by_head(off, heads), by_head(direction, heads), weights, strict=True):
+            if float(along.square().sum()) > 1e-3 * whole / max(heads, 1):
+                scaled = along * weight
+                sums = float((part * weight * scaled).sum()), float(scaled.square().sum())
+                place = int(name.rpartition("@")[2]) if "@" in name else head
+                yield Figure(stage, place, f"slip {name.partition(' @')[0]}"), sums
+
+
+# -- Honest runs -------------------------------------------------------------------------------------------------------------
+_ULP = 2 * 2.0**-24
+"""Twice FP32's unit of rounding: in which order a device adds is not known."""
+
+
+class Spreads:
+    """Of each product of a layer, the length that the terms of its sums have as independent ones; computed once."""
+
+    def __init__(self) -> None:
+        self._by_weight: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def of(self, x: Tensor, weight: Weight) -> Tensor:
+        """[T, out] fp32: sqrt(sum of (x * w)**2)."""
+        key = id(weight), x.shape
+        if key not in self._by_weight:
+            numbers = numbers_of(weight) if isinstance(weight, Blocks) else weight
+            squares = x.float().square() @ numbers.float().square().T
+            self._by_weight[key] = squares.sqrt_()
+        return self._by_weight[key]
+
+
+def honest(
+    ops: OpTable, seed: int, spreads: Spreads, blocks: Callable[[object], bool] = lambda _: False
+) -> OpTable:  # fmt: skip
+    """The reference's table as another device may compute it.
+
+    Args:
+        ops: the reference's.
+        seed: another one, another device. Odd ones round attention once, at its end.
+        spreads: of this layer's products.
+        blocks: weights whose products round x to integers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=generator)
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = ops.rms_norm(x.float(), weight, eps)
+        return (y * (1 + _ULP * (4 * noise(y[..., :1]) + noise(y)))).to(x.dtype)
+
+    def linear(x: Tensor, weight: Weight) -> Tensor:
+        spread = spreads.of(x, weight)
+        if isinstance(weight, Blocks) and blocks(weight):
+            x = (x.double() + (2 * torch.rand(x.shape, generator=generator) - 1) * half_steps(x, weight)).float()
+        return ops.linear(x, weight) + _ULP * math.sqrt(x.shape[-1] / 6) * spread * noise(spread)
+
+    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = ops.rope(x, cos, sin)
+        return y * (1 + _ULP * noise(y))
+
+    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in (k, v))
+        ops.store_kv(k, v, cache, layer, batch)
+
+    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        wide = ops.paged_attention(q.float() * (1 + 8 * _ULP * noise(q)), cache, layer, batch, softmax_scale)
+        if seed % 2 or q.dtype == torch.float32:
+            return (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
+        rounded = (ops.paged_attention(q, cache, layer, batch, softmax_scale) - wide).float()
+        return (wide + rounded * noise(wide).sign()).to(q.dtype)  # the same rounding points, which fall elsewhere
+
+    def product(name: str) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+        def run(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+            y: Tensor = getattr(ops, name)(gate, up, torch.float32)
+            return (y * (1 + 4 * _ULP * noise(y))).to(dtype)
+
+        return run
+
+    def gated_delta(
+        x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
+        batch: Batch,
+    ) -> Tensor:  # fmt: skip
+        x, a, b = (y * (1 + 4 * _ULP * noise(y)) for y in (x, a, b))
+        y = ops.gated_delta(x, a, b, conv, a_log, dt_bias, cache, layer, batch)
+        return y * (1 + 4 * _ULP * noise(y))
+
+    products = {name: product(name) for name in ("silu_mul", "gelu_mul", "sigmoid_mul")}
+    return with_ops(
+        ops,
+        {
+            "rms_norm": rms_norm, "linear": linear, "rope": rope, "store_kv": store_kv, "paged_attention": paged_attention,
+            "gated_delta": gated_delta, **products,
+        },
+    )  # fmt: skip
+
+
+def half_steps(x: Tensor, weight: Blocks) -> Tensor:
+    """What each number of x [T, in] may be off by before it is multiplied with blocks as they lie: fp64 [T, in].
+
+    Each 32 numbers become 16-bit integers times one step (`CpuOps.linear`), and a number is off by half a step at most. Where
+    the blocks ask for 8 bits the reference rounds x too, and only numbers beside the middle of two steps may differ.
+    """
+    sizes = x.double().abs()
+    if weight.column_scales is not None:
+        sizes = sizes * weight.column_scales
+    by_block = sizes.view(len(x), -1, bounds.BLOCK_X_NUMBERS)
+    if weight.x_bits == 8:
+        most = bounds.BLOCK_X_TIE * by_block.amax(-1) / LARGEST
+    else:
+        most = 0.51 * torch.maximum(by_block.amax(-1) / bounds.BLOCK_X_LARGEST, by_block.sum(-1) / bounds.BLOCK_X_TOTAL)
+    half = most.repeat_interleave(bounds.BLOCK_X_NUMBERS, dim=1)
+    return half if weight.column_scales is None else half / weight.column_scales
+
+
+def collected(figures: Iterable[tuple[Figure, tuple[float, float]]]) -> dict[Figure, tuple[float, float]]:
+    """Figures by name; those of one name are added up."""
+    found: dict[Figure, tuple[float, float]] = {}
+    for figure, sums in figures:
+        found = added(found, {figure: sums})
+    return found
