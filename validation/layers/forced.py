@@ -16,7 +16,15 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.judge import Values, guilty_head, hidden_figures, in_whole, judge_strays, stored_figures, verdicts
+from haarkv.validation.layers.judge import (
+    Values,
+    guilty_head,
+    hidden_figures,
+    in_whole,
+    judge_strays,
+    stored_figures,
+    verdicts,
+)
 from haarkv.validation.layers.null import Figure, Null, Slips, Sums, collected, of_numbers
 from haarkv.validation.layers.parts import Stored, load, snapshot, take
 from haarkv.validation.layers.record import Call, replay
@@ -64,7 +72,9 @@ class Forced:
         over_others: layers that ran over another state than their own as well, and gave what follows from it.
     """
 
-    def __init__(self, reference: Reference, trial: Trial, ops: OpTable | None, repeats: int = 0, known: Known | None = None) -> None:
+    def __init__(
+        self, reference: Reference, trial: Trial, ops: OpTable | None, repeats: int = 0, known: Known | None = None
+    ) -> None:
         self.reference, self.trial, self.ops = reference, trial, ops
         self._known: Known = {} if known is None else known
         self.rounds = reference.model.dtype != torch.float32
@@ -120,7 +130,7 @@ class Forced:
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
         sums = stored | collected(hidden_figures(made.hidden_in, expected, result, self._slips(made)))
         excesses = {figure: excess / room for figure, excess in null.excesses(sums, self.rounds).items()}
-        found = verdicts(excesses, differing, self._kv_heads(made.index))
+        found = verdicts(excesses, differing)
         found = [
             replace(v, head=guilty_head(made.hidden_in, expected, result, self._slips(made)))
             if v.fails and v.stage == "attention_mlp" else v
@@ -137,7 +147,7 @@ class Forced:
         for drive, nulls in self.nulls.items():
             for layer, null in sorted(nulls.items()):
                 excesses = null.total_excesses(self.rounds)
-                judged = verdicts(excesses, [f.stage for f in excesses], self._kv_heads(layer), together=True)
+                judged = verdicts(excesses, [f.stage for f in excesses], together=True)
                 found += [replace(verdict, layer=layer) for verdict in judged if verdict.fails]
                 measured += [
                     Measured(drive, layer, figure.stage, figure.head, figure.kind, excess)
@@ -149,7 +159,9 @@ class Forced:
     def null(self, made: MadeLayer) -> Null:
         """What sixteen honest runs of a layer give."""
         null = self.nulls["layers"][made.index]
-        null.runs = self._remembered(made, "layers", lambda: [self._honest_layer(made, ops) for ops in self.reference.honest(made)])
+        null.runs = self._remembered(
+            made, "layers", lambda: [self._honest_layer(made, ops) for ops in self.reference.honest(made)]
+        )
         return null
 
     def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
@@ -258,7 +270,7 @@ class Forced:
             differing += [] if same else [call.stage]
             if run.stored and not _same(made.stored, run.stored):
                 differing += [figure.stage for figure, _ in figures if figure.stage != call.stage]
-        found = verdicts(null.excesses(sums, self.rounds), differing, self._kv_heads(made.index))
+        found = verdicts(null.excesses(sums, self.rounds), differing)
         found = [self._confirmed(verdict, made, bad) if verdict.fails else verdict for verdict in found]
         if not broken and not any(verdict.fails for verdict in found):
             null.add(sums)

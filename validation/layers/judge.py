@@ -116,7 +116,9 @@ def guilty_head(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str
     rests = {head: left(off, directions) for head, directions in spans.items()}
     best = min(rests, key=lambda head: float(rests[head].norm()))
     explained = float(off.square().sum() - rests[best].square().sum())
-    others = [float(rests[best].square().sum() - left(rests[best], spans[head]).square().sum()) for head in spans if head != best]
+    others = [
+        float(rests[best].square().sum() - left(rests[best], spans[head]).square().sum()) for head in spans if head != best
+    ]
     return best if explained > 4 * max(others) else None
 
 
@@ -127,13 +129,12 @@ _WORDS = {
 }  # fmt: skip
 
 
-def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], heads: int = 1, together: bool = False) -> list[Verdict]:
-    """One verdict a stage, in the order in which the stages come.
+def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], together: bool = False) -> list[Verdict]:
+    """One verdict a stage, in the order in which the stages come. A fault in one of several heads names it.
 
     Args:
         excesses: of each figure.
         differing: stages in which some bit differs.
-        heads: KV heads; a fault in one of several names it.
         together: the figures are of all forwards.
     """
     found, differ = [], set(differing)
@@ -144,6 +145,7 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], heads: 
         ties = any(figure.kind == "changed" for figure in of_stage)
         reason: Reason | None = "fault" if error > 1 else None if stage not in differ else "tie" if ties else "rounding"
         wrong = sorted({figure.head for figure, excess in of_stage.items() if excess > 1 and figure.head >= 0})
+        heads = len({figure.head for figure in of_stage if figure.head >= 0})
         alone = reason == "fault" and len(wrong) == 1 < heads and stage != "attention_mlp"
         words = worst.kind.replace("slip ", "as with ") if worst.kind.startswith("slip") else _WORDS[worst.kind]
         over = " over all forwards" if together else ""

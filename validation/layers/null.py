@@ -8,7 +8,6 @@ figure lies outside is at fault there. What a device may round is one more kind 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -70,7 +69,8 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
     """
     if not math.isfinite(candidate):
         return math.inf
-    mean, spread = statistics.fmean(honest), statistics.stdev(honest)
+    mean = sum(honest) / len(honest)
+    spread = math.sqrt(sum((x - mean) ** 2 for x in honest) / (len(honest) - 1))
     if figure.kind == "energy":
         return candidate / (bounds.FARTHER**2 * (mean + bounds.SIGMAS * spread) + 1)
     if figure.kind == "leaps":  # more than one step, where no honest run leaps, is none

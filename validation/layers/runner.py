@@ -202,7 +202,10 @@ class _Validation:
         return found is None or not found.fails
 
     def _row(self, made: MadeLayer, mode: Mode, run: Run, expected: Tensor, share: float, passed: bool) -> None:
-        result, stored = run.outcome.result, compare_stored(self.reference.cache, made.index, made.batch, made.stored, run.stored)
+        result, stored = (
+            run.outcome.result,
+            compare_stored(self.reference.cache, made.index, made.batch, made.stored, run.stored),
+        )
         hidden = compare_vectors(expected, result, made.hidden_in)
         row = LayerRow(
             made.forward.phase, made.forward.step, made.index, mode,

@@ -169,7 +169,10 @@ def compare_states(state: Recurrent, batch: Batch, ours: Fields, theirs: Fields)
         errors = [(b.double() - a.double()).norm() / a.double().norm().clamp(min=1e-300) for a, b in heads]
         found.append(StateComparison(STAGES_OF.get(name, name), heads, float(torch.stack(errors).max())))
     if problem:
-        found = [*found[:-1], replace(found[-1], problem=problem) if found else StateComparison("delta_state", (), 0.0, problem)]
+        found = [
+            *found[:-1],
+            replace(found[-1], problem=problem) if found else StateComparison("delta_state", (), 0.0, problem),
+        ]
     return tuple(sorted(found, key=lambda one: one.stage))
 
 
@@ -183,4 +186,3 @@ def heads_of(name: str, x: Tensor, state: Recurrent) -> list[Tensor]:
         return list(x.flatten(2).unbind(1))
     keys = (x.shape[-1] - heads * value_dim) // key_dim
     return list(torch.split(x, [*[key_dim] * keys, *[value_dim] * heads], dim=-1))
-
