@@ -128,11 +128,12 @@ class Forced:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
             expected = self.reference.given(made, run.stored)
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
-        sums = stored | collected(hidden_figures(made.hidden_in, expected, result, self._slips(made)))
+        slips = self._slips(made) if room == 1.0 else {}
+        sums = stored | collected(hidden_figures(made.hidden_in, expected, result, slips))
         excesses = {figure: excess / room for figure, excess in null.excesses(sums, self.rounds).items()}
         found = verdicts(excesses, differing)
         found = [
-            replace(v, head=guilty_head(made.hidden_in, expected, result, self._slips(made)))
+            replace(v, head=guilty_head(expected, result, slips))
             if v.fails and v.stage == "attention_mlp" else v
             for v in found
         ]  # fmt: skip
@@ -202,14 +203,18 @@ class Forced:
         cache = reference.as_read(made, made.stored)
         gates = {id(weight) for name, _, weight in reference.model.weights.layers[made.index].named() if "gate_proj" in name}
 
+        by_scale: dict[float, tuple[Tensor, ...]] = {}
+
         def moved(**replaced: Any) -> Tensor:
             return reference.over(cache, made, with_ops(ops, {"store_kv": keep, **replaced}), exact=True)
 
-        def in_head(head: int, larger: float, steeper: float) -> Any:
+        def in_head(chosen: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
+            """Attention that is otherwise in one head; attended once for all."""
+
             def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
-                parts = list(ops.paged_attention(q, cache, layer, batch, scale).chunk(heads, 1))
-                other = ops.paged_attention(q, cache, layer, batch, scale * steeper) if steeper != 1 else None
-                parts[head] = larger * (parts[head] if other is None else other.chunk(heads, 1)[head])
+                for factor in {1.0, steeper} - by_scale.keys():
+                    by_scale[factor] = ops.paged_attention(q, cache, layer, batch, scale * factor).chunk(heads, 1)
+                parts = [by_scale[steeper][h] * larger if h == chosen else by_scale[1.0][h] for h in range(heads)]
                 return torch.cat(parts, 1)
 
             return paged_attention
@@ -217,8 +222,8 @@ class Forced:
         def linear(x: Tensor, weight: Weight) -> Tensor:
             return ops.linear(x, weight) * (1.01 if id(weight) in gates else 1.0)
 
-        right = moved()
-        slips = {"the gate 1 % too large": moved(linear=linear) - right}
+        right = moved(paged_attention=in_head())
+        slips = {"the gate 1 % too large": moved(paged_attention=in_head(), linear=linear) - right}
         for name, larger, steeper in (("attention 1 % too large", 1.01, 1.0), (STEEPER, 1.0, 1.01)):
             each = [moved(paged_attention=in_head(head, larger, steeper)) - right for head in range(heads)]
             slips |= {f"{name} @{head}": by for head, by in enumerate(each)} | {name: torch.stack(each).sum(0)}

@@ -92,13 +92,13 @@ def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[
 
     One rounding moves a number by a step of the sum's dtype and of the update's own size.
     """
-    update = ours.double() - before.double()
+    update = ours.float() - before.float()
     unit = bounds.STEP[ours.dtype]
-    step = unit / 2 * ours.double().abs() + unit * update.square().mean(-1, keepdim=True).sqrt()
-    return of_numbers("attention_mlp", update, theirs.double() - before.double(), 0, slips, step)
+    step = unit / 2 * ours.float().abs() + unit * update.square().mean(-1, keepdim=True).sqrt()
+    return of_numbers("attention_mlp", update, update + (theirs.float() - ours.float()), 0, slips, step)
 
 
-def guilty_head(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> int | None:
+def guilty_head(ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> int | None:
     """The KV head whose slips alone explain how hidden states [T, hidden] differ; None if it is not one."""
     off = (theirs.double() - ours.double()).flatten()
     spans: dict[int, list[Tensor]] = {}

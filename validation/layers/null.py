@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Figure(NamedTuple):
 
     "energy": squared distance from the reference, in units of what fourteen roundings of one number make.
     "gain": how much too large a result is. "slip NAME": how far it lies along a known mistake, 1 being all of it.
-    "changed": levels that differ; "leaps": by more than one step. "length": how much too long vectors of equal levels are stored.
+    "changed": levels that differ; "leaps": by more than one step. "length": by how much vectors of equal levels are too long.
     """
 
     stage: str
@@ -122,7 +123,7 @@ Slips = Mapping[str, Tensor]
 
 def by_head(x: Tensor, heads: int) -> tuple[Tensor, ...]:
     """A result [T, H, *] as parts of KV heads; as it is where there are no heads."""
-    return x.double().chunk(heads, 1) if heads else (x.double(),)
+    return x.float().chunk(heads, 1) if heads else (x.float(),)
 
 
 def of_numbers(
@@ -137,7 +138,7 @@ def of_numbers(
             for all unless given.
     """
     steps = by_head(step, heads) if step is not None else (None,) * max(heads, 1)
-    off = (theirs.double() - ours.double()) if theirs.shape == ours.shape else torch.full_like(ours, torch.nan).double()
+    off = (theirs.float() - ours.float()) if theirs.shape == ours.shape else torch.full_like(ours, torch.nan)
     weights = []
     places = range(heads) if heads else (-1,)
     for head, part, reference, unit in zip(places, by_head(off, heads), by_head(ours, heads), steps, strict=True):
@@ -149,7 +150,7 @@ def of_numbers(
         yield Figure(stage, head, "gain"), (float((part * weight * scaled).sum()), float(scaled.square().sum()))
         weights.append(weight)
     for name, direction in (slips or {}).items():
-        whole = float(direction.double().square().sum())
+        whole = float(direction.float().square().sum())
         for head, part, along, weight in zip(places, by_head(off, heads), by_head(direction, heads), weights, strict=True):
             if float(along.square().sum()) > 1e-3 * whole / max(heads, 1):
                 scaled = along * weight
@@ -163,31 +164,42 @@ _ULP = 2 * 2.0**-24
 """Twice FP32's unit of rounding: in which order a device adds is not known."""
 
 
-class Spreads:
-    """Of each product of a layer, the length that the terms of its sums have as independent ones; computed once."""
+_ATTENDING = 4
+"""Honest runs that attend, which takes longest; the others mix what these differ by, token by token and head by head."""
+
+
+class Shared:
+    """What honest runs of one layer share: results of ops on the same inputs, how widely terms of sums are spread, and what
+    attention was off by."""
 
     def __init__(self) -> None:
-        self._by_weight: dict[tuple[int, torch.Size], Tensor] = {}
+        self._results: dict[tuple[object, ...], tuple[object, Tensor]] = {}
+        self._spreads: dict[tuple[int, torch.Size], Tensor] = {}
+        self.off: dict[int, list[Tensor]] = {}
 
-    def of(self, x: Tensor, weight: Weight) -> Tensor:
-        """[T, out] fp32: sqrt(sum of (x * w)**2)."""
+    def result(self, op: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
+        """An op's result, made once of the same tensor."""
+        key = (op, id(x), *map(id, rest))
+        if key not in self._results:
+            self._results[key] = x, op(x, *rest)  # which keeps x, and its id
+        return self._results[key][1]
+
+    def spread(self, x: Tensor, weight: Weight) -> Tensor:
+        """[T, out] fp32: sqrt(sum of (x * w)**2), the length of a product's terms as independent ones."""
         key = id(weight), x.shape
-        if key not in self._by_weight:
+        if key not in self._spreads:
             numbers = numbers_of(weight) if isinstance(weight, Blocks) else weight
-            squares = x.float().square() @ numbers.float().square().T
-            self._by_weight[key] = squares.sqrt_()
-        return self._by_weight[key]
+            self._spreads[key] = (x.float().square() @ numbers.float().square().T).sqrt_()
+        return self._spreads[key]
 
 
-def honest(
-    ops: OpTable, seed: int, spreads: Spreads, blocks: Callable[[object], bool] = lambda _: False
-) -> OpTable:  # fmt: skip
+def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], bool] = lambda _: False) -> OpTable:
     """The reference's table as another device may compute it.
 
     Args:
         ops: the reference's.
         seed: another one, another device. Odd ones round attention once, at its end.
-        spreads: of this layer's products.
+        shared: with the other honest runs of this layer, which come in the order of their seeds.
         blocks: weights whose products round x to integers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -196,33 +208,47 @@ def honest(
         return torch.randn(x.shape, generator=generator)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = ops.rms_norm(x.float(), weight, eps)
+        y = shared.result(_wide_norm(ops), x, weight, eps)
         return (y * (1 + _ULP * (4 * noise(y[..., :1]) + noise(y)))).to(x.dtype)
 
     def linear(x: Tensor, weight: Weight) -> Tensor:
-        spread = spreads.of(x, weight)
+        spread = shared.spread(x, weight)
         if isinstance(weight, Blocks) and blocks(weight):
-            x = (x.double() + (2 * torch.rand(x.shape, generator=generator) - 1) * half_steps(x, weight)).float()
-        return ops.linear(x, weight) + _ULP * math.sqrt(x.shape[-1] / 6) * spread * noise(spread)
+            moved = (x.double() + (2 * torch.rand(x.shape, generator=generator) - 1) * half_steps(x, weight)).float()
+            y = ops.linear(moved, weight)
+        else:
+            y = shared.result(ops.linear, x, weight)
+        return y + _ULP * math.sqrt(x.shape[-1] / 6) * spread * noise(spread)
 
     def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = ops.rope(x, cos, sin)
+        y = shared.result(ops.rope, x, cos, sin)
         return y * (1 + _ULP * noise(y))
 
     def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in (k, v))
         ops.store_kv(k, v, cache, layer, batch)
 
+    attentions = iter(range(RUNS))
+
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        off = shared.off.setdefault(next(attentions), [])
+        if not off:
+            off.append(ops.paged_attention(q, cache, layer, batch, softmax_scale).float())
+        if len(off) > _ATTENDING:
+            mixed = sum(by * noise(by[..., :1]) for by in off[1:]) / math.sqrt(_ATTENDING)
+            return (off[0] + mixed).to(q.dtype)
         wide = ops.paged_attention(q.float() * (1 + 8 * _ULP * noise(q)), cache, layer, batch, softmax_scale)
         if seed % 2 or q.dtype == torch.float32:
-            return (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
-        rounded = (ops.paged_attention(q, cache, layer, batch, softmax_scale) - wide).float()
-        return (wide + rounded * noise(wide).sign()).to(q.dtype)  # the same rounding points, which fall elsewhere
+            out = (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
+        else:
+            rounded = (ops.paged_attention(q, cache, layer, batch, softmax_scale) - wide).float()
+            out = (wide + rounded * noise(wide).sign()).to(q.dtype)  # the same rounding points, which fall elsewhere
+        off.append(out.float() - off[0])
+        return out
 
     def product(name: str) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
         def run(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-            y: Tensor = getattr(ops, name)(gate, up, torch.float32)
+            y = shared.result(getattr(ops, name), gate, up, torch.float32)
             return (y * (1 + 4 * _ULP * noise(y))).to(dtype)
 
         return run
@@ -243,6 +269,12 @@ def honest(
             "gated_delta": gated_delta, **products,
         },
     )  # fmt: skip
+
+
+@cache
+def _wide_norm(ops: OpTable) -> Callable[..., Tensor]:
+    """RMS norm in FP32 of x of any dtype."""
+    return lambda x, weight, eps: ops.rms_norm(x.float(), weight, eps)
 
 
 def half_steps(x: Tensor, weight: Blocks) -> Tensor:

@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight, activations, numbers_of
 from haarkv.validation.layers.forward import Forward, MadeLayer
-from haarkv.validation.layers.null import RUNS, Spreads, honest
+from haarkv.validation.layers.null import RUNS, Shared, honest
 from haarkv.validation.layers.parts import Stored, load, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, heads_of, left_after, state_of, with_others
@@ -172,9 +172,9 @@ class Reference:
         return isinstance(weight, Blocks) and weight.type.name in self.blocks
 
     def honest(self, made: MadeLayer | None, salt: int = 0) -> list[OpTable]:
-        """The tables of sixteen honest runs of a layer, which share what they need to know of its products."""
-        spreads, place = Spreads(), salt + (0 if made is None else 1 + made.index + 1000 * made.forward.step)
-        return [honest(self.ops, RUNS * place + run, spreads, self.rounds_x) for run in range(RUNS)]
+        """The tables of sixteen honest runs of a layer, to be run in their order."""
+        shared, place = Shared(), salt + (0 if made is None else 1 + made.index + 1000 * made.forward.step)
+        return [honest(self.ops, RUNS * place + run, shared, self.rounds_x) for run in range(RUNS)]
 
     def as_read(self, made: MadeLayer, stored: Stored) -> PagedKVCache:
         """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""

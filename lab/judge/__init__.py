@@ -1,0 +1,1 @@
+"""How often the judge raises a false alarm."""
