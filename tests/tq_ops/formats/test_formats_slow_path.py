@@ -4,7 +4,6 @@ import format_oracles as slow
 import numpy as np
 import pytest
 import torch
-from at_length import MORE, thinned
 
 from haarkv.codebooks import haar_rotation, lloyd_max
 from haarkv.tq_ops import formats
@@ -112,73 +111,6 @@ def test_kivi_keys_equal_the_slow_path(bits, group, head_dim):
         assert ours.tobytes() == slow.encode_kivi_keys(group_of_keys, bits)
         by_channel = slow.decode_kivi(ours.tobytes(), bits, group, group * head_dim)
         np.testing.assert_array_equal(back, np.array(by_channel, np.float32).reshape(head_dim, group).T)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("side", ["k", "v"])
-def test_the_rotation_before_q4_0_equals_the_slow_path(side, head_dim):
-    x, kv_format = fresh_rows(head_dim, 3), formats.get("q4_0_rot", side)
-    fields = kv_format.quantize(x, 0)
-    packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
-    assert packed.shape[1] == kv_format.bytes_per_vector(head_dim)
-    with np.errstate(all="ignore"):
-        for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
-            assert ours.tobytes() == slow.encode_q4_0_rot(list(row), side)
-            np.testing.assert_array_equal(back, slow.decode_q4_0_rot(ours.tobytes(), head_dim, side))
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-@pytest.mark.parametrize("side", ["k", "v"])
-def test_vllms_preset_equals_the_slow_path(side, head_dim):
-    x, kv_format, book = fresh_rows(head_dim, 5), formats.get("vllm_nc4", side), lloyd_max(4, head_dim, "published")
-    fields = kv_format.quantize(x, 0)
-    packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
-    assert packed.shape[1] == kv_format.bytes_per_vector(head_dim)
-    with np.errstate(all="ignore"):
-        for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
-            assert ours.tobytes() == slow.encode_vllm_nc4(list(row), side, book.boundaries.tolist())
-            np.testing.assert_array_equal(back, slow.decode_vllm_nc4(ours.tobytes(), head_dim, side, book.centroids.tolist()))
-
-
-def test_k_and_v_are_rotated_by_matrices_of_their_own():
-    """A number spreads over the whole of K's vector, and over 64 of V's."""
-    x = torch.zeros(1, 256)
-    x[0, 70] = 1.0
-    for side, first, last in (("k", 0, 256), ("v", 64, 128)):
-        kv_format = formats.get("q4_0_rot", side)
-        level = kv_format._codes(kv_format.quantize(x, 0)).flatten()
-        assert (level != 8).nonzero().flatten().tolist() == list(range(first, last))
-
-
-def tiles_of_tokens(head_dim):
-    """[5, 128, D]: Gaussian, channels and tokens of all sizes, small (at the limit of the logarithms), coarse, constant."""
-    generator = torch.Generator().manual_seed(head_dim)
-    x = torch.randn(5, 128, head_dim, generator=generator)
-    x[1] *= torch.rand(head_dim, generator=generator) * 20
-    x[1] *= torch.rand(128, 1, generator=generator) * 3 + 0.01
-    x[2] *= 0.05
-    x[3] = (x[3] * 2).round() / 2
-    x[3, 40:60] = 0
-    x[4] = 0.75
-    return x
-
-
-# The rest runs with `make test-long`.
-@pytest.mark.parametrize(("shape", "side"), thinned(MORE, [(2, 64), (3, 32), (4, 128)], ["k", "v"]))
-def test_kvarn_equals_the_slow_path(side, shape):
-    bits, head_dim = shape
-    x, kv_format = tiles_of_tokens(head_dim), formats.get(f"kvarn{bits}", side)
-    fields = kv_format.quantize(x, 0)
-    packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
-    assert packed.shape[1] / 128 == kv_format.bytes_per_vector(head_dim)
-    for tile, ours, back in zip(x.numpy(), packed, restored, strict=True):
-        theirs, margins = slow.encode_kvarn(tile, bits, side)
-        size = head_dim * 128 * bits // 8
-        level, expected = (np.array(slow.levels_of(data[:size], bits, head_dim * 128)) for data in (ours.tobytes(), theirs))
-        assert np.ravel(margins)[level != expected].max(initial=0) < 1e-6  # a tie that FP32 breaks the other way
-        numbers = [np.frombuffer(data[size:], "<f2").astype(float) for data in (ours.tobytes(), theirs)]
-        np.testing.assert_allclose(*numbers, rtol=2**-10, atol=2**-24)
-        np.testing.assert_array_equal(back, slow.decode_kvarn(ours.tobytes(), bits, side, head_dim))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
