@@ -508,7 +508,7 @@ def test_a_format_that_is_not_known_here_is_named(file):
     origin = json.loads(metadata_of(content)["origin"])
     origin["layers"][0] = "k=kvarn4,v=tq4"
     path.write_bytes(save_tensors(load_tensors(content), metadata_of(content) | {"origin": json.dumps(origin)}))
-    with pytest.raises(InputError, match="^unknown KV format 'kvarn4'"):
+    with pytest.raises(InputError, match=r"^unknown KV format 'kvarn4'"):
         cache_file.read_origin(path)
 
 
