@@ -5,7 +5,54 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from format_oracles import add_up, bit_string, blocks, decode_q4_0, encode_q4_0, f32, inverse, levels_of, wht
+from format_oracles import bit_string, blocks, f32, levels_of
+
+
+def add_up(numbers):
+    total = f32(0)
+    for number in numbers:
+        total = f32(total + number)
+    return total
+
+
+def wht(y):
+    y, h = list(y), 1
+    while h < len(y):
+        for i in range(0, len(y), 2 * h):
+            for j in range(i, i + h):
+                y[j], y[j + h] = f32(y[j] + y[j + h]), f32(y[j] - y[j + h])
+        h *= 2
+    return y
+
+
+def inverse(d):
+    """1 / d, 0 where that is no number of FP32."""
+    if d == 0 or not np.isfinite(f32(1) / d):
+        return f32(0)
+    return f32(f32(1) / d)
+
+
+# -- q4_0 ------------------------------------------------------------------------------------------------------------------
+def encode_q4_0(x):
+    out = b""
+    for block in blocks(x, 32):
+        largest = f32(0)
+        for v in block:
+            if abs(v) > abs(largest):
+                largest = v
+        d = f32(largest / f32(-8))
+        levels = [min(15, int(f32(f32(v * inverse(d)) + f32(8.5)))) for v in block]
+        out += np.float16(d).tobytes() + bytes(levels[j] | levels[j + 16] << 4 for j in range(16))
+    return out
+
+
+def decode_q4_0(data, head_dim):
+    x = []
+    for block in blocks(data, 18):
+        d = f32(np.frombuffer(block[:2], "<f2")[0])
+        levels = [byte & 15 for byte in block[2:]] + [byte >> 4 for byte in block[2:]]
+        x += [f32(f32(level - 8) * d) for level in levels]
+    return x
 
 
 # -- q4_0_rot ----------------------------------------------------------------------------------------------------------------

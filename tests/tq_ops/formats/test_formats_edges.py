@@ -6,6 +6,7 @@ import pytest
 import torch
 from places import ROOT
 from small_models import SMALL, at_slots, new_cache, random_tokens, small_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
@@ -215,6 +216,17 @@ def test_kivi_refuses_a_range_beyond_fp32():
     assert caught.value.index == (2, 1)
 
 
+@pytest.mark.parametrize("constant", [5.0, 0.0, -1e-3, 3e38, 1e-45])
+def test_kivi_constants_come_back_exactly(constant):
+    x = torch.full((32, 64), constant)
+    for side in ("k", "v"):
+        kivi2 = formats.get("kivi2", side=side)
+        fields = kivi2.quantize(x, 0)
+        assert not fields["codes"].any()
+        assert (fields["scale"] == torch.tensor(1e-10)).all()
+        assert torch.equal(kivi2.dequantize(fields, 0), x)
+
+
 # -- Fields, levels, choice --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("name", "side"), EVERY)
@@ -289,6 +301,31 @@ def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     made = [*fields.values(), kv_format.dequantize(fields, 0), kv_format.to_bytes(fields)]
     made += [choice.value, choice.reach, choice.boundaries, kv_format.levels(fields)] if choice else []
     assert {tensor.device.type for tensor in made} == {"meta"}
+
+
+class CountingOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("name", formats.names())
+def test_no_format_goes_vector_by_vector(name, side):
+    """The same number of tensor operations for two vectors and for a thousand, and no more than 300 a direction."""
+    kv_format = formats.get(name, side)
+    counts = []
+    for count in (2, 2, 1000 // kv_format.group_tokens + 1):  # the first fills the tables
+        x = gaussian(count * kv_format.group_tokens, 128)
+        x = x.view(count, kv_format.group_tokens, 128) if kv_format.group_tokens > 1 else x
+        with CountingOps() as ops:
+            kv_format.dequantize(kv_format.quantize(x, 0), 0)
+        counts.append(ops.count)
+    assert counts[1] == counts[2] <= 600
 
 
 # -- In a cache --------------------------------------------------------------------------------------------------------------
