@@ -11,7 +11,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from lab.rivals.oscar import Oscar, moments, rotations
+from lab.rivals.oscar import _KEPT, Oscar, moments, rotations
 
 HEADS = 2
 KEPT = {"k": 0.96, "v": 0.92}
@@ -25,7 +25,7 @@ def moment(dim, seed):
 
 
 def learned(side, dim=128):
-    return Oscar([rotations(moment(dim, 10 * (side == "v") + layer)) for layer in range(2)], KEPT[side])
+    return Oscar([rotations(moment(dim, 10 * (side == "v") + layer)) for layer in range(2)], _KEPT[side])
 
 
 def vectors(*shape, seed=0):
@@ -121,7 +121,7 @@ def test_the_largest_numbers_of_a_vector_are_clipped():
     eye = torch.eye(128).expand(HEADS, 128, 128).contiguous()
     x = torch.linspace(-1, 1, 128).expand(HEADS, 1, 128)
     for side, limit in (("k", sorted(x[0, 0].abs().tolist())[122]), ("v", sorted(x[0, 0].abs().tolist())[117])):
-        kv_format = Oscar([eye], KEPT[side])
+        kv_format = Oscar([eye], _KEPT[side])
         fields = kv_format.quantize(x, 0)
         assert float(fields["scale"][0, 0, 0]) == pytest.approx(2 * limit / 3, rel=2**-10)
         assert kv_format.dequantize(fields, 0).abs().max().item() == pytest.approx(limit, rel=2**-9)
