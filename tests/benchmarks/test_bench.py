@@ -134,19 +134,6 @@ def test_layers_that_are_stored_unlike_take_turns_themselves():
     assert plan.layers == (mixed.layers[0], mixed.layers[2], mixed.layers[1])
 
 
-def test_torch_gets_the_same_attention_in_every_form():
-    q, k, v = torch.randn(2, 10, 64), *(torch.randn(2, 2, 33, 64).bfloat16() for _ in "kv")
-    peers = {peer.name: peer for peer in decode_peers.attention(q, k, v, lambda _: 2)}
-    assert set(peers) == {"sdpa bf16 rows", "sdpa bf16 gqa", "sdpa fp32 rows", "torch bf16 products"}
-    scores = torch.einsum("bgrd,bgsd->bgrs", q.bfloat16().double().view(2, 2, 5, 64), k.double()) / 8
-    expected = (scores.softmax(-1) @ v.double()).view(2, 10, 64)
-    for peer in peers.values():
-        for number in range(2):
-            torch.testing.assert_close(peer.run(number).view(2, 10, 64).double(), expected, rtol=0, atol=2e-2)
-    rows, whole = peers["sdpa bf16 rows"].run(0).view(2, 10, 64), peers["sdpa bf16 gqa"].run(0).view(2, 10, 64)
-    torch.testing.assert_close(rows.float(), whole.float(), rtol=0, atol=2e-2)
-
-
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=5), KVSpec("k=tq4,v=bf16", skip_layers=(1,))])
 def test_every_layer_of_a_filled_cache_holds_the_case(spec):
     case, plan = Case(2, 70), spec.plan(SMALL.num_layers)
@@ -160,24 +147,6 @@ def test_every_layer_of_a_filled_cache_holds_the_case(spec):
         for stored, x in ((stored_k, k), (stored_v, v)):
             ratio = stored[:, :, :69].norm(dim=-1) / x[:, :, :69].float().norm(dim=-1)
             assert ((ratio - 1).abs() < 0.02).all()
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_transformers_steps_continue_the_same_cache(kind):
-    """Their logits after the same K and V are ours, so both sides of the comparison do the same work."""
-    pytest.importorskip("transformers")
-    import tq
-    from haarkv.executors.reference import ReferenceExecutor
-
-    model, case = small_model(resized(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
-    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
-    ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
-    own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
-    peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
-    assert peers["hf DynamicCache bf16"].run() == peers["hf TQCache fp32"].run() == ours
-    for name in ("hf quanto 4-bit", "hf hqq 4-bit"):
-        assert peers[name].run is not None or peers[name].note
 
 
 # -- The commands ----------------------------------------------------------------------------------------------------------
@@ -230,21 +199,6 @@ def test_a_cache_of_the_benchmark_becomes_its_plan():
     for wrong in ("tq4+head3", "tq4+tail", "k=tq4", "", "tq4/", "tq9/tq4"):
         with pytest.raises(InputError):
             parse_caches([wrong])
-
-
-def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
-    code, out, _ = run("prefill", "--kv", "tq4,bf16", "--json")
-    result = json.loads(out)
-    assert (code, result["benchmark"]) == (0, "prefill")
-    assert {r["who"]: r["cost"]["kv"] for r in result["rows"]} == {
-        "reference tq4": 40 * 2 * 2 * 18, "reference bf16": 40 * 2 * 2 * 64, "sdpa bf16 causal": 40 * 2 * 2 * 64,
-    }  # fmt: skip
-    assert all(r["ms"] > 0 and r["kind"] == "prefill" for r in result["rows"])
-    code, out, _ = run("prefill", "--kv", "tq4", "--no-peers", "--stored", "10", "--json")
-    assert code == 0
-    (row,) = json.loads(out)["rows"]
-    assert (row["who"], row["cost"]["kv"]) == ("reference tq4", 50 * 2 * 2 * 18)
-    assert row["cost"]["flops"] * sum(range(1, 41)) == result["rows"][0]["cost"]["flops"] * sum(range(11, 51))
 
 
 GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None}
@@ -327,42 +281,6 @@ def test_lines_are_appended_and_no_value_takes_the_place_of_the_header(tmp_path,
         assert set(result["versions"]) == {"python", "torch", "numpy"}
         assert result["cpu"]
         assert result["threads"] == torch.get_num_threads()
-
-
-# -- A busy machine --------------------------------------------------------------------------------------------------------
-def test_a_processor_that_another_process_takes_is_noticed():
-    here = os.sched_getaffinity(0)
-    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", spin, str(min(here))], stdout=subprocess.PIPE) as other:
-        try:
-            other.stdout.readline()
-            os.sched_setaffinity(0, {min(here)})  # of this thread alone
-            before, until = neighbours.turns(), time.monotonic() + 0.5
-            while time.monotonic() < until:
-                pass
-            share = neighbours.share_waited(before, neighbours.turns())
-        finally:
-            other.kill()
-            os.sched_setaffinity(0, here)
-    assert share > neighbours.MOST_WAITED
-    assert "the machine was busy" in neighbours.warning(share)
-    assert neighbours.warning(0.01) is None
-
-
-def test_where_the_system_does_not_count_nothing_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(neighbours, "TASKS", tmp_path)
-    assert neighbours.turns() is None
-    assert neighbours.share_waited(None, neighbours.Turns(1, 1)) is None
-    assert neighbours.warning(None) is None
-
-
-@pytest.mark.parametrize(("waited", "said"), [(50, True), (5, False)])
-def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, waited, said):
-    counts = iter([neighbours.Turns(0, 0), neighbours.Turns(100 - waited, waited)])
-    monkeypatch.setattr(neighbours, "turns", lambda: next(counts))
-    code, out, err = run("decode", "--kv", "tq4", "--only", "attention", "--no-peers", "--json")
-    assert (code, json.loads(out)["waited"]) == (0, waited / 100)
-    assert (f"tq: warning: the machine was busy: this run waited for a processor {waited} % of its time" in err) == said
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from haarkv.benchmarks import serve
-from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics
-from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
-from haarkv.benchmarks.serve_setup import model_folder, names_in, storages
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import TINY, read_config
 from haarkv.models.hf_config import read_hf_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
+from lab.bench.serve_process import Child, Server, ending, last_reason, parse_metrics
+from lab.bench.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
+from lab.bench.serve_setup import model_folder, names_in, storages
 from tq.cli import main
 
 CASE = Case(users=3, prompt=128, output=5)

@@ -11,7 +11,6 @@ import torch
 from small_models import CONFIGS, small_model
 
 from haarkv.benchmarks import cases, gguf_file, whole
-from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
@@ -19,6 +18,7 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.temporary import TemporaryFolder
+from lab.bench.llama_process import LlamaError, LlamaKV, LlamaProcess
 
 needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs the peers extra: no gguf")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from haarkv.benchmarks.long_context import Held, Request, loaded, measure, memory_row
 from haarkv.tq_ops.errors import InputError
+from lab.bench.long_context import Held, Request, loaded, measure, memory_row
 from tq.cli import main
 
 SMALL = {"head_dim": 64, "max_position_embeddings": 256}

@@ -12,11 +12,11 @@ import torch
 from places import ROOT
 
 from haarkv.benchmarks import attention, decode_peers
-from haarkv.benchmarks.gpu import __main__ as command
-from haarkv.benchmarks.gpu import predictions
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OP_NAMES
+from lab.bench.gpu import __main__ as command
+from lab.bench.gpu import predictions
 
 
 # Two minutes; `make test-cuda-long` runs it.
@@ -52,7 +52,7 @@ def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
 
 def rehearse(folder):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    words = [sys.executable, "-m", "haarkv.benchmarks.gpu", str(folder), "--dry-run"]
+    words = [sys.executable, "-m", "lab.bench.gpu", str(folder), "--dry-run"]
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -81,9 +81,7 @@ def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
 
 def test_the_checks_need_no_zstd():
     """A machine with a card may lack it, and only stored conversations are packed."""
-    program = (
-        "import sys; sys.modules['zstandard'] = None; import haarkv.benchmarks.gpu.__main__, haarkv.validation.ops.__main__"
-    )
+    program = "import sys; sys.modules['zstandard'] = None; import lab.bench.gpu.__main__, haarkv.validation.ops.__main__"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
