@@ -33,12 +33,11 @@ ONLY_IN = {
         "models/tiny_qwen3/train.py",
         "models/tiny_draft/train.py",
         "models/tiny_qwen3_5/train.py",
-        "benchmarks/",
         "tq/hf/",
     ],
-    "llama_cpp": ["benchmarks/llama_process.py"],
-    "gguf": ["benchmarks/gguf_file.py", "models/gguf_file.py", "models/gguf_quantize.py", "models/gguf_writer.py"],
-    "vllm": ["benchmarks/serve_process.py", "serving/"],
+    "llama_cpp": [],
+    "gguf": ["models/gguf_file.py", "models/gguf_quantize.py", "models/gguf_writer.py"],
+    "vllm": ["serving/"],
 }
 TABLES = [reference, CpuOps]
 if find_spec("triton"):
@@ -200,14 +199,14 @@ def test_a_commit_is_checked_by_what_lint_runs():
 
 
 def test_everything_imports_without_the_extras():
-    """Every module but those of a heavy library, training and benchmarks, in an interpreter that refuses those libraries."""
+    """Every module but those of a heavy library and training, in an interpreter that refuses those libraries."""
     modules = [
         module_name(p)
         for p in sources()
         if p.name != "__main__.py"
         and not set(imported(p)) & {"triton", "pypto", "transformers", "vllm"}
         and not p.relative_to(ROOT).as_posix().startswith(tuple(ONLY_IN["onnx"]))
-        and not p.relative_to(ROOT).as_posix().startswith(("benchmarks/", "models/tiny_qwen3/train"))
+        and not p.relative_to(ROOT).as_posix().startswith("models/tiny_qwen3/train")
     ]
     code = (
         "import sys\n"

@@ -22,11 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lab.bench import serve_rounds
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+from lab.bench import serve_rounds
 from lab.bench.serve_process import Child, Client, Server, ending
 from lab.bench.serve_rounds import Case, Round, Rounds, Row
 from lab.bench.serve_setup import Served, model_folder, names_in, storages

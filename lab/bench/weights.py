@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.bench import gguf_file
 from haarkv.benchmarks.cases import new_cache, new_pages
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
@@ -36,6 +35,7 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from lab.bench import gguf_file
 from lab.bench.llama_process import LlamaProcess, parse_kinds, require
 
 _CHUNK, _ROWS = 128, 16

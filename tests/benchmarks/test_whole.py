@@ -5,15 +5,14 @@ import math
 
 import pytest
 import torch
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, small_model
 
 from haarkv.benchmarks import whole
 from haarkv.benchmarks.beside import SideError
-from haarkv.benchmarks.decode import Request, sides_of
+from haarkv.benchmarks.decode import Request
 from haarkv.benchmarks.decode_cost import Case, attention_cost, step_cost, whole_prompt_cost
 from haarkv.benchmarks.timing import Machine
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 
 pytestmark = pytest.mark.usefixtures("glance")
@@ -115,16 +114,12 @@ def test_our_side_computes_the_prompt_and_goes_on_from_it():
     torch.testing.assert_close(stored[:, :, :20], expected[:, :, :20])
 
 
-
-
 def test_prompts_are_measured_without_llama_as_well(run):
-    code, out, _ = run("decode", "--only", "prompt", "--only", "step", "--no-peers", "--kv", "tq4,bf16", "--json")
+    code, out, _ = run("decode", "--only", "prompt", "--only", "step", "--kv", "tq4,bf16", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0
     assert [(r["kind"], r["who"]) for r in rows] == [(kind, f"reference {kv}") for kind in BOTH for kv in ("tq4", "bf16")]
     assert all(r["tokens_per_s"] > 0 and r["tokens"] == 36 for r in rows if r["kind"] == "prompt")
-    code, out, _ = run("decode", "--only", "prompt", "--no-peers", "--kv", "tq4")
+    code, out, _ = run("decode", "--only", "prompt", "--kv", "tq4")
     assert code == 0
     assert "tokens/s" in out
-
-

@@ -11,16 +11,15 @@ import pytest
 import torch
 from places import ROOT
 
-from haarkv.benchmarks import attention, decode_peers
+from haarkv.benchmarks import attention
+from haarkv.benchmarks.report import gpu_predictions
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OP_NAMES
+from lab.bench import decode_peers, prefill
 from lab.bench.gpu import __main__ as command
-from lab.bench.gpu import predictions
 
 
-# Two minutes; `make test-cuda-long` runs it.
-@pytest.mark.cuda_long
 def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
     pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
     folder = tmp_path / "out"
@@ -139,7 +138,7 @@ def test_words_that_name_nothing_are_refused_with_the_names_there_are(tmp_path, 
 
 
 def test_the_page_compares_with_what_was_predicted():
-    predicted = [row for row in predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
+    predicted = [row for row in gpu_predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
 
     def page(us):
         timed = {"kind": "attention", "who": "cuda tq4", "batch": 8, "context": 32768, "ms": us / 1e3}
@@ -158,7 +157,7 @@ def test_an_op_table_is_itself_where_there_is_no_gpu():
 @pytest.mark.parametrize(("window", "stored"), [(None, 0), (None, 5), (3, 5), (3, 0), (20, 5)])
 def test_a_prompt_behind_stored_tokens_sees_them(window, stored):
     new, whole = 4, 4 + stored
-    mask = attention.within(window, stored, new, torch.device("cpu"))
+    mask = prefill.within(window, stored, new, torch.device("cpu"))
     q, k = torch.randn(1, 1, new, 8), torch.randn(1, 1, whole, 8)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, is_causal=mask is None)
     last, first = stored + torch.arange(new).unsqueeze(1), stored + torch.arange(new).unsqueeze(1) - (window or whole)
@@ -214,7 +213,7 @@ def test_flash_attention_and_flash_infer_are_asked_as_their_signatures_want(new,
     exact = fake_flash(q, *(x.transpose(1, 2) for x in (k, v)), torch.tensor([32]), causal=True)
     found = {peer.name: peer for peer in decode_peers.packages(q, k, v, exact, lambda _: 2)}
     for name in ("flash-attention 3", "flashinfer"):
-        assert (found[name].note, found[name].token_bytes) == ("", 4 * 2 * 64)
+        assert (found[name].note, found[name].kv_bytes) == ("", [4 * 2 * 64])
         torch.testing.assert_close(found[name].run(1).view(exact.shape), exact)
     assert (found["flash-attention 2"].run, found["flash-attention 2"].note) == (None, "flash_attn is not installed")
     wrong = {peer.name: peer for peer in decode_peers.packages(q, k, v, -exact)}

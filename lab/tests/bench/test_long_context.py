@@ -9,8 +9,8 @@ import torch
 from checkpoints import write_checkpoint
 
 from haarkv.tq_ops.errors import InputError
+from lab.bench.__main__ import main
 from lab.bench.long_context import Held, Request, loaded, measure, memory_row
-from tq.cli import main
 
 SMALL = {"head_dim": 64, "max_position_embeddings": 256}
 
@@ -51,7 +51,7 @@ def test_memory_is_what_was_predicted(tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "m", config=SMALL | {"head_dim": 128})
     args = ["--model", str(folder), "--dtype", "float32", "--kv", "bf16", "--contexts", "40000", "--prefill", "300",
             "--steps", "1", "--json"]  # fmt: skip
-    assert main(["bench", "long-context", *args]) == 0
+    assert main(["long-context", *args]) == 0
     line = json.loads(capsys.readouterr().out)
     (row,) = line["rows"]
     assert (line["context"], line["kv"]) == ([40000], ["bf16"])
@@ -91,5 +91,5 @@ def test_what_cannot_be_measured_is_refused(request_of, capsys):
     with pytest.raises(InputError, match="lower --prefill"):
         list(measure([request_of(context=100)]))
     for args in (["--contexts", "a"], ["--steps", "0"]):
-        assert main(["bench", "long-context", *args]) == 2
+        assert main(["long-context", *args]) == 2
     assert capsys.readouterr().out == ""
