@@ -10,7 +10,8 @@ from machines import has_only
 from refusals import assert_refused
 from small_models import SMALL, gemma_config, small_model, without_numbers
 
-from haarkv.benchmarks import attention, cases, report, timing
+from haarkv.benchmarks import attention, cases, decode, report, timing
+from haarkv.benchmarks.beside import OURS_ALONE, Beside, Variant
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns

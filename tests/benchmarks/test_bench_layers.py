@@ -1,10 +1,10 @@
-"""The decode benchmark of layers that differ: what a window sees, which experts are read, and whom a model has for peers."""
+"""The decode benchmark of layers that differ: what a window sees, and which experts are read."""
 
 import json
 
 import pytest
 import torch
-from small_models import SMALL, resized, without_numbers
+from small_models import SMALL, resized, windowed, without_numbers
 
 from haarkv.benchmarks import cases
 from haarkv.benchmarks.cases import Case
