@@ -135,7 +135,7 @@ class AtContext:
             try:
                 run()
             except SideError as error:
-                self.failed[side.name] = f"at {self.context:,} tokens {error}"
+                self.failed[side.name] = f"at {self.context:,} tokens: {error}"
 
     def _prompt(self, side: Side) -> None:
         time.sleep(_REST_S)

@@ -74,7 +74,7 @@ def test_without_a_gpu_it_is_one_clear_line(tmp_path, capfd, monkeypatch):
 
 
 def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
-    assert command.ROOT == ROOT
+    assert ROOT.resolve() == command.ROOT
     assert (command.ROOT / "haarkv" / "__init__.py").exists()
 
 

@@ -45,7 +45,6 @@ def test_a_case_stores_its_history_and_goes_on(request_of):
     assert held.paging.length(held.sequence) == 701
 
 
-@pytest.mark.slow
 def test_memory_is_what_was_predicted(tmp_path, capsys):
     """A cache of 78 MiB beside small weights, in a process of its own."""
     folder = write_checkpoint(tmp_path / "m", config=SMALL | {"head_dim": 128})
@@ -62,7 +61,6 @@ def test_memory_is_what_was_predicted(tmp_path, capsys):
     assert row["peak_bytes"] > row["kv_bytes"]
 
 
-@pytest.mark.long
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one(tmp_path):
     """Layers as wide as the 0.6B shape's, whose chunks hold 18 MB of numbers at a time; in processes of their own.
 

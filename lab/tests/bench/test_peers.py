@@ -167,7 +167,7 @@ def test_without_transformers_its_rows_say_so(run, monkeypatch):
     code, out, _ = run("decode", "--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
     rows = {r["who"]: r for r in json.loads(out)["rows"]}
     assert code == 0
-    assert rows["hf DynamicCache bf16"]["note"] == "transformers is not installed"
+    assert rows["hf DynamicCache bf16"]["note"] == "at 40 tokens: transformers is not installed"
     assert "ms" not in rows["hf DynamicCache bf16"]
     assert rows["reference tq4"]["ms"] > 0
 
