@@ -21,8 +21,8 @@ from haarkv.tq_ops.formats.columns import Column, Part, pack_columns
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner, open_runner
-from haarkv.tq_ops.npu.first_programs import StoreByProgram
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.validation.layers.runner import validate
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import turns
 from haarkv.tq_ops.npu.device import open_runner
-from haarkv.tq_ops.npu.first_programs import StoreByProgram
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.layers.runner import validate
 

@@ -14,6 +14,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import Layout, coordinates_of
 from haarkv.tq_ops.npu.program import Argument, ordered
+from haarkv.tq_ops.npu.reads import HEAD_DIM
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import side_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
@@ -154,6 +155,21 @@ class Broken:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Codes of `tq4`, [rows, width / 2] INT8, to the centroids they stand for, [rows, width] FP16."""
+
+    rows: int
+    width: int = HEAD_DIM
+    name: str = "look_up"
+    arguments: tuple = (Argument("codes"), Argument("out", output=True))
+
+    def build(self, **options):
+        import look_up_kernel
+
+        return look_up_kernel.build_look_up(self, options)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.device import Runner
-from haarkv.tq_ops.npu.first_programs import StoreByProgram, add, look_up, product
+from haarkv.tq_ops.npu.store import StoreByProgram, add, look_up, product
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.bringup.result import Drift, Found, Table
 from haarkv.validation.bringup.workbench import Workbench
