@@ -15,10 +15,10 @@ from heapq import heapreplace
 
 from torch import Tensor
 
-from haarkv.tq_ops.npu.scopes import AttentionProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode
 from lab.npu.aicore.emission import Recorder
 from lab.npu.aicore.leaf import read_leaves
+from lab.npu.attention import AttentionProgram
 from lab.npu.text import Tile, parse
 
 CORES, HERTZ, BYTES = 48, 1.8e9, 1.6e12

@@ -8,7 +8,6 @@ between the processes as files of a memory file system, constants only once.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -304,12 +303,3 @@ def _environment(tools: Path) -> dict[str, str]:
         "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
         "ASCEND_GLOBAL_LOG_LEVEL": "3",
     }
-
-
-_PIPES = {"cube": "Cube", "vector": "Vector", "load": "MTE_IN", "load L0": "MTE1", "store": "MTE_OUT"}
-
-
-def pipe_shares(report: str) -> dict[str, float]:
-    """Percent of all cycles in which the average pipe of a kind is busy, from the cost model's report."""
-    found = {name: re.search(rf"Average {pipe} Usage\.*:\s*[\d.]+\s+([\d.]+)%", report) for name, pipe in _PIPES.items()}
-    return {name: float(match[1]) for name, match in found.items() if match}
