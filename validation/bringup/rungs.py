@@ -104,8 +104,9 @@ def _of_layers(plan: KVPlan, count: int) -> KVPlan:
 
 # Tokens of the longest sequence behind a whole step of keys, and of a short one beside it.
 _BEYOND, _FEW = 53, 17
-# Times which K and V behind the first step are as long: the maximum grows there, and what is read there decides.
-_LOUDER = (2.0, 8.0)
+# Times which K and V behind the first step are as long: the maximum grows there, and what is read there decides. And of tokens
+# behind the step's own, which no query may see: one that is seen is all that a head sees.
+_LOUDER, _LOUDEST = (2.0, 8.0), (16.0, 64.0)
 # So short that what a layer adds to it is nearly all of the sum; a layer norms what it is given.
 _FAINT = 2.0**-7
 
@@ -141,14 +142,19 @@ def _decoded(executor: Executor, model: DecoderModel, plan: KVPlan, hidden: Tens
     host, ours = (
         PagedKVCache(plan, model.config.kv_shapes, num_blocks=blocks, device=device) for device in ("cpu", executor.device)
     )
-    paging, generator = PagedSequences(blocks, _BLOCK), torch.Generator().manual_seed(0)
-    sequences, heads = [paging.add(), paging.add()], model.config.heads
+    paging, behind = PagedSequences(blocks, _BLOCK), PagedSequences(blocks, _BLOCK)
+    generator, heads = torch.Generator().manual_seed(0), model.config.heads
+    sequences = [(paging.add(), behind.add())[0] for _ in range(2)]
     for sequence, length in zip(sequences, (step + _BEYOND, _FEW), strict=True):
-        for begin in range(0, length, piece := host.most_new_tokens or length):
-            batch = paging.batch([sequence], [min(piece, length - begin)])
+        paging.batch([sequence], [length])
+        for begin in range(0, more := length + _FEW, piece := host.most_new_tokens or more):
+            batch = behind.batch([sequence], [min(piece, more - begin)])
             sizes = len(batch.positions), heads.num_kv_heads, heads.head_dim
-            louder = (batch.positions >= step).view(-1, 1, 1)
-            k, v = (torch.randn(sizes, generator=generator) * (1 + (by - 1) * louder) for by in _LOUDER)
+            at = batch.positions.view(-1, 1, 1)
+            k, v = (
+                torch.randn(sizes, generator=generator) * torch.where(at > length, most, torch.where(at >= step, by, 1.0))
+                for by, most in zip(_LOUDER, _LOUDEST, strict=True)
+            )
             host.write(0, k, v, batch)
     for theirs, stored in zip(_tensors(ours), _tensors(host), strict=True):
         theirs.copy_(stored)

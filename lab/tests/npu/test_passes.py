@@ -1,13 +1,10 @@
-"""Whole layers and the head, verified by PyPTO after its passes and by us: what is compiled is what was interpreted."""
-
-from dataclasses import replace
+"""Whole layers and the head through PyPTO's own verifier, pass by pass: what is compiled is what was interpreted."""
 
 import pytest
 import torch
 from npu_layers import layer_call, worst_token
 from npu_programs import needs_pypto
 from npu_verify import check_verified
-from small_models import cache_tensors, new_cache
 
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import inputs, programs
@@ -16,7 +13,7 @@ from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, SimulatorError
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 
-pytestmark = needs_pypto
+pytestmark = [*needs_pypto, pytest.mark.long]
 
 UNSET = "Invalid slot index"
 """What PyPTO 0.2.0 dies of while it verifies some layers, now these and now others: the index is another one each time, as of
@@ -45,12 +42,10 @@ def verify_layer(program, new, stored):
     assert run.cycles > 0
 
 
-@pytest.mark.npu_long
 def test_a_decode_layer_keeps_its_numbers_through_every_pass():
     verify_layer(programs.decode_program(load_model("tiny", "bfloat16").config), [1, 1], [299, 129])
 
 
-@pytest.mark.npu_long
 def test_a_prefill_layer_keeps_its_numbers_through_every_pass():
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config), [40, 3], [20, 127])
 
@@ -60,7 +55,6 @@ def test_a_prefill_layer_keeps_its_numbers_through_every_pass():
 DIES = pytest.mark.xfail(raises=SimulatorError, strict=True, reason="PyPTO dies while it verifies this program")
 
 
-@pytest.mark.npu_long
 @pytest.mark.parametrize(
     "pair", [(BF16, TQ4), (TQ4, BF16), (PUBLISHED, PUBLISHED), pytest.param((BF16, BF16), marks=DIES)], ids=pair_name
 )
@@ -68,13 +62,11 @@ def test_a_decode_layer_of_another_format_keeps_its_numbers_through_every_pass(p
     verify_layer(programs.decode_program(load_model("tiny", "bfloat16").config, *pair), [1, 1], [299, 129])
 
 
-@pytest.mark.npu_long
 @pytest.mark.parametrize("pair", [(PUBLISHED, PUBLISHED), pytest.param((BF16, BF16), marks=DIES)], ids=pair_name)
 def test_a_prefill_layer_of_another_format_keeps_its_numbers_through_every_pass(pair):
     verify_layer(programs.prefill_program(load_model("tiny", "bfloat16").config, *pair), [40, 3], [20, 127])
 
 
-@pytest.mark.npu_long
 def test_the_head_keeps_its_numbers_through_every_pass():
     model = load_model("tiny", "bfloat16")
     program = programs.head_program(model.config)
@@ -86,28 +78,3 @@ def test_the_head_keeps_its_numbers_through_every_pass():
     with Simulator() as simulator:
         run = simulator.run(program, arguments, Mode.VERIFY, golden)
     assert check_verified(program, run, {3: logits}, golden, 1e-3) < 1e-3
-
-
-def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
-    """4,096 rows in slices of at most 1,500: three of 1,408, the last padded, each in pieces of 1,024 that overlap."""
-    model = load_model("tiny", "bfloat16")
-    program = replace(programs.head_program(model.config, 1500), piece=1024)
-    parts = inputs.head_constants(model, program)
-    assert (program.vocab_size, len(parts)) == (1408, 3)
-    hidden = torch.randn(16, model.config.hidden_size, generator=torch.Generator().manual_seed(4)).bfloat16()
-    slices = []
-    with Simulator() as simulator:
-        for constants in parts:
-            arguments, logits = inputs.head_call(program, constants, hidden)
-            simulator.run(program, arguments, Mode.NUMBERS)
-            slices.append(logits)
-    logits = torch.cat(slices, dim=1)
-    normed = reference.rms_norm(hidden, model.weights.final_norm, model.config.final_norm.eps)
-    assert torch.allclose(logits[:, :4096], reference.linear(normed, model.weights.lm_head), atol=1e-3)
-    assert not logits[:, 4096:].any()
-
-
-def test_cache_tensors_are_what_the_goldens_cover():
-    cache = new_cache(load_model("tiny", "bfloat16").config, block_size=128, num_blocks=2)
-    fields = {side + "_" + name for layer, side, name, _ in cache_tensors(cache) if layer == 0}
-    assert fields == set(inputs.cache_arguments(cache, 0))
