@@ -1,11 +1,10 @@
-"""Scope 2b on the device: attention over packed codes, against the reference, three ways and through every pass."""
+"""Scope 2b on the device: attention over packed codes, against the reference, three ways."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from npu_programs import needs_pypto, rotation
-from npu_verify import check_verified
 
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -83,16 +82,6 @@ def test_every_variant_attends_as_the_reference(plain, variant, lengths, step):
     ours = out.view(program.rows, HEADS, 128)[: len(lengths)].float()
     assert ((ours - expected).abs() <= ATOL + RTOL * expected.abs()).all()
     assert expected.abs().max() > 0.1
-
-
-def test_the_rotated_variant_keeps_its_numbers_through_every_pass(plain):
-    program, arguments, out, expected = attention_case("tq4", [300, 200], 512)
-    golden = torch.full_like(out, 7.0)
-    golden[: 2 * HEADS] = expected.view(-1, 128).bfloat16()
-    index = len(arguments) - 1
-    run = plain.run(program, arguments, Mode.VERIFY, {index: golden})
-    assert check_verified(program, run, {index: out}, {index: golden}, 2 * ATOL) < 2 * ATOL
-    assert run.cycles > 0
 
 
 def test_a_step_costs_what_it_must_read(plain):

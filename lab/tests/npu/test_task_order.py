@@ -108,14 +108,6 @@ def check_order(run, tokens, tiles):
     }
 
 
-# With tokens in BF16 the same and more is ordered, below.
-@pytest.mark.long
-def test_decode_leaves_no_access_unordered():
-    run = run_layer(decode, DECODE)
-    check_order(run, tokens=18, tiles=2)
-    assert list(run.unordered()) == []
-
-
 def kept_plan(**kept):
     return replace(learned_plan_spec(), **kept).plan(1)
 
@@ -163,12 +155,6 @@ def short_prefill(config, *sides):
     return replace(programs.prefill_program(config, *sides), rows=32)
 
 
-@pytest.mark.long
-def test_prefill_leaves_no_access_unordered_that_matters():
-    """The program of a prefill with tiles of 32 tokens instead of 128: the same loops, sooner through."""
-    check_prefill(run_layer(short_prefill, SHORT_PREFILL), 37, tiles=3)
-
-
 def learned_plan_spec():
     return learned_spec(resized(read_config("tiny"), num_layers=1), turning=True)
 
@@ -176,23 +162,6 @@ def learned_plan_spec():
 def learned_plan():
     """Of a layer of `tiny`, K of two stages."""
     return learned_plan_spec().plan(1)
-
-
-@pytest.mark.long
-def test_decode_of_learned_keys_leaves_no_access_unordered():
-    run = run_layer(decode, DECODE, plan=learned_plan())
-    check_order(run, tokens=18, tiles=2)
-    assert list(run.unordered()) == []
-
-
-@pytest.mark.long
-def test_prefill_of_learned_keys_leaves_no_access_unordered_that_matters():
-    check_prefill(run_layer(short_prefill, SHORT_PREFILL, plan=learned_plan()), 37, tiles=3)
-
-
-@pytest.mark.long
-def test_a_prefill_of_full_tiles_leaves_no_access_unordered_that_matters():
-    check_prefill(run_layer(programs.prefill_program, PREFILL), tokens=133, tiles=3)
 
 
 def check_found(run):
@@ -259,15 +228,28 @@ def test_prefill_without_the_barrier_is_found_as_well():
 
 
 @pytest.mark.long
-def test_decode_of_14b_leaves_no_access_unordered():
-    run = run_layer(programs.decode_program, DECODE, "random:14b")
+@pytest.mark.parametrize(
+    ("make", "model", "plan"), [(decode, "tiny", PLAN), (decode, "tiny", None), (programs.decode_program, "random:14b", PLAN)]
+)
+def test_decode_leaves_no_access_unordered(make, model, plan):
+    run = run_layer(make, DECODE, model, plan=plan or learned_plan())
     check_order(run, tokens=18, tiles=2)
     assert list(run.unordered()) == []
 
 
 @pytest.mark.long
-def test_prefill_of_14b_leaves_no_access_unordered_that_matters():
-    check_prefill(run_layer(programs.prefill_program, PREFILL, "random:14b"), tokens=133, tiles=3)
+@pytest.mark.parametrize(
+    ("make", "case", "model", "plan"),
+    [
+        (short_prefill, SHORT_PREFILL, "tiny", PLAN),
+        (short_prefill, SHORT_PREFILL, "tiny", None),
+        (programs.prefill_program, PREFILL, "tiny", PLAN),
+        (programs.prefill_program, PREFILL, "random:14b", PLAN),
+    ],
+)
+def test_prefill_leaves_no_access_unordered_that_matters(make, case, model, plan):
+    """With tiles of 32 tokens instead of 128 too: the same loops, sooner through."""
+    check_prefill(run_layer(make, case, model, plan=plan or learned_plan()), sum(case[0]), tiles=3)
 
 
 # -- The tables' reader -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs PyPTO programs without an NPU, in a worker process: numbers, verification of the passes, cost, emitted C++.
+"""Runs PyPTO programs without an NPU, in a worker process: numbers, cost, emitted C++.
 
 PyPTO 0.2.0 keeps no compilation between calls in simulation: every call compiles anew. What makes a sim fast here is what is
 left out: numbers come from the tensor graph alone, before any pass, and the graph is not written as JSON; tensors cross
@@ -34,18 +34,13 @@ from haarkv.tq_ops.temporary import TemporaryFolder
 class Mode(Enum):
     """What a call is for.
 
-    NUMBERS: interpret the tensor graph with torch and fill the outputs. VERIFY: run every pass and interpret the graph
-    before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model;
-    numbers are not computed. COMPILE: every pass, then the AICore C++.
+    NUMBERS: interpret the tensor graph with torch and fill the outputs. COST: every pass, then the cost model; numbers are not
+    computed. COMPILE: every pass, then the AICore C++.
     """
 
     NUMBERS = "numbers"
-    VERIFY = "verify"
     COST = "cost"
     COMPILE = "compile"
-
-
-_WITHOUT_NUMBERS = (Mode.COST, Mode.COMPILE)
 
 
 @dataclass(frozen=True)
@@ -66,24 +61,12 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class VerifyRow:
-    """One comparison that PyPTO made: of one output, after one pass."""
-
-    pass_name: str
-    kind: str
-    argument: int
-    verdict: str
-    zero_ratio: float
-
-
-@dataclass(frozen=True)
 class Request:
     """One call, as the worker gets it."""
 
     program: Program
     mode: Mode
     arguments: tuple[StoredTensor, ...]
-    goldens: dict[int, StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -102,14 +85,11 @@ class Execution:
 
     Attributes:
         seconds: wall time of the call in the worker.
-        rows: PyPTO's comparisons, in VERIFY.
-        cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
-            own complaints in VERIFY.
+        cycles, report, tasks: of the cost model, in COST; relative figures, not a latency.
         sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
     """
 
     seconds: float
-    rows: list[VerifyRow] = field(default_factory=list)
     cycles: int | None = None
     report: str = ""
     tasks: list[Task] = field(default_factory=list)
@@ -173,42 +153,37 @@ class Simulator:
             self._constants[tensor] = self._store(tensor, constant=True)
         return tensor
 
-    def run(
-        self, program: Program, tensors: Sequence[Tensor], mode: Mode, goldens: dict[int, Tensor] | None = None
-    ) -> Execution:
+    def run(self, program: Program, tensors: Sequence[Tensor], mode: Mode) -> Execution:
         """Call a program once.
 
         Args:
-            tensors: its arguments, contiguous, on the CPU; outputs are filled in place in NUMBERS and VERIFY.
-            goldens: argument index -> what PyPTO should compare that output with, in VERIFY.
+            tensors: its arguments, contiguous, on the CPU; outputs are filled in place in NUMBERS.
         Raises:
             SimulatorError: it did not compile or run, or an output was not filled.
         """
         stored = [self._constants[t] if t in self._constants else self._store(t) for t in tensors]
-        golden_files = {index: self._store(t) for index, t in (goldens or {}).items()}
         try:
-            answer = self._call(Request(program, mode, tuple(stored), golden_files))
+            answer = self._call(Request(program, mode, tuple(stored)))
             if "error" in answer:
                 everything = f"{answer['trace']}\n\n{self._log()}"
                 self._stop()  # after a refusal PyPTO takes the next program for one nested in this
                 raise SimulatorError(refusal(program.name, program.name, answer["error"], everything))
-            self._take_outputs(program, tensors, stored, mode, answer)
+            if mode is Mode.NUMBERS:
+                self._take_outputs(program, tensors, stored, answer)
         finally:
-            for file in (*stored, *golden_files.values()):
+            for file in stored:
                 if not file.constant:
                     Path(file.path).unlink(missing_ok=True)
         return Execution(
-            answer["seconds"], answer["rows"], answer["cycles"], answer["report"],
+            answer["seconds"], answer["cycles"], answer["report"],
             [Task(*task) for task in answer["tasks"]], answer["sources"],
         )  # fmt: skip
 
     def _take_outputs(
-        self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], mode: Mode, answer: dict[str, Any]
+        self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], answer: dict[str, Any]
     ) -> None:
-        if mode in _WITHOUT_NUMBERS:
-            return
         outputs = [index for index, argument in enumerate(program.arguments) if argument.output]
-        if mode is Mode.NUMBERS and set(outputs) != set(answer["filled"]):
+        if set(outputs) != set(answer["filled"]):
             raise SimulatorError(f"{program.name}: the interpreter left outputs unwritten: {answer['report'][-500:]}")
         for index in outputs:
             tensors[index].copy_(stored[index].map())
