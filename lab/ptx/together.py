@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.copies import Copies
-from ptx.memory import Fault, Memory
-from ptx.program import BARRIER, BRANCH, EXIT, PLAIN, WARP_BARRIER, Layout, Program
-from ptx.races import History, Races
-from ptx.state import Lanes, fresh, specials
-from ptx.syntax import Instruction
-from ptx.warpgroup import Products
+from lab.ptx.copies import Copies
+from lab.ptx.memory import Fault, Memory
+from lab.ptx.program import BARRIER, BRANCH, EXIT, PLAIN, WARP_BARRIER, Layout, Program
+from lab.ptx.races import History, Races
+from lab.ptx.state import Lanes, fresh, specials
+from lab.ptx.syntax import Instruction
+from lab.ptx.warpgroup import Products
 
 
 class LaunchFault(Exception):

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx.memory import Fault
-from ptx.state import Lanes, Read, Run, reader
-from ptx.syntax import Address, Instruction, Operand, Pair, Register, Vector
+from lab.ptx.memory import Fault
+from lab.ptx.state import Lanes, Read, Run, reader
+from lab.ptx.syntax import Address, Instruction, Operand, Pair, Register, Vector
 
 _PASSED = {"add", "sub", "mul", "mad", "shl", "mov", "cvt", "cvta", "selp", "min", "max", "or", "neg"}
 _SUMS: dict[str, Callable[..., np.ndarray]] = {

@@ -8,12 +8,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ptx.memory import SHARED_AT, Memory
-from ptx.opcodes import build
-from ptx.overflow import feeding_addresses, watched
-from ptx.parse import parse
-from ptx.state import Read, Run, reader
-from ptx.syntax import Array, Entry, Instruction, Label, Number, Unknown
+from lab.ptx.memory import SHARED_AT, Memory
+from lab.ptx.opcodes import build
+from lab.ptx.overflow import feeding_addresses, watched
+from lab.ptx.parse import parse
+from lab.ptx.state import Read, Run, reader
+from lab.ptx.syntax import Array, Entry, Instruction, Label, Number, Unknown
 
 PLAIN, BRANCH, EXIT, BARRIER, WARP_BARRIER = range(5)
 

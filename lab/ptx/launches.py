@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import triton
 from cuda_launches import Asked, Nothing, recorded
-from ptx import Memory, execute
-from ptx.tensors import fresh_memory_is_poison, place
+from lab.ptx import Memory, execute
+from lab.ptx.tensors import fresh_memory_is_poison, place
 
 from haarkv.tq_ops.cuda import choices
 

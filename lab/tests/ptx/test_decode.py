@@ -9,17 +9,15 @@ import pytest
 import torch
 from op_tables import LAYER, Case, filled, relative
 
-from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from ptx import LaunchFault, far
-from ptx_decode import executed, ptx_of
+from lab.ptx import LaunchFault, far
+from lab.ptx.decode import executed, ptx_of
 
 from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.kept import kept_in
@@ -52,8 +50,8 @@ def case(kv: str, head_dim: int, group: int, kv_heads: int, block: int, *lengths
 
 
 def at_length(*given: str | int, **more: int):
-    """A case for `make test-ptx`."""
-    return pytest.param(case(*given, **more), marks=pytest.mark.ptx_long)
+    """A case for `make lab-ptx`."""
+    return pytest.param(case(*given, **more), marks=pytest.mark.long)
 
 
 CASES = [
@@ -99,7 +97,7 @@ def test_it_equals_the_reference(case):
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
 
-@pytest.mark.parametrize("order", [pytest.param("descending", marks=pytest.mark.ptx_long), "random"])
+@pytest.mark.parametrize("order", [pytest.param("descending", marks=pytest.mark.long), "random"])
 def test_no_order_of_the_thread_blocks_changes_a_bit(order):
     one = CASES[0]
     assert torch.equal(attend(one)[0], attend(one, order=order)[0])
@@ -111,18 +109,6 @@ def test_nothing_is_left_from_launch_to_launch():
     made, batch = filled(one)
     first, second = (attend_in(made, batch, one)[0] for _ in range(2))
     assert torch.equal(first, second)
-
-
-def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
-    made, batch = filled(CASES[0])
-    k, v = (layout_of(f, LAYER, 128, torch.device("cpu")) for f in (made.k_format(LAYER), made.v_format(LAYER)))
-    q, placed = torch.randn(len(batch.positions), 10, 128).bfloat16(), made.placed(LAYER, batch)
-    rotated = ops.rotate(q, made, LAYER, batch)
-    compiled = []
-    monkeypatch.setattr(decode, "only_compiles", lambda: True)
-    monkeypatch.setattr(decode, "_kernel", lambda *given: compiled.append(given))
-    assert decode.attend(q, rotated, made, LAYER, placed, k, v, 0.1).shape == q.shape
-    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 4}, {"window": 40}], ids=str)
@@ -220,25 +206,3 @@ def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
         ours = ops.paged_attention(q, made, LAYER, batch, 0.1)
     assert launched == ["decode"]
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "kv", "block", "taken"),
-    [
-        (torch.bfloat16, 128, 5, "tq4", 128, True), (torch.bfloat16, 128, 5, "k=tq3,v=tq2", 16, True),
-        (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
-        (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
-        (torch.bfloat16, 128, 1, "tq8", 128, False), (torch.bfloat16, 256, 9, "tq4", 128, False),
-        (torch.bfloat16, 128, 5, "k=lr5,v=tq4", 128, True), (torch.bfloat16, 256, 9, "k=lr3,v=tq3", 128, False),
-        (torch.bfloat16, 64, 5, "k=lr4,v=tq4", 128, False), (torch.bfloat16, 128, 5, "k=lr4,v=tq5", 128, False),
-    ],
-)  # fmt: skip
-def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
-    made = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
-    q = torch.zeros(1, group, head_dim, dtype=dtype)
-    k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
-    assert decode.takes(q, made, 0, k, v) == taken
-    monkeypatch.setattr(nvrtc, "missing", lambda: "it is not there")
-    assert not decode.takes(q, made, 0, k, v)

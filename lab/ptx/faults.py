@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import triton
-from cuda_executed import executed
+from lab.ptx.launches import executed
 from op_tables import LAYER, Case, filled, relative
-from ptx import LaunchFault
+from lab.ptx import LaunchFault
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import ops, quantize

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.memory import SHARED_AT, Fault, Window, gather, scatter
-from ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
-from ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
+from lab.ptx.memory import SHARED_AT, Fault, Window, gather, scatter
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
+from lab.ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 
 SPACES = ("global", "shared", "local", "param")
 _HINTS = {"nc", "ca", "cg", "L1__no_allocate"}

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ptx import floats
-from ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
-from ptx.syntax import Instruction, Pair, Unknown
+from lab.ptx import floats
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.syntax import Instruction, Pair, Unknown
 
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}

@@ -1,6 +1,6 @@
 """Executes real batches through the PTX of the Triton kernels, and prints what came of each as JSON.
 
-    python tests/support/cuda_executed_cases.py CAPABILITY GROUP …
+    python -m lab.ptx.cases CAPABILITY GROUP …
 
 A process of its own: where Triton has been imported to interpret, it does not compile.
 """
@@ -24,13 +24,13 @@ import torch
 import triton
 from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
-from cuda_executed import executed
+from lab.ptx.launches import executed
 from cuda_expert_faults import Mixture
-from cuda_faults import FAULTS
+from lab.ptx.faults import FAULTS
 from delta_runs import Run
 from delta_runs import same as same_state
 from op_tables import LAYER, Case, cache_tensors, filled, relative
-from ptx import LaunchFault, far
+from lab.ptx import LaunchFault, far
 from small_models import decode, gemma_config, new_cache, new_paging, prefill, resized, small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor

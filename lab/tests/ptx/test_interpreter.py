@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from ptx import LaunchFault, Memory, Unknown, execute, far
+from lab.ptx import LaunchFault, Memory, Unknown, execute, far
 
 U32 = np.uint32
 

@@ -1,19 +1,20 @@
 """The Triton kernels' own PTX, executed on the CPU: results against the reference, and every access to memory checked.
 
 Triton's interpreter knows no PTX, no fragments, no shared memory and no width of an address. Here a launch is compiled as a
-card would be given it, and `tests/support/ptx` runs its threads.
+card would be given it, and `lab/ptx` runs its threads.
 """
 
 from __future__ import annotations
 
 import pytest
 from cuda_rows import rows_of
+from places import ROOT
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
 
 def check(capability: int, *groups: str) -> None:
-    rows = rows_of("cuda_executed_cases.py", str(capability), *groups)
+    rows = rows_of(str(ROOT / "lab/ptx/cases.py"), str(capability), *groups)
     assert {row["group"] for row in rows} == set(groups)
     assert [row for row in rows if row["wrong"]] == []
 
@@ -21,9 +22,9 @@ def check(capability: int, *groups: str) -> None:
 @pytest.mark.parametrize(
     "groups",
     [
-        pytest.param(("decode",), marks=pytest.mark.ptx_long),
-        pytest.param(("prefill", "store"), marks=pytest.mark.ptx_long),
-        pytest.param(("step", "short tail", "short learned", "short blackwell", "short window"), marks=pytest.mark.ptx_long),
+        pytest.param(("decode",), marks=pytest.mark.long),
+        pytest.param(("prefill", "store"), marks=pytest.mark.long),
+        pytest.param(("step", "short tail", "short learned", "short blackwell", "short window"), marks=pytest.mark.long),
     ],
     ids=" ".join,
 )
@@ -37,7 +38,7 @@ def test_attention_on_hopper():
     check(90, "hopper", "short blocks", "short delta", "short experts")
 
 
-@pytest.mark.ptx_long
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     "group",
