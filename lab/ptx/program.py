@@ -10,7 +10,6 @@ import numpy as np
 
 from lab.ptx.memory import SHARED_AT, Memory
 from lab.ptx.opcodes import build
-from lab.ptx.overflow import feeding_addresses, watched
 from lab.ptx.parse import parse
 from lab.ptx.state import Read, Run, reader
 from lab.ptx.syntax import Array, Entry, Instruction, Label, Number, Unknown
@@ -51,11 +50,10 @@ def compiled(text: str, name: str) -> Program:
     if name not in module.entries:
         raise Unknown(f"no entry {name!r} but {', '.join(module.entries)}")
     entry = module.entries[name]
-    feeding = feeding_addresses(entry.code)
-    return Program(entry, module.arrays, [_step(ins, entry, feeding) for ins in entry.code])
+    return Program(entry, module.arrays, [_step(ins, entry) for ins in entry.code])
 
 
-def _step(ins: Instruction, entry: Entry, feeding: set[int]) -> Step:
+def _step(ins: Instruction, entry: Entry) -> Step:
     where = f"{entry.name}, line {ins.line}: {ins.name}"
     if ins.opcode == "bra":
         target = ins.operands[0]
@@ -74,7 +72,7 @@ def _step(ins: Instruction, entry: Entry, feeding: set[int]) -> Step:
         return Step(ins, BARRIER, barrier=ins.operands[0].value, expected=count)
     run = build(ins)
     assert run is not None, where
-    return Step(ins, PLAIN, watched(ins, feeding, run))
+    return Step(ins, PLAIN, run)
 
 
 def _in_memory(values: Sequence[object], params: list[Array]) -> tuple[np.ndarray, dict[str, int]]:

@@ -16,13 +16,12 @@ from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from lab.ptx import LaunchFault, far
-from lab.ptx.decode import executed, ptx_of
-
 from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.kept import kept_in
 from haarkv.tq_ops.cuda.kept_attention import attend_kept
 from haarkv.tq_ops.cuda.layout import layout_of
+from lab.ptx import LaunchFault, far
+from lab.ptx.decode import executed, ptx_of
 
 if reason := nvrtc.missing():
     pytest.skip(reason, allow_module_level=True)

@@ -1,6 +1,6 @@
 """Executes real batches through the PTX of the Triton kernels, and prints what came of each as JSON.
 
-    python -m lab.ptx.cases CAPABILITY GROUP …
+    python lab/tests/support/ptx_cases.py CAPABILITY GROUP …
 
 A process of its own: where Triton has been imported to interpret, it does not compile.
 """
@@ -11,26 +11,22 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from typing import Any
 
-import cuda_delta_faults
 import cuda_expert_faults
 import numpy as np
-import planted_kernels
 import torch
 import triton
 from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
-from lab.ptx.launches import executed
 from cuda_expert_faults import Mixture
-from lab.ptx.faults import FAULTS
 from delta_runs import Run
 from delta_runs import same as same_state
 from op_tables import LAYER, Case, cache_tensors, filled, relative
-from lab.ptx import LaunchFault, far
+from ptx_faults import FAULTS
+from ptx_launches import executed
 from small_models import decode, gemma_config, new_cache, new_paging, prefill, resized, small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor
@@ -46,15 +42,16 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.weight import Blocks, numbers_of
+from haarkv.tq_ops.weight import numbers_of
 from haarkv.validation import bounds
 from haarkv.validation.layers.delta_faults import small_hybrid
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.blocks import Product
-from haarkv.validation.ops.cases import Attention, Plain, Store
+from haarkv.validation.ops.cases import Attention, Store
 from haarkv.validation.ops.delta import Delta
 from haarkv.validation.ops.suite import OpCase
 from haarkv.validation.ops.tables import CUDA
+from lab.ptx import far
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 TQ4 = KVSpec("tq4")
@@ -192,17 +189,8 @@ def executor(
 
 
 def planted(name: str) -> Check:
-    """A fault of `cuda_faults`, which must be found."""
-
-    def check(capability: int) -> str | None:
-        found = FAULTS[name].found(SimpleNamespace(capability=capability, far_batch=far_batch))
-        return None if found else f"not found: {name}"
-
-    return f"planted: {name}", check
-
-
-RAGGED = Case("tq4", 128, 5, 1, 128, (32_511, 3, 127, 0, 700), (1, 1, 1, 1, 1))
-"""A sequence of 32k beside short ones, whose rows of the block table are -1 beyond their blocks."""
+    """A fault of `ptx_faults`, which must be found."""
+    return f"planted: {name}", lambda capability: None if FAULTS[name].found(capability) else f"not found: {name}"
 
 
 # -- Weights in blocks -----------------------------------------------------------------------------------------------------
@@ -218,44 +206,19 @@ def rows_in(kind: str, capability: int) -> str | None:
     return None
 
 
-def off_by(x: torch.Tensor, weight: Blocks, stored: PlaneBlocks, capability: int) -> float:
-    with executed(capability):
-        ours = block_products.product(x, stored)
-    numbers = numbers_of(weight).double()
-    return float(((ours - x.double() @ numbers.T).abs() / (x.double().abs() @ numbers.abs().T)).max())
-
-
 def scaled_product(capability: int) -> str | None:
     generator = torch.Generator().manual_seed(2)
     powers = (2.0 ** torch.randint(-3, 4, (count,), generator=generator) for count in (37, 512))
     rows, columns = powers
     weight = made("Q5_1", 37, 512) * rows.unsqueeze(1) * columns
-    error = off_by(torch.randn(3, 512, generator=generator).to(BF16), weight, by_planes(weight, CPU), capability)
+    x, numbers = torch.randn(3, 512, generator=generator).to(BF16).double(), numbers_of(weight).double()
+    with executed(capability):
+        ours = block_products.product(x.to(BF16), by_planes(weight, CPU))
+    error = float(((ours - x @ numbers.T).abs() / (x.abs() @ numbers.abs().T)).max())
     return None if error < 1.5e-7 else f"error {error}"
 
 
-def wrong_product(fault: str, capability: int) -> str | None:
-    """A fault in the stored bytes that must be seen."""
-    weight, x = made("Q4_K", 9, 512), torch.randn(2, 512, generator=torch.Generator().manual_seed(1)).to(BF16)
-    stored = by_planes(weight, CPU)
-    high, _, minima, d, _ = stored.planes.places(16)
-    data = stored.data.clone()
-    data[:, minima:d] = 0 if fault == "no minima" else data[:, minima:d]
-    data[:, :high] = data[:, :high].roll(16, 1) if fault == "a neighbour's block" else data[:, :high]
-    error = off_by(x, weight, replace(stored, data=data), capability)
-    return None if error > 1e-4 else f"not seen: error {error}"
-
-
 # -- Gated DeltaNet --------------------------------------------------------------------------------------------------------
-
-
-def delta_text(capability: int, *, fault: str | None = None) -> str | None:
-    """A text with drafts that are taken back, a chunk that is run again and a row that begins anew; with a fault, if named."""
-    with executed(capability), cuda_delta_faults.planted(fault) if fault else nullcontext():
-        error = cuda_delta_faults.off_by(ops)
-    if fault:
-        return None if not error <= bounds.LAYER_FP32.op else f"not found: {fault}"
-    return None if error <= bounds.LAYER_FP32.op else f"error {error}"
 
 
 def delta_pieces(capability: int) -> str | None:
@@ -273,32 +236,22 @@ def delta_pieces(capability: int) -> str | None:
     return None if all(alike) else f"the same bits: {alike}"
 
 
-DELTAS = [
-    contract(Delta(1, 3, 24, 40, (0, 5, 1), (6, 2, 1))),
-    contract(Delta(2, 4, 128, 128, (0, 9), (1, 1))),
-    ("a text of a hybrid's layer", delta_text),
-    ("a prompt in pieces", delta_pieces),
-    *((f"planted: {fault}", partial(delta_text, fault=fault)) for fault in cuda_delta_faults.FAULTS),
-]
-
 # -- Mixtures of experts ---------------------------------------------------------------------------------------------------
 
 
-def mixture(case: Mixture, *, fault: str | None = None, kinds: tuple[str, ...] = ()) -> Check:
-    """Tokens through their experts; with a fault, if named, which must be found; in blocks, of types of gate, up and down."""
+def mixture(case: Mixture, *kinds: str) -> Check:
+    """Tokens through their experts, in blocks of these types of gate, up and down."""
     bound = bounds.LAYER_FP32.op if case.dtype == FP32 else bounds.LAYER_BF16.rounded_op
 
     def check(capability: int) -> str | None:
         def in_planes(name: str, numbers: torch.Tensor) -> PlaneBlocks:
             return by_planes(made(kinds[("gate", "up", "down").index(name)], *numbers.shape), CPU)
 
-        with executed(capability), cuda_expert_faults.planted(fault) if fault else nullcontext():
+        with executed(capability):
             error = cuda_expert_faults.off_by(case, stored=in_planes if kinds else None)
-        if fault:
-            return None if not error <= 100 * bound else f"not found: {fault}"
         return None if error <= bound else f"error {error}"
 
-    return f"planted: {fault}" if fault else f"{case} {' '.join(kinds)}", check
+    return f"{case} {' '.join(kinds)}", check
 
 
 def experts_in_pieces(capability: int) -> str | None:
@@ -320,7 +273,7 @@ FAR_EXPERT, OF_AN_EXPERT = 70_000, (32, 1024)
 """Its number, and the rows and columns of each expert's weight."""
 
 
-def far_expert(capability: int, *, fault: bool = False) -> str | None:
+def far_expert(capability: int) -> str | None:
     """The last expert of a stack, whose numbers lie beyond 2**31 others, which take no memory."""
     rows, columns = OF_AN_EXPERT
     count = (FAR_EXPERT + 1) * rows * columns
@@ -330,14 +283,8 @@ def far_expert(capability: int, *, fault: bool = False) -> str | None:
     weight[-rows:] = torch.randn(rows, columns, generator=generator).to(BF16)
     x, out = torch.randn(2, columns, generator=generator).to(BF16), torch.empty(2, rows)
     order, tiles = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([[FAR_EXPERT, 0, 2]], dtype=torch.int32)
-    wrong = planted_kernels.planted(experts, "expert_kernels", "row = expert.to(tl.int64) *", "row = expert *")
-    try:
-        with executed(capability), wrong if fault else nullcontext():
-            experts.multiply(x, order, tiles, weight, None, out, 1, "")
-    except LaunchFault as found:
-        return None if fault and "does not fit an int32" in str(found) else str(found)
-    if fault:
-        return "not found"
+    with executed(capability):
+        experts.multiply(x, order, tiles, weight, None, out, 1, "")
     error = relative(out, (x.double() @ weight[-rows:].double().T)[order.long()])
     return None if error <= bounds.LAYER_FP32.op else f"error {error}"
 
@@ -345,125 +292,113 @@ def far_expert(capability: int, *, fault: bool = False) -> str | None:
 OF_QWEN3 = {
     "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
 }  # fmt: skip
-MIXTURES = [
-    mixture(Mixture(7, 3, 40, 33, 5, normalized=False)),
-    mixture(Mixture(9, 2, 136, 48, 3, activation="gelu_tanh", dtype=BF16)),
-    mixture(replace(cuda_expert_faults.FULL, dtype=BF16)),
-    mixture(Mixture(3, 2, 256, 256, 3, dtype=BF16), kinds=("Q4_K", "Q8_0", "Q6_K")),
-    ("experts of a prompt in pieces", experts_in_pieces),
-    ("an expert beyond 2**31 numbers", far_expert),
-    ("planted: its place in 32 bits", partial(far_expert, fault=True)),
-    *(mixture(cuda_expert_faults.FAULTS[fault][0], fault=fault) for fault in cuda_expert_faults.FAULTS),
-]
+
+
+def attention(
+    kv: str, head_dim: int, group: int, kv_heads: int, block: int, stored: tuple, new: tuple, **more: int
+) -> Attention:
+    return Attention(Case(kv, head_dim, group, kv_heads, block, stored, new, **more), BF16)
+
+
+def store(kv: str, head_dim: int, *sizes: Any, **more: int) -> Store:
+    """As `attention`, without query heads."""
+    return Store(Case(kv, head_dim, 1, *sizes, **more))
+
 
 GROUPS: dict[str, list[Check]] = {
-    "short experts": [mixture(Mixture(5, 2, 40, 20, 6, dtype=BF16))],
-    "experts": [*MIXTURES, executor(BF16, 1, TQ4, resized(small_config(hidden_size=64, num_layers=1), **OF_QWEN3))],
-    "short delta": [contract(Delta(1, 2, 16, 20, (5, 0), (1, 3)))],
-    "delta": [*DELTAS, executor(FP32, 3, TQ4, model=small_hybrid(FP32, 61))],
-    "decode": [
-        contract(Attention(RAGGED, BF16)),
-        contract(Attention(Case("tq4", 64, 8, 1, 16, (0, 15, 16, 140), (1,) * 4, pages=True), BF16)),
+    "short": [
+        contract(attention("tq4", 128, 5, 1, 128, (300, 3), (1, 1))),
+        contract(attention("tq4", 128, 5, 1, 128, (130, 0), (9, 3))),
+        contract(Product("Q4_K", 3, 512, 40, BF16)),
+        contract(Product("Q8_0", 3, 96, 40, BF16)),
+        contract(Delta(1, 2, 16, 20, (5, 0), (1, 3))),
+        mixture(Mixture(5, 2, 40, 20, 6, dtype=BF16)),
+    ],
+    "attention": [
+        # A sequence of 32k beside short ones, whose rows of the block table are -1 beyond their blocks.
+        contract(attention("tq4", 128, 5, 1, 128, (32_511, 3, 127, 0, 700), (1,) * 5)),
+        contract(attention("tq4", 64, 8, 1, 16, (0, 15, 16, 140), (1,) * 4, pages=True)),
         ("dead sequences", dead_sequences),
         far_attention(1),
-        in_any_order(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16)),
-    ],
-    "prefill": [
-        contract(Attention(Case("tq4", 128, 5, 2, 128, (300, 0, 127), (40, 3, 1)), BF16)),
         far_attention(3),
+        contract(attention("tq4", 128, 5, 2, 128, (300, 0, 127), (40, 3, 1))),
         # The look-ups of two and of three bits, and a prompt wide enough that its columns are rows.
-        contract(Attention(Case("k=tq3,v=tq2", 64, 8, 1, 8, (40,), (9,)), BF16)),
+        contract(attention("k=tq3,v=tq2", 64, 8, 1, 8, (40,), (9,))),
+        contract(Attention(Case("tq4", 64, 2, 1, 24, (0, 30), (1, 1)), FP32)),
+        *(
+            in_any_order(attention("tq4", 128, 2, 1, 16, (90, 0), (2, 9), **more))
+            for more in ({"pages": True}, {"window": 40}, {"tail": 9, "sink": 4})
+        ),
+    ],
+    "tail": [
+        contract(attention("tq4", 128, 5, 1, 128, (200, 3, 0, 11), (1,) * 4, tail=9, sink=4)),
+        contract(attention("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5, sink=2)),
+        ("dead sequences beside a tail", partial(dead_sequences, tail=128, sink=4)),
+        contract(store("tq4", 64, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3)),
+    ],
+    "window": [
+        contract(attention("tq4", 256, 4, 1, 128, (600, 3, 0), (1, 1, 1), window=512)),
+        contract(attention("tq4", 256, 4, 1, 128, (530, 0), (9, 3), window=512)),
+        contract(attention("tq3", 64, 8, 1, 16, (60, 30), (9, 8), window=20)),
+        contract(attention("k=lr5,v=tq3", 64, 2, 2, 16, (60, 3), (2, 1), tail=5, window=20)),
+        ("dead sequences in a window", partial(dead_sequences, window=70)),
+    ],
+    "learned": [
+        contract(attention("k=lr4,v=tq4", 128, 5, 2, 128, (200, 3), (1, 1))),
+        contract(attention("k=lr2,v=tq4", 64, 8, 2, 16, (40, 0), (9, 3), tail=5, sink=2)),
+        contract(attention("k=lr5,v=tq2", 128, 5, 1, 128, (130, 0), (9, 3))),
+        contract(attention("k=lr4,v=tq4", 64, 2, 1, 128, (2600,), (1,))),
+        contract(store("k=lr4,v=tq3", 64, 1, 16, (1022,), (4,))),
+        in_any_order(store("k=lr3,v=tq4", 128, 2, 128, (0, 0), (1, 9))),
+    ],
+    # Blackwell's PTX is not executed, but what is launched there differs: V's words are K's, and sizes are others.
+    "blackwell": [
+        contract(attention("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), 100),
+        contract(attention("tq2", 64, 2, 1, 16, (40, 0), (9, 3)), 100),
+        contract(attention("k=tq5,v=tq6", 64, 1, 1, 16, (40,), (1,)), 100),
+        contract(attention("k=lr3,v=tq4", 64, 2, 2, 16, (30, 3), (2, 1)), 100),
+        contract(attention("tq4", 256, 1, 1, 128, (70, 3), (1, 1)), 100),
+        contract(attention("tq4", 128, 5, 1, 128, (300, 3), (1, 1), window=140), 100),
     ],
     "store": [
-        contract(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
-        contract(Store(Case("tq4", 64, 1, 3, 16, (0, 0), (11, 4), pages=True), BF16)),
+        contract(store("tq4", 128, 2, 128, (0, 0, 0), (1, 9, 1))),
+        contract(store("tq4", 64, 3, 16, (0, 0), (11, 4), pages=True)),
         ("store in blocks beyond 2**31 bytes", far_store),
-        in_any_order(Store(Case("tq4", 128, 1, 2, 128, (0, 0, 0), (1, 9, 1)))),
+        in_any_order(store("tq4", 128, 2, 128, (0, 0, 0), (1, 9, 1))),
     ],
-    "hopper": [
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16)),
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
-    ],
-    "short blocks": [contract(Product("Q4_K", 3, 512, 40, BF16)), contract(Product("Q8_0", 3, 96, 40, BF16))],
     "blocks": [
         *(contract(Product(kind, *sizes, BF16)) for kind in PLANES for sizes in ((1, 1536, 33), (40, 768, 70))),
         *(contract(Product(kind, 5, 512, 33, FP32)) for kind in PLANES),
         *((f"rows of {kind}", partial(rows_in, kind)) for kind in PLANES),
         ("blocks with scales", scaled_product),
-        *((f"planted: {fault}", partial(wrong_product, fault)) for fault in ("a neighbour's block", "no minima")),
     ],
-    # Blackwell's PTX is not executed, but what is launched there differs: V's words are K's, and sizes are others.
-    "short blackwell": [contract(Attention(Case("tq3", 64, 2, 1, 16, (30, 3), (1, 1)), BF16), 100)],
-    "blackwell": [
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1)), BF16), 100),
-        contract(Attention(Case("tq2", 64, 2, 1, 16, (40, 0), (9, 3)), BF16), 100),
-        contract(Attention(Case("k=tq3,v=tq2", 64, 2, 1, 16, (30,), (1,)), BF16), 100),
-        contract(Attention(Case("k=tq5,v=tq6", 64, 1, 1, 16, (40,), (1,)), BF16), 100),
-        contract(Attention(Case("k=lr3,v=tq4", 64, 2, 2, 16, (30, 3), (2, 1)), BF16), 100),
-        contract(Attention(Case("tq4", 256, 1, 1, 128, (70, 3), (1, 1)), BF16), 100),
+    "delta": [
+        contract(Delta(1, 3, 24, 40, (0, 5, 1), (6, 2, 1))),
+        contract(Delta(2, 4, 128, 128, (0, 9), (1, 1))),
+        ("a prompt in pieces", delta_pieces),
     ],
-    "rest": [
-        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), pages=True), BF16)),
-        contract(Attention(Case("tq4", 64, 2, 1, 24, (0, 30), (1, 1)), FP32)),
+    "experts": [
+        mixture(Mixture(7, 3, 40, 33, 5, normalized=False)),
+        mixture(Mixture(9, 2, 136, 48, 3, activation="gelu_tanh", dtype=BF16)),
+        mixture(Mixture(3, 2, 256, 256, 3, dtype=BF16), "Q4_K", "Q8_0", "Q6_K"),
+        ("experts of a prompt in pieces", experts_in_pieces),
+        ("an expert beyond 2**31 numbers", far_expert),
     ],
-    "short tail": [
-        contract(Attention(Case("tq4", 64, 2, 1, 16, (30, 3), (1, 1), tail=9, sink=4), BF16)),
-        contract(Store(Case("tq4", 64, 1, 1, 8, (30, 12), (5, 1), tail=4, sink=3))),
-    ],
-    "tail": [
-        *(executor(dtype, 1, KVSpec("tq4", tail=2, sink=1)) for dtype in (BF16, FP32)),
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (200, 3, 0, 11), (1,) * 4, tail=9, sink=4), BF16)),
-        ("dead sequences beside a tail", partial(dead_sequences, tail=128, sink=4)),
-        contract(Attention(Case("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5, sink=2), BF16)),
-        contract(Store(Case("tq4", 64, 1, 3, 8, (0, 30, 12, 5), (11, 9, 1, 2), tail=4, sink=3))),
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (130, 3), (1, 1), tail=40, sink=4), BF16)),
-        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (30, 0), (2, 9), tail=9, sink=4), BF16)),
-    ],
-    "short window": [
-        contract(Attention(Case("tq4", 64, 2, 1, 16, (60, 3), (1, 1), window=20), BF16)),
-        contract(Attention(Case("tq4", 64, 2, 1, 16, (60, 3), (3, 2), tail=9, sink=4, window=20), BF16)),
-        ("dead sequences in a window", partial(dead_sequences, window=70)),
-    ],
-    "window": [
+    "executor": [
+        executor(BF16, 2, TQ4),
+        executor(FP32, 1, KVSpec("tq4", tail=2, sink=1)),
         executor(BF16, 2, TQ4, gemma_config(window=4)),
-        contract(Attention(Case("tq4", 256, 4, 1, 128, (600, 3, 0), (1, 1, 1), window=512), BF16)),
-        contract(Attention(Case("tq4", 256, 4, 1, 128, (530, 0), (9, 3), window=512), BF16)),
-        contract(Attention(Case("tq3", 64, 8, 1, 16, (60, 30), (9, 8), window=20), BF16)),
-        contract(Attention(Case("k=lr5,v=tq3", 64, 2, 2, 16, (60, 3), (2, 1), tail=5, window=20), BF16)),
-        contract(Attention(Case("tq4", 128, 5, 1, 128, (300, 3), (1, 1), window=140), BF16), 100),
-        in_any_order(Attention(Case("tq4", 128, 2, 1, 16, (90, 0), (2, 9), window=40), BF16)),
-    ],
-    "short learned": [
-        contract(Attention(Case("k=lr4,v=tq3", 64, 2, 2, 16, (30, 3), (1, 1), tail=9, sink=4), BF16)),
-        contract(Attention(Case("k=lr4,v=tq3", 64, 2, 1, 16, (1030, 3), (1, 1), window=30), BF16)),
-        contract(Store(Case("k=lr4,v=tq3", 64, 1, 1, 16, (1022,), (4,)))),
-    ],
-    "learned": [
-        contract(Store(Case("k=lr4,v=tq4", 64, 1, 2, 8, (0,), (5,)))),
         executor(BF16, 1, KVSpec("k=lr3,v=tq3", calibration=made_up.calibration(1, 2, 128), tail=2, sink=1)),
-        contract(Attention(Case("k=lr4,v=tq4", 128, 5, 2, 128, (200, 3), (1, 1)), BF16)),
-        contract(Attention(Case("k=lr2,v=tq4", 64, 8, 2, 16, (40, 0), (9, 3), tail=5, sink=2), BF16)),
-        contract(Attention(Case("k=lr5,v=tq2", 128, 5, 1, 128, (130, 0), (9, 3)), BF16)),
-        contract(Attention(Case("k=lr4,v=tq4", 64, 2, 1, 128, (2600,), (1,)), BF16)),
-        contract(Attention(Case("k=lr4,v=tq3", 64, 8, 1, 128, (1020,), (9,)), BF16)),
-        in_any_order(Store(Case("k=lr3,v=tq4", 128, 1, 2, 128, (0, 0), (1, 9)))),
+        executor(BF16, 1, TQ4, resized(small_config(hidden_size=64, num_layers=1), **OF_QWEN3)),
+        executor(FP32, 3, TQ4, model=small_hybrid(FP32, 61)),
     ],
-    "planted": [],  # `rows` fills it, and `contract`
-    "step": [executor(BF16, 1, TQ4)],
-    "executor": [executor(BF16, 2, TQ4), executor(FP32, 2, TQ4)],
-    "contract": [],
+    "planted": [planted(name) for name in FAULTS],
+    "contract": [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"],
 }
 
 
 def rows(capability: int, group: str) -> Iterator[dict]:
-    checks = GROUPS[group].copy()
-    if group == "rest":
-        checks += [contract(case) for case in suite.cases(CUDA) if isinstance(case, Plain) and case.op != "linear"]
-    if group == "contract":
-        checks += [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"]
-    if group == "planted":
-        checks += [planted(name) for name, fault in FAULTS.items() if getattr(fault, "capability", 0) in (0, capability)]
-    for name, check in checks:
+    for name, check in GROUPS[group]:
         began = time.perf_counter()
         try:
             wrong = check(capability)
