@@ -114,7 +114,6 @@ class Layout:
     symbols: dict[str, tuple[str, int]]
     params: np.ndarray
     shared_end: int
-    local_end: int
 
 
 def layout_of(program: Program, args: Sequence[object], memory: Memory, dynamic: int) -> Layout:
@@ -122,10 +121,11 @@ def layout_of(program: Program, args: Sequence[object], memory: Memory, dynamic:
     arrays = [*program.arrays, *program.entry.arrays]
     symbols = {name: ("param", offset) for name, offset in offsets.items()}
     shared, shared_end = _laid_out([array for array in arrays if array.space == "shared"], SHARED_AT, dynamic)
-    local, local_end = _laid_out([array for array in arrays if array.space == "local"], 0, 0)
-    symbols |= {name: ("shared", at) for name, at in shared.items()} | {name: ("local", at) for name, at in local.items()}
+    symbols |= {name: ("shared", at) for name, at in shared.items()}
     for array in arrays:
+        if array.space == "local":
+            raise Unknown(f"local memory: {array.name}")
         if array.space in ("global", "const"):
             values = np.frombuffer(array.values + bytes(array.size - len(array.values)), np.uint8).copy()
             symbols[array.name] = (array.space, memory.place(array.name, values))
-    return Layout(symbols, params, shared_end, local_end)
+    return Layout(symbols, params, shared_end)

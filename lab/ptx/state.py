@@ -57,8 +57,6 @@ class Lanes:
     shared: np.ndarray
     shared_stride: int
     shared_end: int
-    local: np.ndarray
-    local_stride: int
     live: np.ndarray
     mask: np.ndarray | None = None
     clock: int = 0

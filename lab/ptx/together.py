@@ -37,7 +37,6 @@ class Together:
         self.s = Lanes(
             count, threads, len(numbers), memory, fresh(program.entry, count), specials(block, grid, numbers), layout.symbols,
             layout.params, np.full(stride * len(numbers), 0xFF, np.uint8), stride, layout.shared_end,
-            np.full(max(layout.local_end, 1) * count if layout.local_end else 0, 0xFF, np.uint8), layout.local_end,
             np.ones(count, np.bool_), races=races, copies=Copies(count), products=Products(count), clock=history.clock,
         )  # fmt: skip
         self.waiting: dict[int, np.ndarray] = {}

@@ -80,7 +80,6 @@ INTEGERS = {
     "rem.s32 %r3, %r2, 7;": lambda x: abs(signed(x)) % 7 * (1 if signed(x) > 0 else -1),
     "min.s32 %r3, %r2, -5;": lambda x: min(signed(x), -5),
     "popc.b32 %r3, %r2;": lambda x: x.bit_count(),
-    "add.s16x2 %r3, %r2, 0x7FFF0001;": lambda x: (x + 1 & 0xFFFF) | ((x >> 16) + 0x7FFF & 0xFFFF) << 16,
     "brev.b32 %r3, %r2;": lambda x: int(f"{x:032b}"[::-1], 2),
     "cvt.s64.s32 %rd2, %r2; shr.s64 %rd2, %rd2, 33; cvt.u32.u64 %r3, %rd2;": lambda x: signed(x) >> 33,
     "cvt.s32.s8 %r3, %r2;": lambda x: signed(x, 8),
