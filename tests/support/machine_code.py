@@ -18,9 +18,7 @@ SCHEDULERS = 4
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)([^;]*);")
 _LABEL = re.compile(r"^(\.L\w*):")
 _TARGET = re.compile(r"`\((\.L\w*)\)")
-_MEMORY = set(
-    ["LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDGSTS", "LD", "ST", "SHFL", "ATOMS", "ATOMG", "RED", "LDL", "STL"]
-)
+_MEMORY = {"LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDGSTS", "LD", "ST", "SHFL", "ATOMS", "ATOMG", "RED", "LDL", "STL"}
 
 
 @dataclass(frozen=True)
