@@ -48,45 +48,35 @@ def case(kv: str, head_dim: int, group: int, kv_heads: int, block: int, *lengths
     return Case(kv, head_dim, group, kv_heads, block, tuple(n - 1 for n in lengths), (1,) * len(lengths), **more)
 
 
-def at_length(*given: str | int, **more: int):
-    """A case for `make lab-ptx`."""
-    return pytest.param(case(*given, **more), marks=pytest.mark.long)
-
-
 CASES = [
     case("tq4", 128, 5, 2, 128, 700, 3, 255, 32, 257),
-    at_length("tq4", 128, 1, 3, 16, 1, 40, 300),
-    at_length("tq4", 128, 16, 1, 48, 600, 33),
     case("tq4", 64, 3, 1, 16, 1025, 5),
     case("tq4", 256, 8, 1, 32, 130, 31),
-    at_length("tq4", 128, 4, 1, 16, *range(1, 41)),
     case("tq4", 128, 4, 2, 16, 300, 17, pages=True),
-    at_length("tq2", 128, 2, 1, 16, 300, 17),
-    at_length("tq3", 128, 2, 2, 128, 300, 17),
     case("k=tq3,v=tq2", 256, 2, 1, 128, 70),
-    at_length("k=tq2,v=tq3", 256, 2, 1, 128, 70),
-    case("k=tq4,v=tq3", 128, 5, 1, 128, 70),
-    # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
+    # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
-    at_length("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
     # More sequences than thread blocks: each takes several in turn, the first among them, whose barriers are watched.
     case("tq4", 128, 5, 2, 128, *[200] * 8),
-    at_length("tq4", 64, 3, 1, 128, 3, 12, 300, 600, 700, 3, 3, 3, 3, 3, tail=9, sink=4),
-    # Windows that begin within 32 tokens, at their edge and before the context; with a tail, and sinks left behind.
+    # Windows that begin within 32 tokens, at their edge and before the context.
     case("tq4", 128, 4, 1, 32, 700, 3, 224, 210, window=200),
-    at_length("tq4", 64, 3, 1, 128, 300, 13, 41, 400, tail=9, sink=4, window=40),
-    at_length("tq4", 64, 3, 1, 16, 500, 301, sink=300, window=260),
-    at_length("tq4", 256, 4, 1, 128, 700, 3, window=512),
-    # Learned keys: units of a byte, of two, and both; a word of a column in a lane, two and four.
+    # Learned keys: units of a byte, of two, and both; stretches beside a tail and in a window.
     case("k=lr4,v=tq4", 128, 5, 2, 128, 300, 3),
-    at_length("k=lr3,v=tq3", 128, 3, 2, 16, 60, 17, pages=True),
-    at_length("k=lr5,v=tq4", 256, 2, 1, 128, 40),
     case("k=lr5,v=tq2", 128, 3, 2, 128, 40, 13, tail=9, sink=4),
-    at_length("k=lr2,v=tq3", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
-    # Stretches: a border within a tile of warps and between two, parts of several thread blocks, a window across one.
-    at_length("k=lr4,v=tq4", 128, 2, 1, 48, 1100, 1025),
     case("k=lr3,v=tq3", 128, 2, 1, 16, 1130, 40, tail=9, sink=4, window=200),
-    at_length("k=lr4,v=tq4", 128, 9, 1, 128, 2600, 1024, 30),
+    *(
+        pytest.param(one, marks=pytest.mark.long)
+        for one in (
+            case("tq4", 128, 16, 1, 48, 600, 33),
+            case("tq4", 128, 4, 1, 16, *range(1, 41)),
+            case("tq2", 128, 2, 1, 16, 300, 17),
+            case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
+            case("tq4", 64, 3, 1, 16, 500, 301, sink=300, window=260),
+            case("tq4", 256, 4, 1, 128, 700, 3, window=512),
+            case("k=lr2,v=tq3", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
+            case("k=lr4,v=tq4", 128, 9, 1, 128, 2600, 1024, 30),
+        )
+    ),
 ]
 
 

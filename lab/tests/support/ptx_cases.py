@@ -22,9 +22,7 @@ import triton
 from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
 from cuda_expert_faults import Mixture
-from delta_runs import Run
-from delta_runs import same as same_state
-from op_tables import LAYER, Case, cache_tensors, filled, relative
+from op_tables import LAYER, Case, filled, relative
 from ptx_faults import FAULTS
 from ptx_launches import executed
 from small_models import decode, gemma_config, new_cache, new_paging, prefill, resized, small_config, small_model
@@ -34,7 +32,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import block_products, experts, ops
+from haarkv.tq_ops.cuda import experts, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -42,7 +40,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.weight import numbers_of
 from haarkv.validation import bounds
 from haarkv.validation.layers.delta_faults import small_hybrid
 from haarkv.validation.ops import suite
@@ -107,22 +104,6 @@ def far_attention(tokens: int) -> Check:
         return None if error <= bounds.LAYER_BF16.attention else f"error {error}"
 
     return f"attention of {tokens} new tokens in blocks beyond 2**31 bytes", check
-
-
-def far_store(capability: int) -> str | None:
-    generator, fields = torch.Generator().manual_seed(1), []
-    k, v = torch.randn(2, 9, 2, 128, generator=generator)
-    for store in (reference.store_kv, ops.store_kv):
-        made, paging = far_cache([69_999, 12, 65_536])
-        batch = paging.batch([paging.add(), paging.add()], [5, 4])
-        if store is ops.store_kv:
-            with executed(capability):
-                store(k, v, made, LAYER, batch)
-        else:
-            store(k, v, made, LAYER, batch)
-        fields.append([tensor[[69_999, 12]].view(torch.uint8) for *_, tensor in cache_tensors(made)])
-    different = [int((a != b).sum()) for a, b in zip(*fields, strict=True)]
-    return None if not any(different) else f"{different} bytes differ"
 
 
 def dead_sequences(capability: int, **kept: int) -> str | None:
@@ -193,49 +174,6 @@ def planted(name: str) -> Check:
     return f"planted: {name}", lambda capability: None if FAULTS[name].found(capability) else f"not found: {name}"
 
 
-# -- Weights in blocks -----------------------------------------------------------------------------------------------------
-
-
-def rows_in(kind: str, capability: int) -> str | None:
-    weight, index = made(kind, 12, 768), torch.tensor([11, 0, 3])
-    for dtype in (FP32, BF16):
-        with executed(capability):
-            ours = block_products.rows_of(by_planes(weight, CPU), index, dtype)
-        if not torch.equal(ours, weight.rows(index, dtype)):
-            return f"other bits in {dtype}"
-    return None
-
-
-def scaled_product(capability: int) -> str | None:
-    generator = torch.Generator().manual_seed(2)
-    powers = (2.0 ** torch.randint(-3, 4, (count,), generator=generator) for count in (37, 512))
-    rows, columns = powers
-    weight = made("Q5_1", 37, 512) * rows.unsqueeze(1) * columns
-    x, numbers = torch.randn(3, 512, generator=generator).to(BF16).double(), numbers_of(weight).double()
-    with executed(capability):
-        ours = block_products.product(x.to(BF16), by_planes(weight, CPU))
-    error = float(((ours - x @ numbers.T).abs() / (x.abs() @ numbers.abs().T)).max())
-    return None if error < 1.5e-7 else f"error {error}"
-
-
-# -- Gated DeltaNet --------------------------------------------------------------------------------------------------------
-
-
-def delta_pieces(capability: int) -> str | None:
-    """A prompt in pieces, alone and beside another sequence, in any order of programs: the bits of the whole prompt."""
-    case, found = Delta(1, 2, 16, 20, (0,), (1,)), []
-    for counts, order, together in (((7,), "ascending", None), ((3, 1, 3), "descending", 1), ((1, 5, 1), "random", 3)):
-        run, out = Run(ops, case, sequences=2, length=7), []
-        for count in counts:
-            rows = [1, 0] if together else [0]
-            with executed(capability, order=order, together=together):
-                out.append(run.run(rows, [count for _ in rows])[-1])
-        found.append((torch.cat(out), run.state()))
-    (whole, state), *others = found
-    alike = [torch.equal(out, whole) and same_state(of, state) for out, of in others]
-    return None if all(alike) else f"the same bits: {alike}"
-
-
 # -- Mixtures of experts ---------------------------------------------------------------------------------------------------
 
 
@@ -252,21 +190,6 @@ def mixture(case: Mixture, *kinds: str) -> Check:
         return None if error <= bound else f"error {error}"
 
     return f"{case} {' '.join(kinds)}", check
-
-
-def experts_in_pieces(capability: int) -> str | None:
-    """A prompt at once, in pieces and in another order of tokens, in any order of programs: the same bits."""
-    case = replace(cuda_expert_faults.FULL, dtype=BF16)
-    (x, logits), stack, found = case.inputs(), case.stack(), []
-    for sizes, order, together in (((20,), "ascending", None), ((1, 17, 2), "descending", 1), ((20,), "random", 3)):
-        moved = torch.randperm(20, generator=torch.Generator().manual_seed(1)) if order == "random" else torch.arange(20)
-        out = torch.empty(x.shape)
-        for part in torch.split(moved, sizes):
-            with executed(capability, order=order, together=together):
-                out[part] = experts.through(x[part], logits[part], stack)
-        found.append(out)
-    alike = [torch.equal(found[0], other) for other in found[1:]]
-    return None if all(alike) else f"the same bits: {alike}"
 
 
 FAR_EXPERT, OF_AN_EXPERT = 70_000, (32, 1024)
@@ -363,25 +286,20 @@ GROUPS: dict[str, list[Check]] = {
     "store": [
         contract(store("tq4", 128, 2, 128, (0, 0, 0), (1, 9, 1))),
         contract(store("tq4", 64, 3, 16, (0, 0), (11, 4), pages=True)),
-        ("store in blocks beyond 2**31 bytes", far_store),
         in_any_order(store("tq4", 128, 2, 128, (0, 0, 0), (1, 9, 1))),
     ],
     "blocks": [
         *(contract(Product(kind, *sizes, BF16)) for kind in PLANES for sizes in ((1, 1536, 33), (40, 768, 70))),
         *(contract(Product(kind, 5, 512, 33, FP32)) for kind in PLANES),
-        *((f"rows of {kind}", partial(rows_in, kind)) for kind in PLANES),
-        ("blocks with scales", scaled_product),
     ],
     "delta": [
         contract(Delta(1, 3, 24, 40, (0, 5, 1), (6, 2, 1))),
         contract(Delta(2, 4, 128, 128, (0, 9), (1, 1))),
-        ("a prompt in pieces", delta_pieces),
     ],
     "experts": [
         mixture(Mixture(7, 3, 40, 33, 5, normalized=False)),
         mixture(Mixture(9, 2, 136, 48, 3, activation="gelu_tanh", dtype=BF16)),
         mixture(Mixture(3, 2, 256, 256, 3, dtype=BF16), "Q4_K", "Q8_0", "Q6_K"),
-        ("experts of a prompt in pieces", experts_in_pieces),
         ("an expert beyond 2**31 numbers", far_expert),
     ],
     "executor": [
