@@ -22,7 +22,6 @@ import torch
 import tq
 from haarkv.codebooks.learned import Basis
 from haarkv.engine.plans import shape_of
-from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file, plan_file
@@ -149,13 +148,12 @@ def plan_text(session):
 
 def calibration_content(session):
     """Coordinates that change places and signs of channels, and nothing else."""
-    loaded = session.loaded
     heads, dim = session.config.heads.num_kv_heads, session.config.heads.head_dim
     turned = torch.eye(dim).roll(1, 0) * torch.tensor([1.0, -1.0]).repeat(dim // 2)
     matrices = turned.expand(heads, dim, dim)
     basis = Basis(torch.zeros(heads, dim), matrices.mT.contiguous(), matrices.contiguous(), torch.ones(heads, dim))
     of = calibration_of([basis] * session.config.num_layers, 4096)
-    file = CalibrationFile(of, shape_of(session.config), fingerprint(loaded.weights.named()), {"tokens": 12}, "")
+    file = CalibrationFile(of, shape_of(session.config), session.weights.partition("-")[0], {"tokens": 12}, "")
     return calibration_bytes(file)
 
 
