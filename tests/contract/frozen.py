@@ -37,7 +37,14 @@ LAYER = 3
 GROUPS = 4
 SPEC = KVSpec("k=tq5,v=tq3", tail=8, sink=2, skip_layers=(0,))
 TOKENS = 12
-EXITS = ("formats", "bogus", "formats --head-dim 127", "info tiny", "dev compile --kv q8_0", "dev compile --kv tq4 --device a3")
+EXITS = (
+    "formats",
+    "bogus",
+    "formats --head-dim 127",
+    "info tiny",
+    "dev compile --kv q8_0",
+    "dev compile --kv tq4 --device a3",
+)
 """One cheap call or two of each exit code."""
 NO_SUMS = ("kivi", "q4_0", "q8_0", "fp8", "bf16", "fp32")
 """Formats that round each number by itself, or by the greatest and least of some: no order of adding can matter."""
@@ -93,7 +100,7 @@ def steady(kv_format, x):
 
 
 def bytes_of_formats(seeds=None):
-    """{format: {side and head_dim: {seeds: of its groups, sha256: of what is stored}}}; `seeds` chooses groups anew if None."""
+    """{format: {side and head_dim: {seeds: of its groups, sha256: of what is stored}}}; chosen anew if None."""
     names = [name for name in formats.names() if not name.startswith(LEAVING)]
     return {name: dict(_bytes_of(name, (seeds or {}).get(name))) for name in names}
 
@@ -112,10 +119,13 @@ def _bytes_of(name, known):
             else:
                 drawn = (seed for seed in range(60) if steady(kv_format, numbers(seed, 1, group, head_dim)))
                 seeds = [next(drawn) for _ in range(GROUPS)]
-            yield key, {
-                "seeds": seeds,
-                "sha256": in_bytes(kv_format, torch.cat([numbers(seed, 1, group, head_dim) for seed in seeds])),
-            }
+            yield (
+                key,
+                {
+                    "seeds": seeds,
+                    "sha256": in_bytes(kv_format, torch.cat([numbers(seed, 1, group, head_dim) for seed in seeds])),
+                },
+            )
 
 
 # -- Files ------------------------------------------------------------------------------------------------------------------
@@ -151,8 +161,11 @@ def calibration_content(session):
     heads, dim = session.config.heads.num_kv_heads, session.config.heads.head_dim
     turned = torch.eye(dim).roll(1, 0) * torch.tensor([1.0, -1.0]).repeat(dim // 2)
     matrices = turned.expand(heads, dim, dim)
-    basis = Basis(torch.zeros(heads, dim), matrices.mT.contiguous(), matrices.contiguous(), torch.ones(heads, dim))
-    of = calibration_of([basis] * session.config.num_layers, 4096)
+    bases = [
+        Basis(torch.zeros(heads, dim), matrices.mT.contiguous(), matrices.clone(), torch.ones(heads, dim))
+        for _ in range(session.config.num_layers)
+    ]
+    of = calibration_of(bases, 4096)
     file = CalibrationFile(of, shape_of(session.config), session.weights.partition("-")[0], {"tokens": 12}, "")
     return calibration_bytes(file)
 
@@ -191,7 +204,9 @@ def _signatures(of):
             continue
         if isinstance(member, staticmethod | classmethod):
             member = member.__func__
-        own[name] = signature(member) if inspect.isfunction(member) else "property" if isinstance(member, property) else "value"
+        own[name] = (
+            signature(member) if inspect.isfunction(member) else "property" if isinstance(member, property) else "value"
+        )
     return own
 
 
@@ -223,7 +238,9 @@ def _parameter(parameter):
     kept = {key: told[key] for key in ("required", "multiple", "is_flag", "hidden", "default") if told.get(key)}
     kept |= {"nargs": parameter.nargs} if parameter.nargs != 1 else {}
     kept |= {"metavar": parameter.metavar} if parameter.metavar else {}
-    kept["type"] = {key: told["type"].get(key) for key in ("name", "min", "max", "choices") if told["type"].get(key) is not None}
+    kept["type"] = {
+        key: told["type"].get(key) for key in ("name", "min", "max", "choices") if told["type"].get(key) is not None
+    }
     return json.loads(re.sub(r" at 0x\w+", "", json.dumps(kept, default=repr)))
 
 
