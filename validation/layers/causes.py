@@ -1,6 +1,6 @@
 """Why is a layer wrong that is one program? Likely causes are put into the reference until one gives the same output.
 
-A cause is a slip of `validation.layers.slips`, or a part of the layer that is too large, by as much as fits best. With it the
+A cause is a slip of `validation.faults`, or a part of the layer that is too large, by as much as fits best. With it the
 reference runs the layer again and is then what the executor is held against, by the same bounds. What passes explains the
 output; several may, and then it cannot be told which of their stages is wrong.
 """
@@ -16,18 +16,19 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
+from haarkv.validation.faults.base import OF_DELTA, OUT, SEEN_AS, Fault, Layer
+from haarkv.validation.faults.layer import slips
+from haarkv.validation.faults.ops import larger, steeper
+from haarkv.validation.faults.windows import window_faults
 from haarkv.validation.layers import slack
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.faults import OF_DELTA, OUT, SEEN_AS, Fault, Layer
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored, parts_of
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Verdict
-from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.three_way import errors_of_layer
 from haarkv.validation.layers.trial import Run
-from haarkv.validation.layers.window_faults import window_faults
 
 _ALONE = ("q_proj", "q_norm", "q_rope", "paged_attention")
 _CONFIG = {
