@@ -38,7 +38,7 @@ SMALL3 = resized(SMALL, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, 
 
 @cache
 def groups(dtype, of="tiny"):
-    """By name: a model, the cache that its faults need, and the faults of its second layer or of its last that keeps a state."""
+    """By name: a model, the cache that its faults need, and the faults of one of its layers."""
     tiny, hybrid = first_layers(load_model("tiny", str(dtype).removeprefix("torch.")), 3), small_hybrid(dtype, 100)
     if of == "small":
         tiny = small_model(SMALL3, dtype=dtype)
