@@ -152,10 +152,11 @@ CASE_OF = {
 }  # fmt: skip
 ROUNDED = {"of BF16": Plain("linear", (2, 64, 8), torch.bfloat16), "not rounded": Attention(CASES[3], torch.bfloat16)}
 EXCUSED = {
-    "SwiGLU's product cut off, not rounded", "K and V's directions cut off, not rounded", "K 0.1 % too long", "V 0.1 % too long",
+    "SwiGLU's product cut off, not rounded", "K and V's directions cut off, not rounded",
+    "K 0.1 % too long", "V 0.1 % too long",
     "rolled back one step too few",
 }  # fmt: skip
-"""What the contract does not see: its bounds are as large, or none of its cases takes tokens back. `tq validate` sees these."""
+"""What the contract does not see: its bounds are as large, or no case takes tokens back. `tq validate` sees these."""
 FAULTS = [
     (op, name, wrong)
     for rows in (TABLE, ALONE)
