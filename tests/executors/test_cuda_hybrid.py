@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.tq_ops.kv.stored import put, take
 from haarkv.validation import bounds
-from haarkv.validation.layers.delta_faults import small_hybrid
+from haarkv.validation.faults.states import small_hybrid
 from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")

@@ -22,9 +22,9 @@ from haarkv.models.catalog import load_model
 from haarkv.models.text import load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.faults.base import reordered
 from haarkv.validation.layers import runner
 from haarkv.validation.layers.chance import expected, stored_differently
-from haarkv.validation.layers.faults import reordered
 from haarkv.validation.layers.ledger import Ledger
 from haarkv.validation.layers.parts import parts_of
 from haarkv.validation.layers.runner import validate

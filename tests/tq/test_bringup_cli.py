@@ -22,7 +22,7 @@ from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bringup import environment
 from haarkv.validation.bringup.result import RUNGS
 from haarkv.validation.bringup.workbench import Workbench
-from haarkv.validation.layers.faults import table_with
+from haarkv.validation.faults.base import table_with
 from haarkv.validation.layers.self_test import WholeLayers
 from tq.cli import main
 

@@ -21,7 +21,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import output_files
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import check_writable, write_whole
-from haarkv.validation.layers.faults import planted
+from haarkv.validation.faults.layer import planted
 from haarkv.validation.layers.report import ASCEND_COLUMNS
 
 # By hand: without --executor the reference is never compared with itself.
@@ -328,7 +328,7 @@ def piped(*args, reader="head -1", before=""):
 
 PLANT = (
     "from haarkv.executors import catalog; from haarkv.executors.reference import ReferenceExecutor; "
-    "from haarkv.validation.layers.faults import planted; class_of = catalog.class_of; "
+    "from haarkv.validation.faults.layer import planted; class_of = catalog.class_of; "
     "catalog.class_of = lambda name: class_of('reference' if name == 'faulty' else name); "
     "catalog.NAMES += ('faulty',); catalog.ENTRIES['faulty'] = catalog.Entry(lambda model, device: ReferenceExecutor("
     "model, next(f for f in planted(model, 1) if f.name == 'zero output').table())); "

@@ -18,13 +18,13 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Blocks, dense, numbers_of, rounding_to, selected
 from haarkv.validation import bounds, validate
-from haarkv.validation.layers.block_faults import BlockFault, block_faults
+from haarkv.validation.faults.blocks import BlockFault, block_faults
+from haarkv.validation.faults.windows import WINDOWED, window_faults
 from haarkv.validation.layers.block_steps import NO_STEPS, BlockSteps, half_steps, remembering
 from haarkv.validation.layers.replay.case import judged
 from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.replay.shrink import OneRun, replay_of
 from haarkv.validation.layers.self_test import WholeLayers, self_test_of_blocks
-from haarkv.validation.layers.window_faults import WINDOWED, window_faults
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE
 

@@ -19,8 +19,8 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
+from haarkv.validation.faults.base import table_with
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts, with_extreme_scales
-from haarkv.validation.layers.faults import table_with
 from haarkv.validation.layers.report import joined
 
 CONFIG = resized(

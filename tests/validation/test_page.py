@@ -12,7 +12,8 @@ from small_models import SMALL, random_tokens, resized, small_model
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers.faults import planted, reordered
+from haarkv.validation.faults.base import reordered
+from haarkv.validation.faults.layer import planted
 from haarkv.validation.layers.page import About, page
 
 CONFIG = resized(SMALL, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64)

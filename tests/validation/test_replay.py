@@ -16,8 +16,8 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers.faults import planted, reordered, table_with
-from haarkv.validation.layers.learned_faults import LEARNED, planted_learned
+from haarkv.validation.faults.base import reordered, table_with
+from haarkv.validation.faults.layer import LEARNED, planted, planted_learned
 from haarkv.validation.layers.replay.case import capture, expected, judged, require_expected
 from haarkv.validation.layers.replay.file import dumps, load, loads
 from haarkv.validation.layers.replay.shrink import OneRun, fails_alike, replay_of, shrink

@@ -16,8 +16,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds, validate
+from haarkv.validation.faults.base import DRIVES, table_with
 from haarkv.validation.layers import slack
-from haarkv.validation.layers.faults import DRIVES, table_with
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.slack import as_numbers, nearer, of_op
 

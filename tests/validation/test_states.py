@@ -12,9 +12,9 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import bounds, validate
-from haarkv.validation.layers.delta_faults import delta_faults, small_hybrid
+from haarkv.validation.faults.base import DRIVES, table_with
+from haarkv.validation.faults.states import delta_faults, small_hybrid
 from haarkv.validation.layers.exercise import OTHER_STATE, STATE_READ, with_extreme_scales
-from haarkv.validation.layers.faults import DRIVES, table_with
 from haarkv.validation.layers.report import as_json, csv_rows
 from haarkv.validation.layers.self_test import self_test
 

@@ -19,10 +19,10 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds, validate
+from haarkv.validation.faults.base import DRIVES, reordered, table_with
+from haarkv.validation.faults.layer import LEARNED, planted, planted_learned
+from haarkv.validation.faults.model import forward_faults
 from haarkv.validation.layers.compare import ascend_metrics, compare_numbers, compare_stored, compare_vectors
-from haarkv.validation.layers.faults import DRIVES, planted, reordered, table_with
-from haarkv.validation.layers.learned_faults import LEARNED, planted_learned
-from haarkv.validation.layers.machine_faults import forward_faults
 from haarkv.validation.layers.page import About, page
 from haarkv.validation.layers.parts import poison
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json

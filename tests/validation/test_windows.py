@@ -21,14 +21,14 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
+from haarkv.validation.faults.base import DRIVES, Layer, reordered, table_with
+from haarkv.validation.faults.layer import slips
+from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
-from haarkv.validation.layers.faults import DRIVES, Layer, reordered, table_with
 from haarkv.validation.layers.parts import load, new_cache, put, quantized, read_as, snapshot, take
 from haarkv.validation.layers.replay.file import dumps, loads
 from haarkv.validation.layers.replay.shrink import OneRun, replay_of
-from haarkv.validation.layers.slips import slips
 from haarkv.validation.layers.two_parts import Parts
-from haarkv.validation.layers.window_faults import WINDOWED, merging, window_faults
 from haarkv.validation.layers.windows import (
     LONG,
     NOWHERE,

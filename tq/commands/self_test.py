@@ -38,8 +38,8 @@ def self_test(model: str | None, dtype: str | None, threads: int | None, as_json
     with unread_is_fine():
         options.set_threads(threads)
         from haarkv.executors.catalog import NAMES, block_types
-        from haarkv.validation.layers.block_faults import runner_of_blocks
-        from haarkv.validation.layers.delta_faults import small_hybrid
+        from haarkv.validation.faults.blocks import runner_of_blocks
+        from haarkv.validation.faults.states import small_hybrid
         from haarkv.validation.layers.self_test import self_test, self_test_of_blocks
 
         on_row, rows = None if as_json else _show_fault, []

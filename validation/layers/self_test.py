@@ -12,29 +12,18 @@ from itertools import cycle, islice
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.layers.block_faults import BlockFault, block_faults, runner_of_blocks
-from haarkv.validation.layers.delta_faults import delta_faults, delta_layers
+from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered
+from haarkv.validation.faults.blocks import BlockFault, block_faults, runner_of_blocks
+from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, scaled_stages, slips
+from haarkv.validation.faults.model import forward_faults
+from haarkv.validation.faults.states import delta_faults, delta_layers
+from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
 from haarkv.validation.layers.forced import Known
-from haarkv.validation.layers.faults import (
-    DRIVES,
-    Fault,
-    Layer,
-    WholeLayers,
-    one_side,
-    other,
-    planted,
-    reordered,
-)  # fmt: skip
-from haarkv.validation.layers.learned_faults import LEARNED, planted_learned
-from haarkv.validation.layers.machine_faults import LONGEST, forward_faults, layer_faults, long_faults
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.slips import larger, slips, steeper
 from haarkv.validation.layers.two_parts import Parts
-from haarkv.validation.layers.window_faults import WINDOWED, merging, window_faults
 
 __all__ = ["WholeLayers", "first_layers", "self_test", "sensitivity"]
 
@@ -101,7 +90,7 @@ def self_test(
     part: slice = slice(None),
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
-    """Plant faults in the middle layer of each model, and validate: `faults`, `slips`, `machine_faults` and `window_faults`.
+    """Plant faults in the middle layer of each model, and validate: `validation.faults`.
 
     Faults in learned coordinates are planted in made-up ones.
 
@@ -110,8 +99,8 @@ def self_test(
             layer.
         prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
-        part: of the slips, of the faults of machines, and of those in windows.
-        kv: format of 16 levels that faults of `faults` and `slips` are planted in; if it is another, they alone are.
+        part: of the slips, and of those in windows, long prompts and whole forwards.
+        kv: format of 16 levels that `planted` and `slips` are planted in; if it is another, they alone are.
     """
     rows = []
 
@@ -135,7 +124,6 @@ def self_test(
                 [
                     *planted(model, layer),
                     *slips(model, layer)[part],
-                    *(layer_faults(model, layer)[part] if kv == "tq4" else []),
                 ],
             ),
             (_Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned"), planted_learned(model, layer)),
@@ -271,27 +259,3 @@ def _smallest(model: DecoderModel, setting: _Setting, driven: str, stage: str, s
         else:
             low, seen, found = middle + 1, 2.0**-middle, f"layer {first.layer} {first.stage}"
     return Sensitivity(dtype, driven, stage, seen, found)
-
-
-def scaled_stages(at: Layer) -> dict[str, Scaled]:
-    """What makes a stage's result larger by a factor, by its name."""
-
-    def norm(name: str) -> Scaled:
-        return lambda by: at.weighing(name, name, lambda x, w, eps: reference.rms_norm(x, w.float() * by, eps))[0]
-
-    def projection(name: str) -> Scaled:
-        return lambda by: at.projecting(name, name, lambda y: y * by)[0]
-
-    def storing(side: str) -> Scaled:
-        return lambda by: at.keeping(side, side, other(one_side(side, lambda x: x * by)))
-
-    norms = ("input_norm", "q_norm", "k_norm", "post_norm")
-    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    makers = dict.fromkeys(norms, norm) | dict.fromkeys(projections, projection)
-    return {name: make(name) for name, make in makers.items() if at.weight(name) is not None} | {
-        "store_kv.k": storing("k"),
-        "store_kv.v": storing("v"),
-        "paged_attention": lambda by: at.attending("attention", larger(by)),
-        "paged_attention, one KV head": lambda by: at.attending("attention", larger(by, at.last_head)),
-        "softmax scale": lambda by: at.attending("attention", steeper(by)),
-    }

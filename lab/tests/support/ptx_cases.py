@@ -41,7 +41,7 @@ from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
-from haarkv.validation.layers.delta_faults import small_hybrid
+from haarkv.validation.faults.states import small_hybrid
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.blocks import Product
 from haarkv.validation.ops.cases import Attention, Store

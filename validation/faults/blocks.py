@@ -18,7 +18,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight
-from haarkv.validation.layers.faults import DRIVES, Fault
+from haarkv.validation.faults.base import DRIVES, Fault
 
 Wrong = Callable[[Tensor], None]
 """Spoils the blocks [rows, blocks, bytes] of a weight in place."""

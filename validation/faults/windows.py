@@ -13,10 +13,20 @@ from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.layers.faults import PACKED, Asked, Attend, Fault, Given, K, Keep, Layer, Spoil, Store, one_side, other
-from haarkv.validation.layers.machine_faults import cut_off
+from haarkv.validation.faults.base import Call, Fault, K, Layer, Wrong
+from haarkv.validation.faults.ops import (
+    PACKED,
+    Keep,
+    Spoil,
+    by_head,
+    cut_off,
+    keeping,
+    last_positions,
+    one_side,
+    other,
+    stored,
+)
 from haarkv.validation.layers.parts import Stored, parts_of, put, read_as, take, token_rows
-from haarkv.validation.layers.slips import last_positions
 from haarkv.validation.layers.two_parts import Parts, in_parts
 from haarkv.validation.layers.windows import nowhere, twice, with_tail
 
@@ -49,17 +59,17 @@ def _stored(at: Layer) -> Iterator[Fault]:
         return x @ at.rotation
 
     def unwritten(which: str) -> Keep:
-        return lambda given: {name: fields for name, fields in _before(given).items() if name.startswith(which)}
+        return lambda call: {name: fields for name, fields in _before(call).items() if name.startswith(which)}
 
-    def last_head_unwritten(given: Given) -> Stored:
-        kept = given.parts()[k_in]
-        kept["data"][:, last] = _before(given)[k_in]["data"][:, last]
+    def last_head_unwritten(call: Call) -> Stored:
+        kept = stored(call)[k_in]
+        kept["data"][:, last] = _before(call)[k_in]["data"][:, last]
         return {k_in: kept}
 
-    def restored(given: Given) -> Stored:
-        packed, parts = given.parts(), parts_of(given.cache, given.layer)[:2]
-        pair = [part.kv_format.dequantize(by_token(packed[part.side]), given.layer).transpose(0, 1) for part in parts]
-        return other(lambda *_: (pair[0], pair[1]), "window")(given)
+    def restored(call: Call) -> Stored:
+        packed, parts = stored(call), parts_of(call.cache, call.layer)[:2]
+        pair = [part.kv_format.dequantize(by_token(packed[part.side]), call.layer).transpose(0, 1) for part in parts]
+        return other(lambda *_: (pair[0], pair[1]), "window")(call)
 
     spoilt: dict[str, tuple[str, Spoil]] = {
         "K of the window rotated": (k_in, rotated), "V of the window rotated": (v_in, rotated),
@@ -67,27 +77,27 @@ def _stored(at: Layer) -> Iterator[Fault]:
         "V of the window 0.4 % too long": (v_in, lambda v: v * (1 + 2.0**-8)), "K of the sinks rotated": (k_sink, rotated),
     }  # fmt: skip
     for name, (part, spoil) in spoilt.items():
-        yield at.keeping(name, part, other(one_side(part[-1], spoil), part))
-    yield at.keeping("K and V of the window exchanged", k_in, other(lambda k, v: (v, k), "window"))
-    yield at.keeping("the window holds what was packed", k_in, restored)
-    yield at.keeping("the window is not written", k_in, unwritten("window"))
-    yield at.keeping("sinks are not written", k_sink, unwritten("sink"))
+        yield at.storing(name, part, keeping(other(one_side(part[-1], spoil), part)))
+    yield at.storing("K and V of the window exchanged", k_in, keeping(other(lambda k, v: (v, k), "window")))
+    yield at.storing("the window holds what was packed", k_in, keeping(restored))
+    yield at.storing("the window is not written", k_in, keeping(unwritten("window")))
+    yield at.storing("sinks are not written", k_sink, keeping(unwritten("sink")))
     if last:
-        yield at.keeping("K of the window of the last KV head is not written", k_in, last_head_unwritten, last)
+        yield at.storing("K of the window of the last KV head is not written", k_in, keeping(last_head_unwritten), last)
 
 
 def _moved(at: Layer) -> Iterator[Fault]:
     """What is packed is right, and vectors are kept in BF16 at other places."""
 
-    def writing(move: Move) -> Store:
-        def store(given: Given) -> None:
-            windows = given.cache.kept(given.layer)
-            pairs = [(kept, x.to(torch.bfloat16)) for kept, x in zip(windows, (given.k, given.v), strict=True) if kept]
+    def writing(move: Move) -> Wrong:
+        def store(call: Call) -> None:
+            windows = call.cache.kept(call.layer)
+            pairs = [(kept, x.to(torch.bfloat16)) for kept, x in zip(windows, (call.k, call.v), strict=True) if kept]
             before = [window.vectors.clone() for window, _ in pairs]
-            given.store()
+            call.again()
             for (window, x), vectors in zip(pairs, before, strict=True):
                 window.vectors.copy_(vectors)
-                move(window, given.batch, x)
+                move(window, call.batch, x)
 
         return store
 
@@ -132,21 +142,21 @@ def _one_sink_too_few(window: Kept, batch: Batch, x: Tensor) -> None:
     window.vectors[token_rows(batch)[gone], :, batch.positions[gone]] = kept
 
 
-def _before(given: Given) -> Stored:
+def _before(call: Call) -> Stored:
     """What the places of a batch's tokens hold."""
-    return take(given.cache, given.layer, given.batch)
+    return take(call.cache, call.layer, call.batch)
 
 
-def _late(given: Given) -> None:
+def _late(call: Call) -> None:
     """What a token leaves behind in its slot until then is what was there before."""
-    window, before = next((window for window in given.cache.kept(given.layer) if window), None), _before(given)
-    given.store()
+    window, before = next((window for window in call.cache.kept(call.layer) if window), None), _before(call)
+    call.again()
     if window:
-        inside, after = last_positions(given.batch) - given.batch.positions < window.tail, _before(given)
+        inside, after = last_positions(call.batch) - call.batch.positions < window.tail, _before(call)
         for part in PACKED:
             for name, tensor in after[part].items():
                 tensor[inside] = before[part][name][inside]
-        put(given.cache, given.layer, given.batch, {part: after[part] for part in PACKED})
+        put(call.cache, call.layer, call.batch, {part: after[part] for part in PACKED})
 
 
 # -- Who sees what -------------------------------------------------------------------------------------------------------
@@ -167,9 +177,9 @@ class _Other(Kept):
 def _looking(at: Layer, name: str, seen: Seen | None, read: Read | None = None, head: int | None = None) -> Fault:
     """Attention that sees its windows in another way; of one KV head, if it is one."""
 
-    def attend(asked: Asked) -> Tensor:
-        k, v = (_Other(window, seen, read) if window else None for window in asked.cache.kept(asked.layer))
-        wrong, right = asked.by_head(cache=read_as(asked.cache, asked.layer, windows=(k, v))), asked.by_head()
+    def attend(call: Call) -> Tensor:
+        k, v = (_Other(window, seen, read) if window else None for window in call.cache.kept(call.layer))
+        wrong, right = by_head(call, cache=read_as(call.cache, call.layer, windows=(k, v))), by_head(call)
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
 
     return at.attending(name, attend, head)
@@ -224,12 +234,12 @@ def _seen(at: Layer) -> Iterator[Fault]:
 Merge = Callable[[Parts], Tensor]
 
 
-def merging(merge: Merge) -> Attend:
+def merging(merge: Merge) -> Wrong:
     """Attention in two parts, in FP32, merged so; with `Parts.merged` it is right."""
 
-    def attend(asked: Asked) -> Tensor:
-        parts = in_parts(asked.q, asked.cache, asked.layer, asked.batch, asked.scale)
-        return asked.again() if parts is None else parts.ungrouped(merge(parts)).to(asked.q.dtype)
+    def attend(call: Call) -> Tensor:
+        parts = in_parts(call.q, call.cache, call.layer, call.batch, call.softmax_scale)
+        return call.again() if parts is None else parts.ungrouped(merge(parts)).to(call.q.dtype)
 
     return attend
 

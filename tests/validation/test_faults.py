@@ -1,0 +1,127 @@
+"""The table of planted faults: which there are, where each must be found, and that none of them changes nothing."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from block_weights import in_blocks
+from places import ROOT
+from small_models import SMALL, resized, small_config, small_model
+
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.formats.made_up import calibration
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.validation.faults.blocks import block_faults
+from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, slips
+from haarkv.validation.faults.model import forward_faults
+from haarkv.validation.faults.states import delta_faults, delta_layers, small_hybrid
+from haarkv.validation.faults.windows import WINDOWED, window_faults
+from haarkv.validation.layers.parts import snapshot
+from haarkv.validation.layers.self_test import first_layers
+
+FROZEN = json.loads((Path(__file__).parent / "faults.json").read_text(encoding="utf-8"))
+"""By group: layer, stages op by op, stages by whole layers (the first should be named), KV head, and the faults there."""
+TQ4 = KVSpec("tq4")
+LENGTHS = {"window": (90, 40), "long": (LONGEST, 9)}
+SMALL3 = resized(SMALL, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
+
+
+@cache
+def groups(dtype, of="tiny"):
+    """By name: a model, the cache that its faults need, and the faults of one of its layers."""
+    tiny, hybrid = first_layers(load_model("tiny", str(dtype).removeprefix("torch.")), 3), small_hybrid(dtype, 100)
+    if of == "small":
+        tiny = small_model(SMALL3, dtype=dtype)
+    blocks = in_blocks(
+        small_model(small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512), dtype=dtype)
+    )
+    heads, at = tiny.config.heads, 1
+    learned = KVSpec(LEARNED, calibration=calibration(3, heads.num_kv_heads, heads.head_dim))
+    return {
+        "attention": (tiny, TQ4, [*planted(tiny, at), *slips(tiny, at)]),
+        "long": (tiny, TQ4, long_faults(tiny, at)),
+        "forward": (tiny, TQ4, forward_faults(tiny)),
+        "window": (tiny, WINDOWED, window_faults(tiny, at)),
+        "learned": (tiny, learned, planted_learned(tiny, at)),
+        "states": (hybrid, TQ4, delta_faults(hybrid, delta_layers(hybrid)[-1])),
+        "blocks": (blocks, TQ4, list(block_faults(blocks, 1, "cpu"))),
+    }
+
+
+@pytest.mark.parametrize("group", FROZEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_fault_must_be_found_where_it_was_said_to_be(dtype, group):
+    places = {}
+    for fault in groups(dtype)[group][2]:
+        place = fault.layer, fault.stages("ops"), fault.stages("layers"), fault.head
+        places.setdefault(json.dumps(place), []).append(fault.name)
+    assert {place: sorted(names) for place, names in places.items()} == {
+        json.dumps(place): names for *place, names in FROZEN[group]
+    }
+
+
+def outcome(executor, model, spec, lengths):
+    """Logits of a prompt in chunks, a step, a verify of which one token stays, more steps and another sequence in the first
+    one's row; and what is stored then."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    states = {layer: replace(shape, versions=6) for layer, shape in config.state_shapes.items()}
+    held = PagedKVCache(spec.plan(config.num_layers), config.kv_shapes, num_blocks=8, states=states)
+    paging = PagedSequences(8, held.block_size)
+    ids, made = [paging.add() for _ in lengths], []
+
+    def run(batch):
+        tokens = torch.randint(config.vocab_size, (len(batch.positions),), generator=generator)
+        made.append(executor.head(executor.forward(tokens, batch, held)))
+
+    with torch.inference_mode():
+        for begin in range(0, max(lengths), 60):
+            rest = {ids[row]: min(60, length - begin) for row, length in enumerate(lengths) if length > begin}
+            run(paging.batch(list(rest), list(rest.values())))
+        run(paging.batch(ids, [1, 1]))
+        verify = Advance(held, paging, ids, [3, 3])
+        run(verify.batch)
+        verify.keep([1, 1])
+        for sequences in (ids, ids, ids, ids[1:]):
+            run(paging.batch(sequences, [1] * len(sequences)))
+        paging.free(ids[0])
+        run(paging.batch([paging.add()], [7]))
+    fields = [snapshot(held, layer) for layer in range(config.num_layers)]
+    return [*made, *(tensor for parts in fields for of in parts.values() for tensor in of.values())]
+
+
+@pytest.mark.parametrize("group", FROZEN)
+def test_every_fault_changes_something(group):
+    """In FP32, in what comes out or what is stored; else nothing could find it."""
+    model, spec, faults = groups(torch.float32, "small")[group]
+    lengths = LENGTHS.get(group, (9, 4))
+    right = CpuExecutor(model) if group == "blocks" else ReferenceExecutor(model)
+    expected = outcome(right, model, spec, lengths)
+    for fault in faults:
+        try:
+            other = outcome(fault.executor(model), model, spec, lengths)
+        except NonFiniteError:
+            continue
+        assert not all(map(torch.equal, expected, other)), fault.name
+
+
+def test_names_are_different_and_as_many_as_the_docs_say():
+    of = {group: faults for group, (_, _, faults) in groups(torch.float32).items()}
+    published, table = planted(groups(torch.float32)["attention"][0], 1), of["attention"]
+    every = published, table[len(published) :], [*of["long"], *of["forward"]], of["learned"], of["window"]
+    said = re.search(
+        r"(\d+) faults of code, (\d+) slips .*?(\d+) in long prompts.*?(\d+) in made-up learned.*?(\d+) in a tail and sinks",
+        (ROOT / "docs/validate.md").read_text(encoding="utf-8"), re.DOTALL,
+    )  # fmt: skip
+    assert [len(faults) for faults in every] == list(map(int, said.groups()))
+    names = [fault.name for faults in every for fault in faults]
+    assert len(set(names)) == len(names)

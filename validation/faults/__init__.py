@@ -1,0 +1,1 @@
+"""Planted faults: one table, by what is wrong and where it must be found."""

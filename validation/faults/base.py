@@ -1,0 +1,219 @@
+"""What a planted fault is, how it gets into the reference, and where a validation must find it.
+
+A fault changes ops of a table (`instead`), the model, or whole forwards (`Mistaken`). `ops` holds what an op may answer
+wrongly; `layer`, `model`, `windows`, `states` and `blocks` hold the faults by what can have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks import haar_rotation
+from haarkv.executors.base import Executor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import OpTable, arguments, with_ops
+
+K, V, OUT = "store_kv.k", "store_kv.v", "attention_mlp"
+Table = Mapping[str, Callable[..., Any]]
+
+
+# -- One op ----------------------------------------------------------------------------------------------------------------
+class Call(SimpleNamespace):
+    """One call of an op: what it is given, by the names of `OpTable`'s parameters, and `right`, the op itself."""
+
+    def again(self, **other: Any) -> Tensor:
+        """What the op answers where some of what it is given is other; None of `store_kv`."""
+        right, *given = (vars(self) | other).values()
+        return right(*given)  # type: ignore[no-any-return]
+
+
+Wrong = Callable[[Call], Any]
+"""What an op answers in place of what is right."""
+
+
+def instead(op: str, wrong: Wrong, where: Callable[[Call], bool] = lambda _: True) -> Table:
+    """An op of the reference that is wrong in some of its calls."""
+    right = getattr(reference, op)
+
+    def run(*args: Any) -> Any:
+        call = Call(right=right, **arguments(op, *args))
+        return wrong(call) if where(call) else right(*args)
+
+    return {op: run}
+
+
+def table_with(ops: Table) -> OpTable:
+    """The reference's op table with some of its ops replaced."""
+    return with_ops(cast(OpTable, reference), ops)
+
+
+def reordered() -> OpTable:
+    """No fault: the reference's ops with their FP32 sums taken in another order, as an honest executor takes them."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.double()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        back = (x[..., :half].flip(-1), weight[:, :half].flip(-1)), (x[..., half:].flip(-1), weight[:, half:].flip(-1))
+        return reference.linear(*back[0]) + reference.linear(*back[1])
+
+    return table_with({"rms_norm": rms_norm, "linear": linear})
+
+
+# -- Whole forwards --------------------------------------------------------------------------------------------------------
+Whole = Callable[["Mistaken", Tensor, Batch, PagedKVCache], Tensor]
+"""An executor's forward: hidden states [T, hidden]."""
+
+
+class Mistaken(ReferenceExecutor):
+    """The reference with a fault in it. It takes itself for an executor of the right model, as a faulty one does.
+
+    Args:
+        right: the model whose executor it says it is.
+        whole: a forward in place of the reference's.
+    Attributes:
+        notes: what such a forward remembers of earlier ones.
+    """
+
+    def __init__(self, right: DecoderModel, model: DecoderModel, ops: OpTable, whole: Whole | None = None) -> None:
+        super().__init__(model, ops)
+        self.config, self.model, self.notes = right.config, model, dict[int, int]()
+        self._whole = whole or ReferenceExecutor.forward
+
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+        return self._whole(self, token_ids, batch, cache)
+
+
+class WholeLayers:
+    """An executor as a fused one: its layers run whole, nobody sees its ops."""
+
+    ops = None
+
+    def __init__(self, executor: Executor) -> None:
+        self.name, self.config, self.device = executor.name, executor.config, executor.device
+        self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
+        self.compiled, self.supports, self.layers = executor.compiled, executor.supports, executor.layers
+        self.forward, self.head = executor.forward, executor.head
+        self.batches_alike, self.decode_step, self.weights = executor.batches_alike, executor.decode_step, executor.weights
+        self.blocks = executor.blocks
+
+    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+        return None
+
+
+DRIVES: Mapping[str, Callable[[Executor], Executor]] = {"ops": lambda executor: executor, "layers": WholeLayers}
+"""How an executor can be driven: its ops seen one by one, or its layers alone."""
+
+
+# -- A fault and its place ---------------------------------------------------------------------------------------------------
+OF_DELTA = ("in_proj_z", "gated_delta", "delta_norm", "delta_gate", "out_proj")
+"""Stages of a layer of Gated DeltaNet alone."""
+_BEHIND = ("post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj")
+SEEN_AS = {
+    K: ("input_norm", "k_proj", "k_norm", "k_rope", K),
+    V: ("input_norm", "v_proj", V),
+    OUT: ("q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", *OF_DELTA, *_BEHIND),
+    "conv_state": ("in_proj_qkv", "in_proj_qkvz", "conv_state"),
+    "delta_state": ("in_proj_a", "in_proj_b", "in_proj_ba", "state_read", "convolution", "decay", "beta", "delta_state"),
+    "head": ("final_norm", "forward"),
+}  # fmt: skip
+"""What may be wrong where layers can only be run whole, by the stage that shows it; any other stage shows itself."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way of being wrong.
+
+    Attributes:
+        name: what is wrong, in words.
+        layer: the first layer in which it shows; None for what is around them.
+        stage: the op that is wrong, as a recorded op table shows it.
+        ops: what replaces the reference's ops.
+        model: what replaces the model, where its shapes or tables are wrong.
+        head: the KV head that is wrong, if it is one.
+        also: other stages that may be named where several are wrong.
+        whole: as in `Mistaken`.
+    """
+
+    name: str
+    layer: int | None
+    stage: str
+    ops: Table = field(default_factory=dict)
+    model: DecoderModel | None = None
+    head: int | None = None
+    also: tuple[str, ...] = ()
+    whole: Whole | None = None
+
+    @property
+    def seen_as(self) -> str:
+        """The stage that shows it where only whole layers can be run."""
+        return next((shown for shown, wrong in SEEN_AS.items() if self.stage in wrong), self.stage)
+
+    def table(self) -> OpTable:
+        """The reference's op table with this fault in it."""
+        return table_with(self.ops)
+
+    def executor(self, model: DecoderModel, drive: str = "ops") -> Executor:
+        """The reference of a model with this fault in it, driven as a key of `DRIVES` says."""
+        return DRIVES[drive](Mistaken(model, self.model or model, self.table(), self.whole))
+
+    def stages(self, drive: str) -> tuple[str, ...]:
+        """The stages that may be named, the one that should be first."""
+        return (self.stage if drive == "ops" else self.seen_as, *self.also)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The layer that faults are put into; weights by the last part of their field's name."""
+
+    model: DecoderModel
+    index: int
+
+    def weight(self, name: str) -> Tensor | None:
+        """A weight as it is stored; None where the family has none of that name."""
+        named = self.model.weights.layers[self.index].named()
+        return next((cast(Tensor, tensor) for field, _, tensor in named if field.split(".")[-1] == name), None)
+
+    @property
+    def rotation(self) -> Tensor:
+        """[D, D] fp32."""
+        return haar_rotation(self.index, self.model.config.heads.head_dim).float()
+
+    @property
+    def last_head(self) -> int:
+        """The last KV head."""
+        return self.model.config.heads.num_kv_heads - 1
+
+    def instead(self, op: str, wrong: Wrong) -> Table:
+        """An op that is told the layer's number is wrong in this layer alone."""
+        return instead(op, wrong, lambda call: call.layer == self.index)
+
+    def weighing(self, name: str, weight: str, wrong: Wrong, also: tuple[str, ...] = ()) -> list[Fault]:
+        """`rms_norm` or `linear` by one weight is wrong; none where the family has no such weight."""
+        op, there = "rms_norm" if weight.endswith("norm") else "linear", self.weight(weight)
+        table = instead(op, wrong, lambda call: call.weight is there)
+        return [] if there is None else [Fault(name, self.index, weight, table, also=also)]
+
+    def projecting(self, name: str, weight: str, spoil: Callable[[Tensor], Tensor]) -> list[Fault]:
+        """The result of `linear` by one weight is wrong; none where the family has no such weight."""
+        return self.weighing(name, weight, lambda call: spoil(call.again()))
+
+    def attending(self, name: str, attend: Wrong, head: int | None = None) -> Fault:
+        """Attention is wrong."""
+        return Fault(name, self.index, "paged_attention", self.instead("paged_attention", attend), head=head)
+
+    def storing(self, name: str, where: str, store: Wrong, head: int | None = None) -> Fault:
+        """Storing is wrong."""
+        return Fault(name, self.index, where, self.instead("store_kv", store), head=head)

@@ -1,0 +1,239 @@
+"""Faults of a layer that attends, each in one layer: its ops, what it stores, and the tables that it is given.
+
+The self-test plants them and looks whether the validator finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from haarkv.codebooks import haar_rotation
+from haarkv.codebooks.haar import SEED
+from haarkv.codebooks.learned import EIGHTHS
+from haarkv.models.base import DecoderModel
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats.base import by_token
+from haarkv.tq_ops.formats.learned import LearnedFormat
+from haarkv.tq_ops.formats.made_up import calibration
+from haarkv.tq_ops.formats.rotated import Coordinates
+from haarkv.validation.faults.base import Call, Fault, K, Layer, Table, V, Wrong, instead
+from haarkv.validation.faults.model import rounded_positions, wrong_models
+from haarkv.validation.faults.ops import (
+    ATTENTION,
+    LINEAR,
+    NORM,
+    ROPE,
+    STORE,
+    SWIGLU,
+    Spoil,
+    keeping,
+    larger,
+    one_side,
+    other,
+    other_block,
+    steeper,
+)
+from haarkv.validation.layers.parts import Stored, read_as
+
+NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj")
+PUBLISHED = (
+    "a transposed rotation", "swapped nibbles", "K stored as V", "a slot off by one", "zero output", "random K codes",
+    "another layer's rotation", "the first two of five Q heads corrupted", "K and V not written", "one NaN",
+)  # fmt: skip
+LONGEST = 262
+"""Tokens of a prompt in which every fault of `long_faults` shows: positions of nine bits, and three blocks."""
+_BITS = 4
+LEARNED = f"k=lr{_BITS},v=tq4"
+"""Formats for faults in learned coordinates."""
+
+
+def planted(model: DecoderModel, layer: int) -> list[Fault]:
+    """Every published fault there is, for a cache in a format of 16 levels.
+
+    Args:
+        model: which a faulty op recognises the layer by.
+        layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
+    """
+    at, sequential = Layer(model, layer), _sequential(model.config.heads.head_dim)
+    return [
+        *_of_cache(at, PUBLISHED),
+        Fault("rotations seeded in sequence", 1, K, sequential),
+        *at.projecting("an MLP left out", "down_proj", torch.zeros_like),
+    ]
+
+
+def slips(model: DecoderModel, layer: int) -> list[Fault]:
+    """Every other one that a hundred tokens show; two sequences of them.
+
+    Args:
+        layer: the one that they are put into; those of the model's config are in every layer, and show first in layer 0.
+    """
+    at = Layer(model, layer)
+    of_cache = _of_cache(at, [name for name in (*ATTENTION, *STORE) if name not in PUBLISHED])
+    return [*_norms(at), *_projections(at), *_everywhere(at), *of_cache, *wrong_models(model, layer)]
+
+
+def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
+    """Those that a prompt of `LONGEST` tokens shows, in a cache of a scale a vector; arguments as of `slips`."""
+    at = Layer(model, layer)
+    return [
+        rounded_positions(model),
+        *(at.attending(f"{'KV'[side]}'s scales are read from the block before", other_block(side)) for side in (0, 1)),
+    ]
+
+
+def scaled_stages(at: Layer) -> dict[str, Callable[[float], Fault]]:
+    """What makes a stage's result larger by a factor, by its name."""
+
+    def weight(name: str) -> Callable[[float], Fault]:
+        return lambda by: at.weighing(name, name, lambda call: (call.again().float() * by).to(call.x.dtype))[0]
+
+    def norm(name: str) -> Callable[[float], Fault]:
+        return lambda by: at.weighing(name, name, lambda call: call.again(weight=call.weight.float() * by))[0]
+
+    def storing(side: str) -> Callable[[float], Fault]:
+        return lambda by: at.storing(side, side, keeping(other(one_side(side, lambda x: x * by))))
+
+    makers = dict.fromkeys(NORMS, norm) | dict.fromkeys((*PROJECTIONS, "down_proj"), weight)
+    return {name: make(name) for name, make in makers.items() if at.weight(name) is not None} | {
+        "store_kv.k": storing("k"),
+        "store_kv.v": storing("v"),
+        "paged_attention": lambda by: at.attending("attention", larger(by)),
+        "paged_attention, one KV head": lambda by: at.attending("attention", larger(by, -1)),
+        "softmax scale": lambda by: at.attending("attention", steeper(by)),
+    }
+
+
+# -- Ops -------------------------------------------------------------------------------------------------------------------
+def _of_cache(at: Layer, names: Sequence[str]) -> Iterator[Fault]:
+    """Storing and attention; what is about one of several KV heads needs several, and those in turn several queries each."""
+    heads = at.model.config.heads
+    for name in names:
+        if ("KV head" in name and heads.num_kv_heads == 1) or ("in turn" in name and heads.num_heads == heads.num_kv_heads):
+            continue
+        head = at.last_head if "the last KV head" in name else None
+        if name in STORE:
+            yield at.storing(name, *STORE[name], head)
+        else:
+            yield at.attending(name, ATTENTION[name], head)
+
+
+def _norms(at: Layer) -> Iterator[Fault]:
+    only = {"takes the mean away": ("input_norm",), "cut off, not rounded": ("input_norm", "post_norm")}
+    for words, wrong in NORM.items():
+        for name in only.get(words, NORMS):
+            # K is normed again, so the length that this takes away shows in V.
+            also = (V,) if (name, words) == ("input_norm", "cut off, not rounded") else ()
+            yield from at.weighing(f"{name} {words}", name, wrong, also)
+
+
+def _projections(at: Layer) -> Iterator[Fault]:
+    # Where Q and K are normed, their length does not matter.
+    free = tuple(name for name in PROJECTIONS if at.weight(f"{name[0]}_norm") is None)
+    only = {
+        " 1 % too large": (*free, "down_proj"),
+        "'s result rounded to BF16": PROJECTIONS[1:3],
+        "'s sums kept in BF16": ("o_proj",),
+    }
+    for words, wrong in LINEAR.items():
+        for name in only.get(words, PROJECTIONS):
+            yield from at.weighing(f"{name}{words}", name, wrong)
+    k, v, heads = at.weight("k_proj"), at.weight("v_proj"), at.last_head + 1
+    if k is not None and v is not None:
+        exchanged = instead(
+            "linear",
+            lambda call: call.again(weight=v if call.weight is k else k),
+            lambda call: call.weight is k or call.weight is v,
+        )
+        yield Fault("k_proj and v_proj exchanged", at.index, "k_proj", exchanged)
+    if heads > 1:
+        orders: dict[str, tuple[str, Spoil]] = {
+            "k_proj: KV heads in another order": ("k_proj", lambda y: y.view(len(y), heads, -1).roll(1, 1).flatten(1)),
+            "v_proj: KV heads in another order": ("v_proj", lambda y: y.view(len(y), heads, -1).roll(1, 1).flatten(1)),
+            "V's heads and coordinates exchanged": ("v_proj", lambda y: y.view(len(y), -1, heads).mT.flatten(1)),
+        }
+        for name, (weight, spoil) in orders.items():
+            yield from at.projecting(name, weight, spoil)
+
+
+def _everywhere(at: Layer) -> Iterator[Fault]:
+    """In every layer: RoPE of Q or of K, which differ by their heads, and the MLP's product."""
+    heads = at.model.config.heads
+    if heads.num_heads != heads.num_kv_heads:
+        for letter, count in (("Q", heads.num_heads), ("K", heads.num_kv_heads)):
+            for name, wrong in ROPE.items():
+                table = instead("rope", wrong, lambda call, count=count: call.x.shape[1] == count)  # type: ignore[misc]
+                yield Fault(f"{name}, of {letter}", 0, f"{letter.lower()}_rope", table)
+    for name, wrong in SWIGLU.items():
+        yield Fault(name, 0, "silu_mul", instead("silu_mul", wrong))
+
+
+def _sequential(dim: int) -> Table:
+    """One generator drew all layers' rotations in turn, so that every layer but the first has another one. It goes both ways:
+    the output stays right."""
+
+    @cache
+    def there(layer: int) -> Tensor:
+        generator = torch.Generator().manual_seed(SEED)
+        gaussian = [torch.randn(dim, dim, generator=generator) for _ in range(layer + 1)][-1]
+        q, r = torch.linalg.qr(gaussian.double())
+        rotation: Tensor = (q * torch.diag(r).sign()).to(torch.bfloat16).float()
+        return rotation @ haar_rotation(layer, dim).float().T
+
+    def attend(call: Call) -> Tensor:
+        matrix = there(call.layer)
+        out = call.again(q=(call.q.float() @ matrix).to(call.q.dtype)).float() @ matrix.T
+        return out.to(call.q.dtype)
+
+    def later(call: Call) -> bool:
+        return bool(call.layer > 0)
+
+    store = instead("store_kv", lambda call: call.again(k=call.k @ there(call.layer), v=call.v @ there(call.layer)), later)
+    return {**store, **instead("paged_attention", attend, later)}
+
+
+# -- Learned coordinates -----------------------------------------------------------------------------------------------------
+def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
+    """Faults in what was learned, where keys are stored and where they are read, for a cache in `LEARNED` of made-up
+    coordinates; arguments as of `planted`."""
+    heads, at = model.config.heads, Layer(model, layer)
+    assert heads.num_kv_heads > 1, "heads can be exchanged where there are two"
+    right, v = formats.parse(LEARNED, calibration(model.config.num_layers, heads.num_kv_heads, heads.head_dim))
+    assert isinstance(right, LearnedFormat), "its keys are learned"
+
+    def storing(wrong: LearnedFormat) -> Wrong:
+        def keep(call: Call) -> Stored:
+            k = wrong.as_stored(call.k.transpose(0, 1), call.layer, call.batch.positions)
+            return {"k": by_token(wrong.quantize(k, call.layer))}
+
+        return keeping(keep)
+
+    def reading(wrong: LearnedFormat) -> Wrong:
+        return lambda call: call.again(cache=read_as(call.cache, call.layer, formats=(wrong, v)))
+
+    wrong = {name: right.altered(change) for name, change in _LEARNED.items()}
+    return [
+        *(at.storing(name, K, storing(of)) for name, of in wrong.items()),
+        *(at.attending(f"{name} in attention", reading(of)) for name, of in wrong.items() if name.startswith("two ")),
+        at.attending("rows transposed", reading(wrong["coordinates transposed"])),
+    ]
+
+
+def _swapped_eighths(right: Coordinates) -> Coordinates:
+    """The first and the second: levels of 6 and 5 bits."""
+    places = torch.arange(right.mean.shape[1]).view(EIGHTHS, -1)[[1, 0, *range(2, EIGHTHS)]].flatten()
+    return replace(right, forward=right.forward[..., places], rows=right.rows[:, places])
+
+
+_LEARNED: dict[str, Callable[[Coordinates], Coordinates]] = {
+    "two heads' matrices exchanged": lambda c: replace(c, forward=c.forward.roll(1, 0), rows=c.rows.roll(1, 0)),
+    "the mean left out": lambda c: replace(c, mean=torch.zeros_like(c.mean)),
+    "two eighths' coordinates swapped": _swapped_eighths,
+    "coordinates transposed": lambda c: replace(c, forward=c.forward.mT.contiguous(), rows=c.rows.mT.contiguous()),
+}

@@ -1,0 +1,318 @@
+"""What an op may answer wrongly, by op and in words: slips of the pen, published bugs, and what bringing up a machine meets.
+
+Rows are of the op alone. `layer` puts them into one layer of a model; the contract of op tables into the op itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from haarkv.codebooks import haar_rotation
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.validation.faults.base import Call, K, V, Wrong
+from haarkv.validation.layers.parts import Stored, put, quantized, read_as
+
+PACKED = ("k", "v")
+Spoil = Callable[[Tensor], Tensor]
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""K and V [T, Hkv, D] fp32 in place of the right ones."""
+Keep = Callable[[Call], Stored]
+"""What a layer stores in place of what is right, by part; parts that it leaves out are right."""
+
+
+# -- Numbers ---------------------------------------------------------------------------------------------------------------
+def rounded(x: Tensor) -> Tensor:
+    """To BF16, as FP32."""
+    return x.bfloat16().float()
+
+
+def cut_off(x: Tensor) -> Tensor:
+    """The BF16 number next to each number [...] towards zero, as FP32: what is left if the lower half is dropped."""
+    return (x.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
+
+
+def rotation_of(call: Call) -> Tensor:
+    """[D, D] fp32, of the layer that a call is for."""
+    return haar_rotation(call.layer, call.cache.shape(call.layer).head_dim).float()
+
+
+def _heads(call: Call) -> int:
+    """KV heads."""
+    return int(call.cache.shape(call.layer).num_kv_heads)
+
+
+def _in_bf16(call: Call) -> Tensor:
+    """A sum that goes back to an accumulator in BF16 after every 16 products."""
+    sums = torch.zeros(len(call.x), len(call.weight))
+    for x, weight in zip(torch.split(call.x, 16, -1), torch.split(call.weight, 16, -1), strict=True):
+        sums = rounded(sums + call.again(x=x.contiguous(), weight=weight.contiguous()))
+    return sums
+
+
+def _interleaved(call: Call) -> Tensor:
+    pairs = call.x.view(*call.x.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
+    turned = call.again(x=pairs).view(*call.x.shape[:2], 2, -1)
+    return turned.transpose(-1, -2).flatten(-2)
+
+
+# -- Storing ---------------------------------------------------------------------------------------------------------------
+def stored(call: Call, k: Tensor | None = None, v: Tensor | None = None, rotated_as: int | None = None) -> Stored:
+    """What every part would hold; of other K and V, or by another layer's rotation."""
+    k, v = call.k if k is None else k, call.v if v is None else v
+    return quantized(call.cache, call.layer, call.batch, k, v, rotated_as)
+
+
+def keeping(keep: Keep) -> Wrong:
+    """Storing in which some parts of what is stored are wrong."""
+
+    def store(call: Call) -> None:
+        kept = keep(call)
+        call.again()
+        put(call.cache, call.layer, call.batch, kept)
+
+    return store
+
+
+def other(change: Change, parts: str | tuple[str, ...] = PACKED) -> Keep:
+    """Parts whose names begin so hold other K and V."""
+    return lambda call: {
+        name: fields for name, fields in stored(call, *change(call.k, call.v)).items() if name.startswith(parts)
+    }
+
+
+def one_side(side: str, spoil: Spoil, head: int = 0) -> Change:
+    """K or V otherwise, from one of its heads on; the last is -1."""
+
+    def change(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        pair = {"k": k.clone(), "v": v.clone()}
+        pair[side][:, head:] = spoil(pair[side][:, head:])
+        return pair["k"], pair["v"]
+
+    return change
+
+
+def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
+    """Codes of K or V spoilt, which is told whether each level has a byte of its own."""
+
+    def keep(call: Call) -> Stored:
+        parts, dim = stored(call), call.k.shape[-1]
+        return {
+            side: parts[side] | {"codes": spoil(parts[side]["codes"], parts[side]["codes"].shape[-1] == dim)} for side in sides
+        }
+
+    return keep
+
+
+def _swapped(codes: Tensor, byte_a_level: bool) -> Tensor:
+    """Nibbles hold the vector's halves; where a level has a byte of its own, these are exchanged."""
+    return codes.roll(codes.shape[-1] // 2, -1) if byte_a_level else codes >> 4 | codes << 4
+
+
+def _random(codes: Tensor, byte_a_level: bool) -> Tensor:
+    drawn = torch.randint(256, codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return drawn & 15 if byte_a_level else drawn
+
+
+def _steps(side: str, steps: int) -> Keep:
+    """Scales so many FP16 steps off; an FP32 norm by as much."""
+
+    def keep(call: Call) -> Stored:
+        fields = stored(call)[side]
+        for name, scale in fields.items():
+            if scale.dtype == torch.float16:
+                fields[name] = (scale.contiguous().view(torch.int16) + steps).view(torch.float16)
+            elif name == "norm":
+                fields[name] = (scale.contiguous().view(torch.int32) + (steps << 13)).view(torch.float32)
+        return {side: fields}
+
+    return keep
+
+
+def _no_number(call: Call) -> Stored:
+    fields = stored(call)["k"]
+    return {"k": fields | {"scale": torch.full_like(fields["scale"], torch.nan)}}
+
+
+def _back(call: Call, side: str, head: int = 0) -> Stored:
+    """One side as if it was not rotated: rotated back before it is stored."""
+    return other(one_side(side, lambda x: x @ rotation_of(call).T, head))(call)
+
+
+def _twice_back(call: Call) -> Stored:
+    """Rotated as usual, this is rotated by the transposed rotation."""
+    back = rotation_of(call).T @ rotation_of(call).T
+    return other(lambda k, v: (k @ back, v @ back))(call)
+
+
+def _direction(x: Tensor) -> Tensor:
+    length: Tensor = x.norm(dim=-1, keepdim=True)
+    return cut_off(x / length) * length
+
+
+def _next_slot(call: Call) -> None:
+    slots = (call.batch.slot_mapping + 1) % call.cache.num_slots
+    call.again(batch=replace(call.batch, slot_mapping=slots))
+
+
+def _of_side(side: str, where: str) -> dict[str, tuple[str, Wrong]]:
+    name = side.upper()
+    keeps: dict[str, Keep] = {
+        f"{name} 0.1 % too long": other(one_side(side, lambda x: x * 1.001)),
+        f"{name} rounded to BF16": other(one_side(side, rounded)),
+        f"{name} not rotated": lambda call: _back(call, side),
+        f"{name} of the last KV head not rotated": lambda call: _back(call, side, -1),
+        f"{name} of the last KV head negated": other(one_side(side, torch.neg, -1)),
+        f"every {name} scale one FP16 step too large": _steps(side, 1),
+        f"every {name} scale one FP16 step too small": _steps(side, -1),
+    }
+    return {words: (where, keeping(keep)) for words, keep in keeps.items()}
+
+
+STORE: Mapping[str, tuple[str, Wrong]] = {
+    "a transposed rotation": (K, keeping(_twice_back)),
+    "swapped nibbles": (K, keeping(_codes(_swapped, "kv"))),
+    "K stored as V": (V, keeping(other(lambda k, _: (k, k)))),
+    "a slot off by one": ("untouched_slots", _next_slot),
+    "random K codes": (K, keeping(_codes(_random, "k"))),
+    "another layer's rotation": (K, keeping(lambda call: stored(call, rotated_as=call.layer + 1))),
+    "K and V not written": (K, lambda _: None),
+    "K and V's directions cut off, not rounded": (K, keeping(other(lambda k, v: (_direction(k), _direction(v))))),
+    **_of_side("k", K),
+    **_of_side("v", V),
+}
+"""What `store_kv` may do wrong, and the stage that shows it. Codes are of 16 levels."""
+
+
+# -- Attention -------------------------------------------------------------------------------------------------------------
+def by_head(call: Call, **other: Any) -> tuple[Tensor, ...]:
+    """What attention answers where some of what it is given is other, each KV head's part by itself."""
+    return call.again(**other).chunk(_heads(call), 1)
+
+
+def larger(factor: float, head: int | None = None) -> Wrong:
+    """Attention that is so many times as large: all of it, or one KV head's part; the last is -1."""
+
+    def attend(call: Call) -> Tensor:
+        parts = [part.float() for part in by_head(call)]
+        for place in range(len(parts)) if head is None else [head]:
+            parts[place] = parts[place] * factor
+        return torch.cat(parts, 1).to(call.q.dtype)
+
+    return attend
+
+
+def steeper(factor: float) -> Wrong:
+    """Attention whose softmax scale is so many times as large."""
+    return lambda call: call.again(softmax_scale=call.softmax_scale * factor)
+
+
+def last_positions(batch: Batch) -> Tensor:
+    """[T]: the position of the last token of each token's sequence."""
+    return torch.repeat_interleave(batch.seq_lens - 1, batch.query_start_loc.diff()).to(batch.positions.dtype)
+
+
+def _seeing(more: int) -> Wrong:
+    """Attention whose queries stand `more` tokens further on; within their sequence."""
+
+    def attend(call: Call) -> Tensor:
+        positions = torch.minimum(call.batch.positions + more, last_positions(call.batch)).clamp(min=0)
+        return call.again(batch=replace(call.batch, positions=positions))
+
+    return attend
+
+
+def _dealt(call: Call) -> Tensor:
+    """Query head h is served by KV head h mod Hkv."""
+    tokens, heads = len(call.q), _heads(call)
+    q = call.q.view(tokens, -1, heads, call.q.shape[2]).transpose(1, 2).flatten(1, 2).contiguous()
+    out = call.again(q=q).view(tokens, heads, -1, call.q.shape[2])
+    return out.transpose(1, 2).flatten(1, 2).contiguous()
+
+
+def _first_two_heads(call: Call) -> Tensor:
+    out = call.again().clone()
+    grouped = out.view(out.shape[0], _heads(call), -1, out.shape[2])
+    grouped[:, :, :2] = grouped[:, :, :2].flip(-1)
+    return out
+
+
+def _one_nan(call: Call) -> Tensor:
+    out = call.again().clone()
+    out[-1, 0, 0] = torch.nan
+    return out
+
+
+def _a_thread_idle(call: Call) -> Tensor:
+    out = call.again().clone()
+    out[len(out) // 2 : 3 * len(out) // 4] = 0
+    return out
+
+
+def other_block(side: int) -> Wrong:
+    """Attention that reads the scales of each block of K (0) or V (1) but the first from the one before it."""
+
+    def attend(call: Call) -> Tensor:
+        cache, layer = call.cache, call.layer
+        pair = [cache.k_fields(layer), cache.v_fields(layer)]
+        scales = pair[side]["scale"].clone()
+        for blocks in cache.placed(layer, call.batch).block_table.long():
+            owned = blocks[blocks >= 0]
+            scales[owned[1:]] = pair[side]["scale"][owned[:-1]]
+        pair[side] = pair[side] | {"scale": scales}
+        return call.again(cache=read_as(cache, layer, fields=(pair[0], pair[1])))
+
+    return attend
+
+
+ATTENTION: Mapping[str, Wrong] = {
+    "zero output": lambda call: torch.zeros_like(call.q),
+    "the first two of five Q heads corrupted": _first_two_heads,
+    "one NaN": _one_nan,
+    "softmax scale left out": lambda call: call.again(softmax_scale=1.0),
+    "softmax scale 1/D": lambda call: call.again(softmax_scale=call.softmax_scale**2),
+    "softmax scale of half the head_dim": lambda call: call.again(softmax_scale=(call.q.shape[2] / 2) ** -0.5),
+    "softmax scale 0.1 % too large": steeper(1.001),
+    "attention 1 % too large": larger(1.01),
+    "attention of the last KV head 1 % too large": larger(1.01, -1),
+    "no causal mask": _seeing(10**6),
+    "one token too few is seen": _seeing(-1),
+    "one token too many is seen": _seeing(1),
+    "query heads dealt out to KV heads in turn": _dealt,
+    "query heads one off their KV head": lambda call: call.again(q=call.q.roll(-1, 1).contiguous()).roll(1, 1),
+    "attention's output left rotated": lambda call: (call.again().float() @ rotation_of(call)).to(call.q.dtype),
+    "attention's output cut off, not rounded": lambda call: cut_off(call.again(q=call.q.float())).to(call.q.dtype),
+    "a quarter of the rows is left to a thread that never runs": _a_thread_idle,
+}
+
+# -- Ops without a cache ---------------------------------------------------------------------------------------------------
+NORM: Mapping[str, Wrong] = {
+    "left out": lambda call: call.x,
+    "without its weight": lambda call: call.again(weight=torch.ones_like(call.weight)),
+    "with 1 + its weight": lambda call: call.again(weight=call.weight.float() + 1),
+    "takes the mean away": lambda call: call.again(x=call.x - call.x.float().mean(-1, True).to(call.x.dtype)),
+    "cut off, not rounded": lambda call: cut_off(call.again(x=call.x.float())).to(call.x.dtype),
+}
+LINEAR: Mapping[str, Wrong] = {
+    "'s result rounded to BF16": lambda call: rounded(call.again()),
+    " left out": lambda call: call.again() * 1e-3,
+    " 1 % too large": lambda call: call.again() * 1.01,
+    "'s sums kept in BF16": _in_bf16,
+}
+ROPE: Mapping[str, Wrong] = {
+    "RoPE left out": lambda call: call.x,
+    "RoPE turns the other way": lambda call: call.again(sin=-call.sin),
+    "RoPE of neighbours, not of halves": _interleaved,
+}
+SWIGLU: Mapping[str, Wrong] = {
+    "gate and up exchanged": lambda call: call.again(gate=call.up, up=call.gate),
+    "SiLU left out": lambda call: (call.gate * call.up).to(call.dtype),
+    "GELU in place of SiLU": lambda call: (functional.gelu(call.gate) * call.up).to(call.dtype),
+    "the MLP's product 1 % too large": lambda call: (functional.silu(call.gate) * call.up * 1.01).to(call.dtype),
+    "SwiGLU's product cut off, not rounded": lambda call: cut_off(call.again(dtype=torch.float32)).to(call.dtype),
+}
