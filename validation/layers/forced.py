@@ -16,7 +16,15 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.judge import Values, guilty_head, hidden_figures, in_whole, judge_strays, stored_figures, verdicts
+from haarkv.validation.layers.judge import (
+    Values,
+    guilty_head,
+    hidden_figures,
+    in_whole,
+    judge_strays,
+    stored_figures,
+    verdicts,
+)
 from haarkv.validation.layers.null import Figure, Null, Slips, Sums, collected, of_numbers
 from haarkv.validation.layers.parts import Stored, load, snapshot, take
 from haarkv.validation.layers.record import Call, replay

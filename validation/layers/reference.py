@@ -26,6 +26,7 @@ from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, heads_of,
 from haarkv.validation.layers.trial import Trial
 from haarkv.validation.layers.windows import without_unread
 
+
 class Reference:
     """Runs the reference and keeps what the candidate is held against.
 

@@ -17,7 +17,6 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.block_faults import BlockFault, block_faults, runner_of_blocks
 from haarkv.validation.layers.delta_faults import delta_faults, delta_layers
-from haarkv.validation.layers.forced import Known
 from haarkv.validation.layers.faults import (
     DRIVES,
     Fault,
@@ -28,6 +27,7 @@ from haarkv.validation.layers.faults import (
     planted,
     reordered,
 )  # fmt: skip
+from haarkv.validation.layers.forced import Known
 from haarkv.validation.layers.learned_faults import LEARNED, planted_learned
 from haarkv.validation.layers.machine_faults import LONGEST, forward_faults, layer_faults, long_faults
 from haarkv.validation.layers.report import Mode, Report

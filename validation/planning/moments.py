@@ -24,8 +24,8 @@ from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.stretches import STRETCH, Turns
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
-from haarkv.validation.layers.block_steps import remembering
 from haarkv.validation.layers.record import watched
+from haarkv.validation.layers.reference import remembering
 
 _TINY = 1e-300
 
