@@ -317,14 +317,6 @@ def comparing(total: int) -> Iterator[Callable[[object], None]]:
 
 
 @contextmanager
-def shrinking() -> Iterator[Callable[[], object]]:
-    """A count of attempts to make a failing layer smaller."""
-    with _bar("making the failing layer smaller, attempt {task.completed}") as bar:
-        task = bar.add_task("", total=None)
-        yield lambda: bar.advance(task)
-
-
-@contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
     """What is being done, on one line of stderr that the next replaces and "" clears; silent when stderr is not a terminal."""
     shown = err().is_terminal

@@ -30,7 +30,7 @@ from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
-from haarkv.validation.layers.block_steps import remembering
+from haarkv.validation.layers.reference import remembering
 from haarkv.validation.layers.record import watched
 
 NAME = "oscar2"

@@ -30,7 +30,7 @@ from tq.ranks import tensor_parallel
 @options.count("--steps", "Decode steps after the prefill.", 4, least=0)
 @options.file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
 @options.file("--html", "Write a page with plots.", "html_file")
-@options.file("--replay", "On failure, write the failing layer, shrunk, for `tq dev replay`.", "replay_file")
+@options.file("--replay", "On failure, write the failing layer for `tq dev replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
 @click.option(
     "--compare",
@@ -52,7 +52,7 @@ def command(context: click.Context, /, **given: Any) -> int:
     before (how do errors grow?). Without --executor, the fastest executor of this machine is compared. Without --prompt, some
     are chosen that exercise everything; with your own, the verdict says what they did not.
 
-    Exit code 0 if everything is within its bounds, 1 if not, 2 if nothing could be compared.
+    Exit code 0 if there is no fault, 1 if there is, 2 if nothing could be compared.
     """
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():

@@ -18,11 +18,11 @@ import click
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.layers.report import finite, row_cells
-from tq.output import print_table, shrinking, visible
+from tq.output import print_table, visible
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.page import About
-    from haarkv.validation.layers.replay.shrink import OneRun
+    from haarkv.validation.layers.replay.case import OneRun
     from haarkv.validation.layers.report import Report, Verdict
     from haarkv.validation.layers.two_runs import Change
 
@@ -76,9 +76,7 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: s
     rows = [
         ("verdict", (", " if report.passed else ": ").join(filter(None, (verdict, where)))),
         (what, describe(first) if first else "none: equal to the last bit"),
-        *([("explained by", " or ".join(first.causes))] if first and first.causes else []),
-        *([("may be wrong", ", ".join(first.stages))] if first and first.stages else []),
-        ("layers", f"{len(report.rows)} rows, {len(outside)} outside their bounds"),
+        ("layers", f"{len(report.rows)} rows, {len(outside)} outside what honest runs give"),
     ]
     if report.blocks:
         kinds = ", ".join(report.blocks)
@@ -103,7 +101,7 @@ _MOST_OUTSIDE = 4
 
 
 def print_rows(report: Report, verbose: bool) -> None:
-    """Every row, or only the first that are outside their bounds."""
+    """Every row, or only the first that are at fault."""
     outside = [row for row in report.rows if not row.passed]
     if shown := report.rows if verbose else outside[:_MOST_OUTSIDE]:
         cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in shown]
@@ -144,7 +142,7 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
     print_table(visible(f"{after} beside {before}"), [], rows)
     if found.changes:
         print_table(
-            "Errors as a share of their bounds",
+            "Largest figures, as a share of what honest runs allow",
             ["", "layer", "stage", "before", "after"],
             list(map(_change_row, found.changes)),
         )
@@ -161,18 +159,12 @@ def _change_row(change: Change) -> tuple[str, ...]:
 
 
 # -- A failing layer ---------------------------------------------------------------------------------------------------
-_SECONDS = 60.0
-"""To make a failing layer smaller in."""
-
-
 def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
-    """Write the failing layer, as small as it was found to fail; in words what was written, or why nothing was."""
-    from haarkv.validation.layers.replay.file import dumps
-    from haarkv.validation.layers.replay.shrink import replay_of
+    """Write the failing layer; in words what was written, or why nothing was."""
+    from haarkv.validation.layers.replay.file import dumps, replay_of
 
     try:
-        with shrinking() as on_try:
-            found = replay_of(runs, versions()[0], _SECONDS, on_try)
+        found = replay_of(runs, versions()[0])
     except InputError as error:
         return f"nothing was written: {error}"
     content = dumps(found)

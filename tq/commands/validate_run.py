@@ -15,8 +15,7 @@ from tq.output import comparing, compiling, loading, warn
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
     from haarkv.models.parallel import Ranks
-    from haarkv.validation.layers.replay.case import Make
-    from haarkv.validation.layers.replay.shrink import OneRun
+    from haarkv.validation.layers.replay.case import Make, OneRun
     from haarkv.validation.layers.report import Report
 
 
@@ -51,7 +50,7 @@ def validated(
         from haarkv.models.text import load_tokenizer
         from haarkv.validation.layers.exercise import chosen_prompts, with_extreme_scales
         from haarkv.validation.layers.ranks import follow, gathered
-        from haarkv.validation.layers.replay.shrink import OneRun
+        from haarkv.validation.layers.replay.case import OneRun
         from haarkv.validation.layers.report import joined
         from haarkv.validation.layers.runner import count_rows, validate
 
@@ -95,7 +94,7 @@ def validated(
 
     make = make_pair(reference, selected.name, device)
     with comparing(total) as on_row, gathered(on_trial, ranks, config, plan_here) as candidate:
-        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat, explains=_EXPLAINED)
+        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat)
         runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, make)]
         if scaled:
             other = with_extreme_scales(loaded, plan, scaled[0])
@@ -107,8 +106,6 @@ def validated(
 
 
 _SCALED_TOKENS = 24
-_EXPLAINED = 2
-"""Faulty layers whose causes are looked for."""
 
 
 def make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:

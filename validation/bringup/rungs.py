@@ -46,9 +46,9 @@ def store(bench: Workbench) -> Found:
         finding = Store(CacheCase(kv, bench.config.heads.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW)).check(table, device)
         compared += 2 * sum(_NEW) * _HEADS * bench.config.heads.head_dim
         if not finding.passed:
-            problem = finding.fault or f"a vector's length is off by {finding.error:.1e}, bound {finding.bound:.1e}"
+            problem = finding.fault or f"{finding.share:.2g} times what honest runs allow"
             return Found(False, f"{kv}: {problem}", compared, "levels", where=kv)
-        said.append(f"{kv}: no level unexplained, lengths within {finding.error:.1e} (bound {finding.bound:.1e})")
+        said.append(f"{kv}: levels and lengths at {100 * finding.share:.3g} % of what honest runs allow")
     return Found(True, f"{'; '.join(said)}; no other slot changed", compared, "levels")
 
 

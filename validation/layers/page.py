@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-import torch
-
 from haarkv.tq_ops.words import counted
 from haarkv.validation.html import SORTING, Bar, Line, distances, document, facts, plot, table
-from haarkv.validation.layers.judge import bounds_of
 from haarkv.validation.layers.report import LayerRow, Mode, Report, row_cells
 
 _WORDS: Mapping[Mode, str] = {"teacher-forced": "each layer alone", "free-running": "layers in a row"}
@@ -44,10 +41,10 @@ def page(report: Report, about: About) -> str:
 <h2>By layer, the worst of all forwards</h2>
 <p class="soft">Each layer alone (teacher-forced): it gets the reference's input and cache, so a bad point is that layer's own
 fault. Layers in a row (free-running): each gets what the executor made of the one before, so errors add up.</p>
-<div class="plots">{_match_plot(report)}{_cosine_plot(report)}</div>
+<div class="plots">{_share_plot(report)}{_match_plot(report)}{_cosine_plot(report)}</div>
 <h2>Tensors, each layer alone</h2>
-<p class="soft">The largest error of each op's result over all forwards, and how much of its bound that is: beyond 100 % it is
-a fault. Click on a column's head to sort.</p>
+<p class="soft">The worst figure of each op's result over all forwards, as a share of what honest runs of the reference allow:
+beyond 100 % it is a fault. Click on a column's head to sort.</p>
 {_tensor_table(report)}
 <h2>Logits, layers in a row</h2>
 {_logit_table(report)}
@@ -70,10 +67,6 @@ def _reason(report: Report) -> str:
     else:
         said = f"<p><strong>No fault.</strong> First difference: {where}: {found.reason}, no fault{head}, in "
     said += f"{found.phase} {found.step}.</p><p class='soft'>{escape(found.detail)}</p>"
-    if found.stages:
-        said += f"<p>It may be in any of: {escape(', '.join(found.stages))}.</p>"
-    if found.causes:
-        said += f"<p>What explains it: {escape('; '.join(found.causes))}.</p>"
     return said + _unexercised(report)
 
 
@@ -135,39 +128,38 @@ def _match_plot(report: Report) -> str:
 def _cosine_plot(report: Report) -> str:
     forced, free = _lines(report, "a", "", lambda row: 1 - row.hidden_cos)
     free = Line(free.name, "b", free.dashed, free.values)
-    bound = 1 - bounds_of(getattr(torch, report.dtype)).cosine
-    note = "How far the hidden state points away from the reference's. Lower is better; above the red line, a layer fails."
-    title = "1 − lowest cosine of a token's hidden state"
-    return distances(title, [forced, free], bound, "bound, each layer alone", note)
+    note = "How far the hidden state points away from the reference's. Lower is better."
+    return distances("1 − lowest cosine of a token's hidden state", [forced, free], None, "", note)
+
+
+def _share_plot(report: Report) -> str:
+    forced, free = _lines(report, "a", "", lambda row: row.share)
+    free = Line(free.name, "b", free.dashed, free.values)
+    note = "The worst figure of each layer, as a share of what honest runs allow; above the red line it is a fault."
+    return distances("Share of what honest runs allow", [forced, free], 1.0, "a fault from here on", note)
 
 
 # -- Tables ----------------------------------------------------------------------------------------------------------------
 def _tensor_table(report: Report) -> str:
     rows: list[list[str | Bar]] = [
-        [
-            s.stage, "–" if s.layer is None else str(s.layer), s.reason or "equal", Bar(s.share), f"{s.error:.2e}",
-            f"{s.bound:.2e}", f"{s.phase} {s.step}",
-        ]
+        [s.stage, "–" if s.layer is None else str(s.layer), s.reason or "equal", Bar(s.share), f"{s.phase} {s.step}"]
         for s in report.tensors
-    ]  # fmt: skip
-    columns = ["tensor", "layer", "found", "of its bound", "error", "bound", "forward"]
-    return table(columns, rows, 4, [s.fails or not s.error <= s.bound for s in report.tensors], sorts=True)
+    ]
+    columns = ["tensor", "layer", "found", "of what is allowed", "forward"]
+    return table(columns, rows, 4, [s.fails or not s.share <= 1 for s in report.tensors], sorts=True)
 
 
 def _sums(report: Report) -> str:
-    """Figures that only the whole run shows."""
+    """Figures of the whole run."""
     if not report.tests:
         return ""
-    rows = [
-        [
-            f"{t.stage}, {t.name}", t.drive, *("all" if place is None else str(place) for place in (t.layer, t.head)),
-            f"{t.value:.3g}", f"{t.bound:.3g}", "–" if t.share is None else f"{100 * t.share:.3g} %",
-        ]
+    rows: list[list[str | Bar]] = [
+        [f"{t.stage}, {t.figure}", t.drive, str(t.layer), "all" if t.head < 0 else str(t.head), Bar(t.share)]
         for t in report.tests
-    ]  # fmt: skip
-    columns = ["figure", "of", "layer", "KV head", "value", "rounding explains", "of its bound"]
-    bad = [t.share is not None and t.share > 1 for t in report.tests]
-    return f"<details><summary>Sums over the run: ties, bias, distance</summary>{table(columns, rows, 2, bad, True)}</details>"
+    ]
+    columns = ["figure", "of", "layer", "KV head", "of what is allowed"]
+    bad = [not t.share <= 1 for t in report.tests]
+    return f"<details><summary>Every figure over all forwards together</summary>{table(columns, rows, 2, bad, True)}</details>"
 
 
 def _logit_table(report: Report) -> str:

@@ -88,9 +88,9 @@ class LogitRow:
     predictions: int
 
 
-FOUND = ("phase", "step", "layer", "stage", "reason", "detail", "head", "stages", "causes")
+FOUND = ("phase", "step", "layer", "stage", "reason", "detail", "head")
 """What is written of a first divergence."""
-_MEASURED = ("stage", "error", "bound", "phase", "step", "layer", "reason")
+_MEASURED = ("stage", "share", "phase", "step", "layer", "reason")
 """What is written of each stage and tensor."""
 
 
@@ -100,13 +100,12 @@ class Verdict:
 
     Attributes:
         stage: the op; for a fused layer, the output that can be seen.
-        reason: "tie": a rotated value on a level boundary; "rounding": other bits, within the bounds; "fault": outside them;
-            "unstable": the executor differs from itself on the same inputs; None if there is not a bit of difference.
-        error, bound: the figure that comes nearest to its bound, and that bound.
+        reason: "tie": some levels differ, no more than those of honest runs; "rounding": other bits, as honest runs have;
+            "fault": more than that; "unstable": the executor differs from itself on the same inputs; None if there is not a
+            bit of difference.
+        error, bound: the figure that comes nearest to what honest runs allow, and that.
         detail: in words, with figures.
         head: the one KV head that is wrong, if it is one.
-        stages: the ops that may be wrong where a layer is one program; empty where `stage` is the op.
-        causes: what gives the executor's output when it is put into the reference, in words; the best first.
         phase, step, layer: where it was; no layer for the head and the whole forward.
     """
 
@@ -116,8 +115,6 @@ class Verdict:
     bound: float
     detail: str = ""
     head: int | None = None
-    stages: tuple[str, ...] = ()
-    causes: tuple[str, ...] = ()
     phase: str = ""
     step: int = 0
     layer: int | None = None
@@ -134,7 +131,7 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """The error divided by its bound; infinite if it is NaN."""
+        """The error divided by its bound, above 1 for a fault; infinite if it is NaN."""
         if self.reason is None and not self.error:
             return 0.0
         return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
@@ -197,11 +194,11 @@ class Report:
     """The result of a validation.
 
     Attributes:
-        passed: everything was compared and lies within `validation.bounds`.
+        passed: everything was compared, and nothing lies outside what honest runs of the reference give.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
         stages: of the teacher-forced run, in the order of a forward.
         tensors: the same, each layer's by itself.
-        tests: sums over the run: ties by rate, bias, distance from what is not rounded.
+        tests: every figure of each layer over all forwards together.
         blocks: types of quantised blocks that the executor multiplied with as they lie, which the reference restored.
         exercised, not_exercised: what the prompts reached and what they did not, in words, as `exercise.Exercise` finds it.
     """

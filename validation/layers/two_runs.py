@@ -13,9 +13,9 @@ from haarkv.tq_ops.input_files import read_json
 from haarkv.validation.layers.report import FAILS, Reason, Verdict
 
 FACTOR = 2.0
-"""Errors that differ by less are alike: another order of sums does as much."""
+"""Shares that differ by less are alike: another order of sums does as much."""
 _LEAST = 0.01
-"""Share of a bound below which an error is not worth a word."""
+"""Share of what honest runs allow below which it is not worth a word."""
 _ABOUT = ("candidate", "reference", "kv", "dtype", "prompt_tokens", "steps")
 
 Direction = Literal["better", "worse"]
@@ -28,7 +28,7 @@ class Change:
 
     Attributes:
         layer: None for the head and the whole forward.
-        before, after: share of its bound that the error is; infinite if it is not finite.
+        before, after: how many times what honest runs allow its worst figure is; infinite if it is not finite.
         found_before, found_after: "equal", "rounding", "tie", "unstable" or "fault".
     """
 
@@ -105,11 +105,10 @@ def _read(path: Path) -> tuple[Mapping[str, Any], _Tensors]:
         match entry:
             case {
                 "stage": str(stage), "layer": int() | None as layer, "reason": reason,
-                "error": int() | float() | None as error, "bound": int() | float() | None as bound,
+                "share": int() | float() | None as share,
             } if reason in (None, *get_args(Reason)):  # fmt: skip
                 # What JSON cannot write was not finite.
-                error, bound = math.nan if error is None else error, bound or 0.0
-                tensors[layer, stage] = Verdict(stage, reason, error, bound, layer=layer)
+                tensors[layer, stage] = Verdict(stage, reason, math.nan if share is None else share, 1.0, layer=layer)
             case _:
                 raise InputError(f"{path} is no report of `tq validate --json`: it has a tensor that is none")
     return raw, tensors

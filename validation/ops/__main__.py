@@ -76,7 +76,7 @@ def _test(tables: Sequence[Table], ops: Sequence[str], share: tuple[int, int], a
                     flush=True,
                 )
             elif not finding.passed:
-                why = finding.fault or f"error {finding.error:.2e}, at most {finding.bound:.2e} is allowed"
+                why = finding.fault or f"{finding.figure}: {finding.share:.3g} times what honest runs allow"
                 print(f"{table.name}: {case}: {why}", flush=True)
         if not as_json:
             print(f"{table.name}: {len(chosen) - wrong} of {len(chosen)} cases pass", flush=True)

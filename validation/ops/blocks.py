@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from haarkv.models.gguf_file import block_type_named
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks, numbers_of
-from haarkv.validation import bounds
-from haarkv.validation.layers.block_steps import BlockSteps, most
-from haarkv.validation.layers.judge import beside
-from haarkv.validation.ops.finding import Finding, changed, misshapen
+from haarkv.validation.layers.null import Sums, collected, of_numbers
+from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen
 
 _HALVES = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
@@ -71,24 +69,18 @@ class Product:
         return x.to(self.dtype).to(device), self.weight.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Each token's vector; beside the bound of sums in FP32 it may be off by what half a step of each x moves it."""
+        """Against the product in float64; honest runs round x to integers, 32 numbers at a time."""
         x, weight = self.arguments(device)
         before = x.clone()
-        ours, expected = table.linear(x, weight), _expected(self)
+        ours, (expected, runs) = table.linear(x, weight), _expected(self)
         fault = misshapen(ours, expected, torch.float32) or changed((x,), (before,))
         if fault is not None:
-            return Finding(0.0, 0.0, fault)
-        return Finding(*beside(expected, ours.cpu(), bounds.LAYER_FP32.op, _steps(self)))
+            return Finding(math.nan, "", fault)
+        return beside(runs, collected(of_numbers(self.op, expected, ours.cpu())), torch.float32)
 
 
 @cache
-def _expected(case: Product) -> Tensor:
+def _expected(case: Product) -> tuple[Tensor, list[Sums]]:
     x, weight = case.arguments(torch.device("cpu"))
-    return cast(Tensor, x.double() @ numbers_of(weight).double().T)
-
-
-@cache
-def _steps(case: Product) -> Tensor:
-    x, weight = case.arguments(torch.device("cpu"))
-    rounded, ops = BlockSteps((case.kind,)), cast(OpTable, reference)
-    return most(rounded.moved(lambda drawn: drawn.linear(x.float(), weight), ops, seed=0))
+    expected = (x.double() @ numbers_of(weight).double().T).float()
+    return expected, honest_runs(lambda ops: collected(of_numbers(case.op, expected, ops.linear(x.float(), weight))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +15,11 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_tokens
-from haarkv.validation.layers.record import Call
-from haarkv.validation.layers.slack import nearer, of_op
+from haarkv.validation.layers.judge import stored_figures
+from haarkv.validation.layers.null import Sums, collected, of_numbers
+from haarkv.validation.layers.parts import Stored, take
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
-from haarkv.validation.ops.finding import Finding, changed, misshapen, relative, same, worse
+from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen, same
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -84,12 +83,28 @@ class Plain:
         return a / (1 + torch.exp(-a)) * b
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Against the formula; one rounding is allowed where the op rounds to BF16."""
+        """Against the formula, rounded where the op rounds to BF16, and beside honest runs."""
         arguments, before = self.arguments(device), self.arguments(device)
-        ours, expected = getattr(table, self.op)(*arguments), self.expected()
-        rounds = self.dtype == BF16 and self.op in ("rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul")
-        fault = misshapen(ours, expected, BF16 if rounds else FP32) or changed(arguments, before)
-        return Finding(relative(ours, expected), bounds.LAYER_BF16.rounded_op if rounds else bounds.LAYER_FP32.op, fault)
+        ours, (expected, runs) = getattr(table, self.op)(*arguments), _plain(self)
+        fault = misshapen(ours, expected, expected.dtype) or changed(arguments, before)
+        return _numbers(self.op, expected, ours, runs, self.dtype, fault)
+
+
+@cache
+def _plain(case: Plain) -> tuple[Tensor, list[Sums]]:
+    rounds = case.dtype == BF16 and case.op in ("rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul")
+    expected = case.expected().to(BF16 if rounds else FP32)
+    arguments = case.arguments(torch.device("cpu"))
+    return expected, honest_runs(lambda ops: collected(of_numbers(case.op, expected, getattr(ops, case.op)(*arguments))))
+
+
+def _numbers(
+    op: str, expected: Tensor, ours: Tensor, runs: list[Sums], dtype: torch.dtype, fault: str | None, heads: int = 0
+) -> Finding:
+    """The finding on an op's result."""
+    if fault is not None:
+        return Finding(math.nan, "", fault)
+    return beside(runs, collected(of_numbers(op, expected, ours.cpu(), heads)), dtype)
 
 
 # -- Ops over a cache ---------------------------------------------------------------------------------------------------
@@ -135,29 +150,22 @@ class Attention(_OnCache):
         return q, cache, LAYER, batch, self.cache.head_dim**-0.5
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Each head's output of each token, against its own length."""
+        """The output of each KV head's queries."""
         arguments = self.arguments(device)
         before = arguments[0].clone()
         stored = [tensor.clone() for tensor in _tensors(arguments[1])]
-        ours, theirs = table.paged_attention(*arguments), _attended(self)
+        ours, (theirs, runs) = table.paged_attention(*arguments), _attended(self)
         fault = misshapen(ours, theirs, self.dtype) or changed(arguments[:1], (before,))
         if any(not same(was, now) for was, now in zip(stored, _tensors(arguments[1]), strict=True)):
             fault = "it changed the cache"
-        counted = nearer(theirs, ours.cpu(), _allowed(self)) if fault is None else ours
-        return Finding(
-            relative(counted, theirs), (bounds.LAYER_FP32 if self.dtype == FP32 else bounds.LAYER_BF16).attention, fault
-        )
+        return _numbers(self.op, theirs, ours, runs, self.dtype, fault, self.cache.kv_heads)
 
 
 @cache
-def _attended(case: Attention) -> Tensor:
-    return reference.paged_attention(*case.arguments(torch.device("cpu")))
-
-
-@cache
-def _allowed(case: Attention) -> Tensor | None:
-    arguments = case.arguments(torch.device("cpu"))
-    return of_op(Call(case.op, case.op, arguments, _attended(case)), reference)
+def _attended(case: Attention) -> tuple[Tensor, list[Sums]]:
+    arguments, heads = case.arguments(torch.device("cpu")), case.cache.kv_heads
+    expected = reference.paged_attention(*arguments)
+    return expected, honest_runs(lambda ops: collected(of_numbers(case.op, expected, ops.paged_attention(*arguments), heads)))
 
 
 @dataclass(frozen=True)
@@ -191,31 +199,33 @@ class Store(_OnCache):
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache, LAYER, batch.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Levels by what explains a difference, stored vectors by their length, and slots that must not change."""
-        arguments, theirs = self.arguments(device), self.arguments(torch.device("cpu"))
-        before = self.arguments(device)
+        """Levels and lengths by KV head, what stays in BF16, and slots that must not change."""
+        arguments, before = self.arguments(device), self.arguments(device)
+        theirs, runs = _stored(self)
         table.store_kv(*arguments)
-        reference.store_kv(*theirs)
         fault = changed(arguments[:2], before[:2])
-        batch, error = theirs[4], 0.0
-        for side, x in (("k", theirs[0]), ("v", theirs[1])):
-            mine, other = (getattr(made, f"{side}_fields")(LAYER) for made in (arguments[2], theirs[2]))
-            mine = {name: tensor.cpu() for name, tensor in mine.items()}
-            kv_format = getattr(theirs[2], f"{side}_format")(LAYER)
-            block, place = _places(batch, self.cache.block_size)
-            wanted, got = ({name: t[block, :, place] for name, t in fields.items()} for fields in (other, mine))
-            x = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions).transpose(0, 1)
-            compared, length = compare_tokens(kv_format, LAYER, wanted, got, x, bounds.ROTATED_FP32)
-            if compared.unexplained:
-                fault = fault or f"{compared.unexplained} unexplained levels of {side.upper()}"
-            error = worse(error, float(length))
+        batch = arguments[4].to("cpu")
         untouched = [_untouched(made, batch) for made in (arguments[2], before[2])]
         if any(not same(a, b) for a, b in zip(*untouched, strict=True)):
             fault = fault or "it changed a slot of no token"
-        kept = [windows_of(made) for made in (arguments[2], theirs[2])]
-        if any(not same(ours.cpu(), wanted) for ours, wanted in zip(*kept, strict=True)):
+        cache, ours = poisoned_cache(self.cache), take(arguments[2], LAYER, arguments[4])
+        kept = [name for name in theirs if name not in ("k", "v")]
+        if any(not same(ours[name]["data"], theirs[name]["data"]) for name in kept):
             fault = fault or "it does not keep the same in BF16"
-        return Finding(error, bounds.LAYER_FP32.length, fault)
+        return beside(runs, collected(stored_figures(cache, LAYER, batch, theirs, ours)), self.dtype, fault)
+
+
+@cache
+def _stored(case: Store) -> tuple[Stored, list[Sums]]:
+    """What the reference stores, and the figures of honest runs."""
+
+    def stored_by(ops: OpTable) -> Stored:
+        arguments = case.arguments(torch.device("cpu"))
+        ops.store_kv(*arguments)
+        return take(arguments[2], LAYER, arguments[4])
+
+    expected, (_, _, cache, _, batch) = stored_by(cast(OpTable, reference)), case.arguments(torch.device("cpu"))
+    return expected, honest_runs(lambda ops: collected(stored_figures(cache, LAYER, batch, expected, stored_by(ops))))
 
 
 def _tensors(made: PagedKVCache) -> list[Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import Place
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation import bounds
+from haarkv.validation.layers.null import Sums, collected, of_numbers
 from haarkv.validation.ops.caches import LAYER
-from haarkv.validation.ops.finding import Finding, changed, misshapen, relative, worse
+from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen
 
 _VERSIONS = 4
 
@@ -148,34 +149,40 @@ class Delta:
         return out
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Each head's output of each token, and every version of the states that are left, against its own length."""
+        """Each head's output, and every version of the states that are left."""
         arguments, before = self.arguments(device), self.arguments(device)
-        ours, expected = table.gated_delta(*arguments), _formula(self)
+        ours, (expected, left, runs) = table.gated_delta(*arguments), _formula(self)
         fault = misshapen(ours, expected, torch.float32) or changed(arguments[:6], before[:6])
-        error = relative(ours, expected)
-        for (mine, theirs), row in zip(zip(self._kept(arguments), _left(self), strict=True), arguments[-1].rows, strict=True):
+        kept = list(self._kept(arguments))
+        for mine, theirs, row in zip(kept, left, arguments[-1].rows, strict=True):
             if not torch.equal(mine["seen"], theirs["seen"]):
                 fault = fault or f"row {int(row)} has seen {mine['seen'].tolist()} tokens, not {theirs['seen'].tolist()}"
             elif not torch.equal(mine["conv"], theirs["conv"]):
                 fault = fault or f"row {int(row)} does not keep the convolution's last inputs"
-            else:
-                error = worse(error, relative(mine["delta"].flatten(2), theirs["delta"].flatten(2)))
-        return Finding(error, bounds.LAYER_FP32.op, fault)
+        if fault is not None:
+            return Finding(math.nan, "", fault)
+        return beside(runs, self._figures(expected, left, ours.cpu(), kept), self.dtype)
+
+    def _figures(self, expected: Tensor, left: list[dict[str, Tensor]], ours: Tensor, kept: list[dict[str, Tensor]]) -> Sums:
+        """Of the output [T, Hv, dv] and of the states [versions, Hv, dk, dv], by head."""
+        states = (torch.cat([one["delta"].cpu().flatten(2) for one in some]) for some in (left, kept))
+        heads = self.value_heads
+        return collected((*of_numbers(self.op, expected, ours, heads), *of_numbers("delta_state", *states, heads)))
 
     def _kept(self, arguments: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """What each sequence's state is after the call, version by version."""
         made, layer, batch = arguments[6:]
         for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
-            yield made.states[layer].take(Place((), row), length)
+            yield {name: tensor.cpu() for name, tensor in made.states[layer].take(Place((), row), length).items()}
 
 
 @cache
-def _formula(case: Delta) -> Tensor:
-    return case.expected()
+def _formula(case: Delta) -> tuple[Tensor, list[dict[str, Tensor]], list[Sums]]:
+    """The formula's output, the states that the reference leaves, and the figures of honest runs."""
 
+    def run(ops: OpTable) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        arguments = case.arguments(torch.device("cpu"))
+        return ops.gated_delta(*arguments), list(case._kept(arguments))
 
-@cache
-def _left(case: Delta) -> list[dict[str, Tensor]]:
-    arguments = case.arguments(torch.device("cpu"))
-    reference.gated_delta(*arguments)
-    return list(case._kept(arguments))
+    expected, left = case.expected().float(), run(cast(OpTable, reference))[1]
+    return expected, left, honest_runs(lambda ops: case._figures(expected, left, *run(ops)))

@@ -1,13 +1,18 @@
-"""What came of one case of one op, and how results are compared."""
+"""What came of one case of one op: its figures beside those of honest runs, and what else is wrong."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.table import OpTable
+from haarkv.tq_ops.weight import Blocks
+from haarkv.validation.layers.null import RUNS, Null, Spreads, Sums, honest
 
 
 @dataclass(frozen=True)
@@ -15,30 +20,41 @@ class Finding:
     """What came of one case.
 
     Attributes:
-        error: the largest distance of a result from what it should be, relative to its length.
-        bound: what it may be.
+        share: how many times what honest runs of the reference allow its worst figure is.
+        figure: which one that is.
         fault: what else is wrong: a dtype, a shape, an input or a slot that was changed.
     """
 
-    error: float
-    bound: float
+    share: float
+    figure: str = ""
     fault: str | None = None
 
     @property
     def passed(self) -> bool:
         """NaN fails."""
-        return self.error <= self.bound and self.fault is None
+        return self.share <= 1 and self.fault is None
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance of a vector, relative to its length."""
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+def honest_runs(figures_of: Callable[[OpTable], Sums]) -> list[Sums]:
+    """The figures of honest runs of the reference.
+
+    Args:
+        figures_of: of what a table makes of a case. Products with weights in blocks round their activations.
+    """
+    spreads, ops = Spreads(), cast(OpTable, reference)
+    tables = (honest(ops, seed, spreads, lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
+    return [figures_of(table) for table in tables]
 
 
-def worse(a: float, b: float) -> float:
-    """The larger of two errors; NaN, which `max` may drop, is larger than any."""
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+def beside(runs: list[Sums], figures: Sums, dtype: torch.dtype, fault: str | None = None) -> Finding:
+    """A candidate's figures beside those of honest runs.
+
+    Args:
+        dtype: of what the op is given; in BF16 a device may round centroids to FP16.
+    """
+    excesses = Null(runs).excesses(figures, dtype != torch.float32)
+    worst = max(excesses, key=excesses.__getitem__)
+    return Finding(excesses[worst], " ".join(str(part) for part in worst if part != -1), fault)
 
 
 def misshapen(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:

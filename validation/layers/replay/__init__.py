@@ -1,1 +1,1 @@
-"""A failing layer cut out of a validation, made small, and written as a file that runs anywhere."""
+"""A failing layer cut out of a validation, and written as a file that runs anywhere."""

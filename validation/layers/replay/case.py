@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,16 +19,15 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
-from haarkv.validation.layers.judge import bounds_of, compare_both, judge_hidden, judge_stored
 from haarkv.validation.layers.parts import Stored, load
 from haarkv.validation.layers.reference import Reference
-from haarkv.validation.layers.report import Report, Verdict
+from haarkv.validation.layers.report import Report, Verdict, first
 from haarkv.validation.layers.runner import validate_layer
+from haarkv.validation.layers.trial import Outcome, Run, Trial
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""
@@ -214,6 +213,13 @@ def moved(before: Stored, old: Batch, rows: Sequence[int], new: Batch) -> Stored
 
 
 # -- Running it --------------------------------------------------------------------------------------------------------
+def _reference(case: LayerCase, make: Make) -> tuple[Reference, MadeLayer]:
+    """The reference on a case, and what it makes of it."""
+    reference = Reference(make(case.model, case.plan), case.model, case.schedule.new_cache(case.model))
+    load(reference.cache, case.index, case.before)
+    return reference, reference.layer(case.index, case.hidden, forward_of(case))
+
+
 @torch.inference_mode()
 def expected(case: LayerCase, make: Make) -> MadeLayer:
     """What the reference makes of it.
@@ -221,10 +227,7 @@ def expected(case: LayerCase, make: Make) -> MadeLayer:
     Raises:
         InputError: the executor cannot run it, or what it makes is zero or not finite.
     """
-    cache = new_cache(case)
-    reference = Reference(make(case.model, case.plan), case.model, cache)
-    load(cache, case.index, case.before)
-    return reference.layer(case.index, case.hidden, forward_of(case))
+    return _reference(case, make)[1]
 
 
 @torch.inference_mode()
@@ -238,34 +241,78 @@ def judged(case: LayerCase, reference: Make, candidate: Make) -> Report:
     return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, forward_of(case))
 
 
-def require_expected(case: LayerCase, theirs: MadeLayer, made: MadeLayer) -> None:
+@torch.inference_mode()
+def require_expected(case: LayerCase, theirs: MadeLayer, make: Make) -> None:
     """Refuse a reference that does not make here what it made where the case was written.
 
     Args:
         theirs: as it was written.
-        made: what the reference makes here.
+        make: makes the reference.
     Raises:
         InputError: with what differs, and by how much.
     """
-    limits = bounds_of(case.hidden.dtype)
-    cache = new_cache(case)
-    compared = compare_both(cache, theirs, made.stored, limits.kv_noise)
-    verdicts = judge_stored(compared, {}, case.index, limits)
-    if not compared.different:
-        verdicts.append(judge_hidden("hidden state", compare_vectors(theirs.hidden_out, made.hidden_out), limits))
-    for verdict in verdicts:
-        if verdict.reason == "fault":
-            raise InputError(
-                f"the reference makes another {verdict.stage} here than where the file was written: {verdict.detail}; "
-                "install the versions that the file names"
-            )
-
-
-def new_cache(case: LayerCase) -> PagedKVCache:
-    """An empty cache with the blocks and rows of a case."""
-    return case.schedule.new_cache(case.model)
+    reference, ours = _reference(case, make)
+    forced = Forced(reference, Trial(make(case.model, case.plan), reference.cache), None)
+    run = Run(Outcome(theirs.hidden_out), {}, theirs.stored)
+    wrong = first(forced.judge(ours, run, forced.null(ours)).verdicts)
+    if wrong is not None and wrong.fails:
+        raise InputError(
+            f"the reference makes another {wrong.stage} here than where the file was written: {wrong.detail}; "
+            "install the versions that the file names"
+        )
 
 
 def forward_of(case: LayerCase) -> Forward:
     """Its forward; of the tokens only their places are known."""
     return Forward(case.phase, case.step, torch.zeros(case.tokens, dtype=torch.int64), case.batch)
+
+
+# -- From a validation that failed -------------------------------------------------------------------------------------
+_MOST_FORWARDS = 8
+"""In which a layer is tried that does not fail alone where it was found."""
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """One validation, and what it takes to run any of its layers again.
+
+    Attributes:
+        make: the reference and the executor on trial.
+    """
+
+    report: Report
+    model: DecoderModel
+    prompts: Sequence[Sequence[int]]
+    steps: int
+    plan: KVPlan
+    calibration: Calibration | None
+    make: tuple[Make, Make]
+
+
+def failing_case(runs: Sequence[OneRun]) -> tuple[LayerCase, OneRun, Verdict]:
+    """The first failure of some runs, cut out, which fails at the same stage for the same reason; its run, and what was found.
+
+    Raises:
+        InputError: none failed, or what failed shows in no single layer.
+    """
+    run = next((run for run in runs if not run.report.passed and run.report.first_divergence), None)
+    finding = run.report.first_divergence if run else None
+    if run is None or finding is None:
+        raise InputError("no layer failed")
+    reference, candidate = run.make
+    trusted = reference(run.model, run.plan)
+    for place in _places(run, finding):
+        case = capture(trusted, run.model, run.prompts, run.steps, run.plan, place, run.calibration)
+        again = judged(case, reference, candidate).first_divergence
+        if again is not None and (again.stage, again.reason) == (finding.stage, finding.reason):
+            return case, run, finding
+    raise InputError(f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone")
+
+
+def _places(run: OneRun, finding: Verdict) -> Iterator[Verdict]:
+    """Where the layer may fail alone: in the forward of the finding, or in another if it was found over all of them."""
+    yield finding
+    forwards = dict.fromkeys((row.phase, row.step) for row in run.report.rows if row.layer == finding.layer)
+    for phase, step in list(forwards)[:_MOST_FORWARDS]:
+        if (phase, step) != (finding.phase, finding.step):
+            yield replace(finding, phase=phase, step=step)

@@ -12,7 +12,7 @@ metadata  haarkv_replay: "5"; config, kv, tail ("" for none), sink, counts, leng
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,15 @@ from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.weight import Blocks, Weight, memory_of, rounding_to
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
-from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, forward_of, is_learned
+from haarkv.validation.layers.replay.case import (
+    VOCABULARY,
+    LayerCase,
+    OneRun,
+    expected,
+    failing_case,
+    forward_of,
+    is_learned,
+)
 
 VERSION = "5"
 _KEYS = {
@@ -68,6 +76,19 @@ class ReplayFile:
     reference: str
     candidate: str
     versions: Mapping[str, str]
+
+
+def replay_of(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile:
+    """The first failure of some runs.
+
+    Args:
+        versions: of what runs, by name.
+    Raises:
+        InputError: none failed, or what failed shows in no single layer.
+    """
+    case, run, finding = failing_case(runs)
+    names = run.report.reference, run.report.candidate
+    return ReplayFile(case, expected(case, run.make[0]), finding.described(), *names, versions)
 
 
 def dumps(file: ReplayFile) -> bytes:
