@@ -30,8 +30,8 @@ from haarkv.tq_ops.formats.blocks import to_fp16
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
-from haarkv.validation.layers.reference import remembering
 from haarkv.validation.layers.record import watched
+from haarkv.validation.layers.reference import remembering
 
 NAME = "oscar2"
 _BITS = 2

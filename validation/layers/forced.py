@@ -353,7 +353,8 @@ class Forced:
         """What is wrong with an op's run whatever the numbers are."""
         if run.outcome.problem:
             return [Verdict.broken(call.stage, "changed the inputs that it was given")]
-        ours, result = call.result, run.outcome.result
+        ours: Any = call.result
+        result: Any = run.outcome.result
         if isinstance(result, str) or (ours is None) != (result is None):
             return [Verdict.broken(call.stage, f"returned {result!r}")]
         if isinstance(ours, Tensor) and (

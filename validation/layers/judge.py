@@ -80,8 +80,8 @@ def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, 
         pair = by_token(ours[part.name]), by_token(theirs[part.name])
         levels = [part.kv_format.levels(fields) for fields in pair]
         if part.packed:
-            x, y = levels if levels[0] is not None else (next(iter(fields.values())) for fields in pair)
-            match[part.side] = float((x == y).double().mean())
+            first = [next(iter(fields.values())) if of is None else of for of, fields in zip(levels, pair, strict=True)]
+            match[part.side] = float(torch.eq(*first).double().mean())
         lengths = [lengths_of(part.kv_format.dequantize(fields, layer)) for fields in pair]
         longest = torch.maximum(longest, ((lengths[1] - lengths[0]).abs() / lengths[0].clamp(min=1e-300)).max())
     return StoredComparison(match, float(longest))

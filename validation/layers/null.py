@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -177,11 +177,11 @@ class Shared:
         self._spreads: dict[tuple[int, torch.Size], Tensor] = {}
         self.off: dict[int, list[Tensor]] = {}
 
-    def result(self, op: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
-        """An op's result, made once of the same tensor."""
+    def result(self, op: Callable[..., Tensor], x: Tensor, *rest: object, wide: bool = False) -> Tensor:
+        """An op's result, made once of the same tensor; of x in FP32, if it is to be wide."""
         key = (op, id(x), *map(id, rest))
         if key not in self._results:
-            self._results[key] = x, op(x, *rest)  # which keeps x, and its id
+            self._results[key] = x, op(x.float() if wide else x, *rest)  # which keeps x, and its id
         return self._results[key][1]
 
     def spread(self, x: Tensor, weight: Weight) -> Tensor:
@@ -208,7 +208,7 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
         return torch.randn(x.shape, generator=generator)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = shared.result(_wide_norm(ops), x, weight, eps)
+        y = shared.result(ops.rms_norm, x, weight, eps, wide=True)
         return (y * (1 + _ULP * (4 * noise(y[..., :1]) + noise(y)))).to(x.dtype)
 
     def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -228,7 +228,7 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
         k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in (k, v))
         ops.store_kv(k, v, cache, layer, batch)
 
-    attentions = iter(range(RUNS))
+    attentions = count()
 
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         off = shared.off.setdefault(next(attentions), [])
@@ -269,12 +269,6 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
             "gated_delta": gated_delta, **products,
         },
     )  # fmt: skip
-
-
-@cache
-def _wide_norm(ops: OpTable) -> Callable[..., Tensor]:
-    """RMS norm in FP32 of x of any dtype."""
-    return lambda x, weight, eps: ops.rms_norm(x.float(), weight, eps)
 
 
 def half_steps(x: Tensor, weight: Blocks) -> Tensor:

@@ -165,9 +165,9 @@ class Delta:
 
     def _figures(self, expected: Tensor, left: list[dict[str, Tensor]], ours: Tensor, kept: list[dict[str, Tensor]]) -> Sums:
         """Of the output [T, Hv, dv] and of the states [versions, Hv, dk, dv], by head."""
-        states = (torch.cat([one["delta"].cpu().flatten(2) for one in some]) for some in (left, kept))
+        states, theirs = (torch.cat([one["delta"].cpu().flatten(2) for one in some]) for some in (left, kept))
         heads = self.value_heads
-        return collected((*of_numbers(self.op, expected, ours, heads), *of_numbers("delta_state", *states, heads)))
+        return collected((*of_numbers(self.op, expected, ours, heads), *of_numbers("delta_state", states, theirs, heads)))
 
     def _kept(self, arguments: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """What each sequence's state is after the call, version by version."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks
-from haarkv.validation.layers.null import RUNS, Null, Spreads, Sums, honest
+from haarkv.validation.layers.null import RUNS, Null, Shared, Sums, honest
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def honest_runs(figures_of: Callable[[OpTable], Sums]) -> list[Sums]:
     Args:
         figures_of: of what a table makes of a case. Products with weights in blocks round their activations.
     """
-    spreads, ops = Spreads(), cast(OpTable, reference)
-    tables = (honest(ops, seed, spreads, lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
+    shared, ops = Shared(), cast(OpTable, reference)
+    tables = (honest(ops, seed, shared, lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
     return [figures_of(table) for table in tables]
 
 

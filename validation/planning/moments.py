@@ -12,7 +12,6 @@ from haarkv.codebooks.learned import tempered
 from haarkv.tq_ops.formats.stretches import STRETCH, Turns
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.record import watched
-from haarkv.validation.layers.reference import remembering
 
 _TINY = 1e-300
 
