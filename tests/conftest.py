@@ -2,6 +2,7 @@
 
 from goldens import golden, published_rotation
 from process_setup import set_up
+from shaken import become
 
 __all__ = ["golden", "published_rotation"]
 set_up()
@@ -14,4 +15,10 @@ def pytest_addoption(parser):
     )
     group.addoption("--real", metavar="FOLDER", help="with -m real: pretrained checkpoints, as GGUF files")
     group.addoption("--triton", metavar="FOLDER", help="with -m cuda_compile: compile with the Triton unpacked there")
+    group.addoption("--shaken", type=int, metavar="SEED", help="torch's sums as another machine may compute them")
     group.addoption("--clang", metavar="COMMAND", help="with --pto-isa: the compiler, a clang 19 or newer with libc++")
+
+
+def pytest_configure(config):
+    if (seed := config.getoption("--shaken")) is not None:
+        become(seed)
