@@ -325,8 +325,14 @@ def test_other_attention_gets_numbers():
         expected, _ = plain.update(part, part, 0)
     assert isinstance(keys, Stored)
     assert (keys.shape, keys.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(torch.repeat_interleave(keys, 2, 1), torch.repeat_interleave(expected, 2, 1))
-    assert torch.equal(keys @ x.mT, expected @ x.mT)
+    # Restored at once or in two parts: sums of 64 products in another order.
+    torch.testing.assert_close(
+        torch.repeat_interleave(keys, 2, 1),
+        torch.repeat_interleave(expected, 2, 1),
+        rtol=0,
+        atol=64 * 2.0**-24 * float(expected.norm(dim=-1).max()),
+    )
+    assert torch.equal(keys @ x.mT, dense(keys) @ x.mT)
     assert type(keys + 0) is torch.Tensor
 
 
