@@ -3,8 +3,8 @@
 Every FP32 result of a sum of products or of a plain sum (matmul, linear, attention, convolution, sum, mean, norm, softmax,
 cumsum, variance) moves by -1, 0 or +1 unit in the last place, element by element. The direction is a hash of the seed, of the
 operation with its shape and of the result itself; of a sum along rows, of the row alone. So a seed is a machine: the same
-operands give the same bits wherever and whenever they are computed, and a product of another shape may not. Sums that a machine
-rounds to BF16 or FP16 are shaken in FP32 first.
+operands give the same bits wherever and whenever they are computed, and a product of another shape may not. Sums that a
+machine rounds to BF16 or FP16 are shaken in FP32 first.
 
 Left alone: float64 and integers; results that end in ten zero bits, which is how exact ones look, 0, 1 and 0.25 among them;
 sums of one number; compiled kernels, which are not torch's; other processes.
