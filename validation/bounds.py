@@ -215,9 +215,6 @@ DELTA_SUMS = 2e-6
 # BF16 differ from the reference's, which rounds probabilities; every stored byte is the same. Measured: 6.0e-3, the largest of
 # 130 tokens. A mask that is off by one moves it by 0.1 to 0.7.
 NPU_LAYER_ADDED = 1e-2
-# What one number of a normed hidden state in BF16 turns K by, times the root of the hidden size: a step of 2**-8 where the
-# number is as large as their root mean square. 3e-4 covers it from a hidden size of 170 on; narrower models have this.
-BF16_TURN = 2.0**-8
 # K or V of one executor, stored once by a layer run alone and once in a whole forward: relative distance. Ties may fall the
 # other way, each by a twentieth of the vector at most.
 SAME_KV = 0.1
@@ -235,18 +232,6 @@ AMPLIFIED = (16.0, 16.0, 512.0)
 # such a sum. Measured, ties for each that noise makes, 100 clean runs of tests/support/clean_runs.py: 0.27 and 0.68 (cpu,
 # BF16 and FP32), 0.26 and 0.90 (the reference's sums in another order), 0.19 and 0 (onnx).
 TIE_MARGIN = 2.0
-# Lengths of stored vectors may be off by this much on the average, whatever the chance: FP32 sums of 5,120 products are off by
-# 1.7e-6 each, and one device's approximate reciprocal root by 2e-7 always.
-LENGTH_BIAS = 2e-6
-# An op's result may be too long by this much on the average: FP32 sums and a reciprocal root, as above.
-GAIN = 2e-6
-# The same of attention in FP32, whose exponentials come of polynomials, and of a layer in FP32, which holds one.
-GAIN_FP32_ATTENTION = 1e-5
-GAIN_FP32_LAYER = 1e-5
-# The same of attention in BF16: a device may keep centroids in FP16. That is off by 2**-12 for each centroid, always the same.
-GAIN_BF16_ATTENTION = 2.0**-12
-# How much too steep its softmax may be: Q and centroids in FP16.
-SCALE_BF16_ATTENTION = 2.0**-11
 # A candidate in BF16 may be so many times as far from the unrounded result as the reference is: twice the variance, as if it
 # rounded once more wherever the reference does, and a margin of 6 %.
 FARTHER = 1.5

@@ -7,13 +7,13 @@ what the device kernel does. Those roundings are put back in one test, and expla
 import numpy as np
 import pytest
 import torch
+from levels import compare_levels
 from published_model import CONFIG, run_mini_model
 from small_models import table_of
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
 from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_levels
 
 
 @pytest.fixture(scope="module")

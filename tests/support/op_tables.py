@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from levels import relative
 
 from haarkv.tq_ops.cpu.build import compiler
 from haarkv.tq_ops.kv.batch import Batch
@@ -16,7 +17,6 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops import caches
 from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache, windows_of
 from haarkv.validation.ops.caches import CacheCase as Case
-from haarkv.validation.ops.finding import relative
 from haarkv.validation.ops.tables import CPU, Table
 
 __all__ = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from integer_attention import integer_attention
 from learned_slow import GOLDEN_BITS, other_than_golden
+from levels import compare_tokens
 from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, opened, poisoned_cache, relative
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from haarkv.validation import bounds
 from haarkv.validation.faults.base import instead, table_with
 from haarkv.validation.faults.ops import ATTENTION, LINEAR, NORM, ROPE, STORE, SWIGLU, steeper
 from haarkv.validation.faults.states import DELTA
-from haarkv.validation.layers.compare import compare_levels
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.cases import Attention, Plain, Store
 from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE, TABLES
@@ -341,11 +341,11 @@ def test_every_table_stores_the_golden_bytes_of_learned_nibbles(table, nibbles, 
 
 
 def same_levels(kv_format, ours: Tensor, theirs: Tensor, x: Tensor) -> None:
-    ours, theirs = (kv_format.levels({"codes": codes.transpose(0, 1)}) for codes in (ours, theirs))
-    choice = kv_format.choice(x.float().transpose(0, 1), LAYER, bounds.ROTATED_FP32, ours)
-    expected = torch.bucketize(choice.value.contiguous(), choice.boundaries, right=True)
-    assert compare_levels(expected, ours, choice.value, choice.boundaries, choice.reach).unexplained == 0
-    assert (ours != theirs).float().mean() <= bounds.BF16_TIES
+    scale = kv_format.quantize(x.float().transpose(0, 1), LAYER)["scale"].transpose(0, 1)
+    pair = ({"codes": codes, "scale": scale} for codes in (theirs, ours))
+    compared = compare_tokens(kv_format, LAYER, *pair, x.float(), bounds.ROTATED_FP32)[0]
+    assert compared.unexplained == 0
+    assert 1 - compared.match <= bounds.BF16_TIES
 
 
 @every_table

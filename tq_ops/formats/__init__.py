@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVectorError, stored_bytes
+from haarkv.tq_ops.formats.base import Field, KVFormat, NonFiniteVectorError, stored_bytes
 from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, bits_of, unlearned
@@ -127,7 +127,6 @@ __all__ = [
     "Calibration",
     "Field",
     "KVFormat",
-    "LevelChoice",
     "NonFiniteVectorError",
     "Side",
     "describe",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,36 +31,6 @@ class Field:
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class LevelChoice:
-    """What the levels of some vectors are chosen from, so that a comparison can tell a tie from an error.
-
-    Attributes:
-        value: [..., D] fp32; level = number of boundaries that it reaches.
-        reach: [..., D] fp32, how far `value` may move when the vector moves a little.
-        boundaries: [levels - 1] fp32, ascending.
-    """
-
-    value: Tensor
-    reach: Tensor
-    boundaries: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Restored:
-    """How a vector is restored in BF16: `bf16(bf16(c[level] / sqrt(sum c[level]**2 + least) * norm) @ back)`.
-
-    Attributes:
-        centroids: c, [levels] fp32; a level is a byte of the field `codes`, the norm is the field `norm`.
-        least: added to a square.
-        back: layer -> [D, D] fp32 on the CPU.
-    """
-
-    centroids: Tensor
-    least: float
-    back: Callable[[int], Tensor]
 
 
 def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
@@ -131,10 +100,6 @@ class KVFormat(Protocol):
         turns = self.turns(layer)
         return turns.back(x, positions) if turns else x
 
-    def restored(self, head_dim: int) -> Restored | None:
-        """How vectors are restored, where that rounds them to BF16; None of a format that does not."""
-        return None
-
     def bytes_per_vector(self, head_dim: int) -> float:
         """Bytes for one K or V vector of one KV head, scales included."""
         return stored_bytes(self.fields(head_dim)) / self.group_tokens
@@ -161,30 +126,6 @@ class KVFormat(Protocol):
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         """Level [..., D] uint8 of every coordinate; None of a format that stores numbers and no levels."""
         return None
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
-        """What `quantize` chooses the levels of x from; None without levels, or where only the reference stores it.
-
-        Args:
-            x, layer: as in `quantize`.
-            noise: how far each coordinate of x may be off, relative to its vector's length; broadcasts over [..., 1].
-            levels: [..., D] uint8 that somebody chose. Where a level refines another, it is judged by what those leave that it
-                refines; what `quantize` chooses unless given.
-        """
-        return None
-
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        """Length [...] fp64 of stored vectors as the scale keeps it, whatever the levels: in its own norm, if it has one."""
-        return lengths_of(self.dequantize(fields, layer))
-
-    def length_reach(self, x: Tensor, layer: int, noise: float | Tensor) -> Tensor:
-        """How far that length may move when a vector moves a little, relative to it: [...], or one number for all.
-
-        Args:
-            x: [..., D] fp32.
-            noise: as in `choice`; where it is one for all, the bounds of lengths have room for it.
-        """
-        return noise.squeeze(-1) if isinstance(noise, Tensor) and noise.ndim > 1 else torch.zeros(())
 
 
 def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:

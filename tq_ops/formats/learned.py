@@ -16,7 +16,7 @@ from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import LevelChoice, lengths_of, require_finite
+from haarkv.tq_ops.formats.base import require_finite
 from haarkv.tq_ops.formats.columns import Column, column, pack_columns, unpack_columns
 from haarkv.tq_ops.formats.learned_levels import Levels, eighths_of
 from haarkv.tq_ops.formats.rotated import (
@@ -24,7 +24,6 @@ from haarkv.tq_ops.formats.rotated import (
     Description,
     RotatedFormat,
     Transform,
-    bf16_reach,
     exact_norm,
     stored_scale,
 )
@@ -191,36 +190,6 @@ class LearnedFormat(RotatedFormat):
         of = self._levels(layer, stored.device).of
         return stored @ of.rows + of.mean.unsqueeze(-2)
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        by = self._levels(layer, fields["scale"].device)
-        weighted = by.eighths.centroids(self.levels(fields)) * by.of.weights.sqrt().unsqueeze(-2)
-        return fields["scale"].double() * lengths_of(weighted)
-
-    def length_reach(self, x: Tensor, layer: int, noise: float | Tensor) -> Tensor:
-        # It is sqrt(sum weights * y**2) of x less the mean: shorter than x, and a coordinate of u that falls to the other BF16
-        # neighbour moves y more than noise does.
-        of = self._levels(layer, x.device).of
-        unit, noise = _less_mean(x.float(), of, noise)
-        weighted = (y := unit.to(torch.bfloat16).float() @ of.forward) * of.weights.unsqueeze(-2)
-        slope = (weighted @ of.forward.mT) / (weighted * y).sum(-1, keepdim=True).clamp(min=1e-30)
-        return bf16_reach(unit.unsqueeze(-2), slope.unsqueeze(-1), noise.unsqueeze(-1)).squeeze((-2, -1))
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        """What `quantize` chooses the levels of x from, in widths of a level, so that boundaries of all eighths are alike.
-
-        Args:
-            x, layer, noise: as in `KVFormat.choice`.
-            levels: [..., D] uint8 to judge, by a gain that may have chosen them; what `quantize` chooses unless given.
-        """
-        x = x.float()
-        by = self._levels(layer, x.device)
-        unit, noise = _less_mean(x, by.of, noise)
-        rho = _deviation(unit.to(torch.bfloat16).float() @ by.of.forward)
-        reach = bf16_reach(unit, by.of.forward, noise) / rho.clamp(min=1e-30)
-        t, _ = self._values(x, by.of)
-        gain = by.judged(t, reach, by.best(t).levels if levels is None else levels)
-        return by.eighths.in_levels(gain * t, gain * reach)
-
     def _levels(self, layer: int, device: torch.device) -> Levels:
         return _levels_on(self, layer, device)
 
@@ -237,12 +206,6 @@ def coordinates(basis: Basis) -> Coordinates:
     """The coordinates of one layer as a transform has them."""
     turns = Turns(tuple(basis.inv_freq.tolist())) if len(basis.inv_freq) else None
     return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS, turns)
-
-
-def _less_mean(x: Tensor, of: Coordinates, noise: float | Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] less its mean as a unit vector, and the noise [..., 1] of its coordinates, given that of x's unit vector."""
-    unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
-    return unit, noise * torch.linalg.vector_norm(x, dim=-1, keepdim=True) / gamma.clamp(min=1e-30)
 
 
 def _deviation(y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Levels of learned coordinates, tried at several sizes and judged where rounding decides."""
+"""Levels of learned coordinates, tried at several sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
-from haarkv.tq_ops.formats.base import LevelChoice
 from haarkv.tq_ops.formats.columns import Column, widths_of
 from haarkv.tq_ops.formats.rotated import Coordinates
 
@@ -41,33 +40,6 @@ class Eighths:
         """[..., D] uint8 -> [..., D] fp32."""
         parts = zip(level.int().chunk(EIGHTHS, -1), self.tables, strict=True)
         return torch.cat([table.index_select(0, part.flatten()).view(part.shape) for part, table in parts], -1)
-
-    def nearest(self, value: Tensor) -> Tensor:
-        """The boundary [..., D] that is nearest to each value."""
-        parts = zip(value.chunk(EIGHTHS, -1), self.boundaries, strict=True)
-        return torch.cat([boundaries[_nearest(boundaries, part)] for part, boundaries in parts], -1)
-
-    def in_levels(self, value: Tensor, reach: Tensor) -> LevelChoice:
-        """Values warped so that boundary n of every eighth lies at n + 1, and their reaches by the cell at hand."""
-        warped, reaches = [], []
-        both = zip(value.chunk(EIGHTHS, -1), reach.chunk(EIGHTHS, -1), strict=True)
-        for (part, far), boundaries, table in zip(both, self.boundaries, self.tables, strict=True):
-            cells = boundaries.diff() if len(boundaries) > 1 else table.diff()
-            near = _nearest(boundaries, part)
-            above = part >= boundaries[near]
-            cell = cells[torch.where(above, near, near - 1).clamp(0, len(cells) - 1)]
-            # A value lies within a cell of the nearest boundary; beyond the last ones, and by rounding, it may not.
-            off = ((part - boundaries[near]) / cell).clamp(-0.999, 0.999)
-            warped.append(near + 1 + torch.where(above, off, off.clamp(max=-1e-5)))
-            reaches.append(far / torch.minimum(cell, cells[(near - 1).clamp(min=0, max=len(cells) - 1)]))
-        most = 2 ** max(self.widths)
-        return LevelChoice(torch.cat(warped, -1), torch.cat(reaches, -1), torch.arange(1.0, most, device=value.device))
-
-
-def _nearest(boundaries: Tensor, value: Tensor) -> Tensor:
-    above = torch.bucketize(value.contiguous(), boundaries).clamp(max=len(boundaries) - 1)
-    below = (above - 1).clamp(min=0)
-    return torch.where((value - boundaries[below]).abs() <= (boundaries[above] - value).abs(), below, above)
 
 
 @dataclass(frozen=True)
@@ -105,41 +77,6 @@ class Levels:
         tried = [self._at(t, gain) for gain in self.of.gains]
         best = torch.stack([one.fit for one in tried]).argmax(0)
         return Try(*(_picked([getattr(one, name) for one in tried], best) for name in Try.__annotations__))
-
-    def judged(self, t: Tensor, reach: Tensor, levels: Tensor) -> Tensor:
-        """Gains [..., 1] by which to judge levels that somebody chose.
-
-        Levels fit well enough if no gain fits better by more than rounding may move. Then they are judged by the gain to whose
-        levels they are nearest, else by the gain that fits best.
-
-        Args:
-            t: coordinates of deviation 1.
-            reach: [..., D], how far rounding may move each.
-            levels: [..., D] uint8.
-        """
-        tried = [self._at(t, gain) for gain in self.of.gains]
-        theirs = self._fitted(t, levels, self.eighths.centroids(levels))
-        off = torch.stack([(one.levels != levels).sum(-1) for one in tried])
-        best = torch.stack([one.fit for one in tried]).argmax(0)
-        enough = [
-            theirs.fit > self._least(t, reach, one, gain, theirs) for one, gain in zip(tried, self.of.gains, strict=True)
-        ]
-        at = torch.where(torch.stack(enough).all(0), off.argmin(0), best)
-        return torch.tensor(self.of.gains, device=t.device)[at].unsqueeze(-1)
-
-    def _least(self, t: Tensor, reach: Tensor, tried: Try, gain: float, theirs: Try) -> Tensor:
-        """Fit [...] that theirs have at least if, of coordinates moved by up to `reach`, this gain does not fit better."""
-        # Beside a boundary a coordinate may have fallen to the level that serves it worse.
-        value = gain * t
-        nearest = self.eighths.nearest(value)
-        tied = (value - nearest).abs() <= gain * reach
-        level = self.eighths.levels(torch.where(tied, 2 * nearest - value, value))
-        other = self._fitted(t, level, self.eighths.centroids(level))
-        worse = (t - other.nearest).abs() > (t - tried.nearest).abs()
-        fit = self._fitted(t, tried.levels, torch.where(worse, other.restored, tried.restored)).fit
-        # Coordinates move each for itself, and a fit with them by 2 * weights * nearest.
-        moved = (self.of.weights.unsqueeze(-2) * reach * (theirs.nearest - tried.nearest)).square().sum(-1).sqrt()
-        return fit - 2 * moved - _FIT_NOISE * fit - 1e-30
 
     def _at(self, t: Tensor, gain: float) -> Try:
         levels = self.eighths.levels(gain * t)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
-from haarkv.tq_ops.formats.rotated import bf16_reach
 from haarkv.tq_ops.formats.stretches import Turns
 
 LARGEST_FP8 = 448.0
@@ -35,17 +34,6 @@ class Plain(KVFormat):
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         return bytes_of(fields["data"], 1)
-
-    def length_reach(self, x: Tensor, layer: int, noise: float | Tensor) -> Tensor:
-        # One number may make most of a vector: where that falls to the other BF16 neighbour, so does the length.
-        reach = super().length_reach(x, layer, noise)
-        if self.plain != torch.bfloat16:
-            return reach
-        x = x.double()
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-300)
-        slope, given = x / length / length, torch.as_tensor(noise, dtype=x.dtype) * length
-        moved = bf16_reach(x.unsqueeze(-2), slope.unsqueeze(-1), given.unsqueeze(-1)).squeeze((-2, -1))
-        return reach + torch.where(x.isfinite().all(-1), moved, 0.0)
 
 
 class ByStretches(Plain):

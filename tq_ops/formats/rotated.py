@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, bytes_of, require_finite
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.columns import Column
 from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
 from haarkv.tq_ops.formats.stretches import Turns
@@ -132,39 +132,6 @@ def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> tuple[T
     return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8), y
 
 
-def level_choice(unit: Tensor, rotation: Tensor, boundaries: Tensor, noise: float | Tensor) -> LevelChoice:
-    """What `choose_levels` chooses from, and how far noise may move it.
-
-        reach_j = noise + 2 * sqrt(sum over the coordinates i beside a BF16 rounding point of (ulp_i * rotation_ij)**2)
-
-    That covers any four roundings that fall the other way, and of many, whose signs are random, five standard deviations: a
-    rounding error is spread evenly over an ulp, and the difference of two has a variance of ulp**2 / 6.
-
-    Args:
-        unit, rotation, boundaries: as in `choose_levels`.
-        noise: of each coordinate of `unit`; the rotation spreads it evenly.
-    """
-    rotated = unit.to(torch.bfloat16).float() @ rotation
-    return LevelChoice(rotated, bf16_reach(unit, rotation, noise), boundaries)
-
-
-def bf16_reach(unit: Tensor, matrix: Tensor, noise: float | Tensor) -> Tensor:
-    """How far each coordinate of `bf16(unit) @ matrix` may move, as `level_choice` says: [..., D] fp32.
-
-    Args:
-        unit: [..., D] fp32.
-        matrix: [..., D, D] fp32.
-        noise: of each coordinate of `unit`.
-    """
-    rounded = unit.to(torch.bfloat16).float()
-    # BF16 keeps 8 bits: a step is 2**-8 of the power of two above the number.
-    step = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent - 8)
-    to_rounding_point = step / 2 - (unit - rounded).abs()
-    fallen = (torch.where(to_rounding_point <= noise, step, 0.0).square() @ matrix.square()).sqrt()
-    columns: Tensor = torch.linalg.vector_norm(matrix, dim=-2, keepdim=True)
-    return 2 * fallen + noise * columns
-
-
 def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     """Unit vectors and L2 norms without underflow or overflow, for any finite x.
 
@@ -262,24 +229,6 @@ class RotatedFormat(KVFormat):
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         return self.unpack(fields["codes"])
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice:
-        x = x.float()
-        _, rotation, boundaries = self._on(x, layer)
-        return level_choice(exact_norm(x)[0], rotation, boundaries, noise)
-
-    def length_reach(self, x: Tensor, layer: int, noise: float | Tensor) -> Tensor:
-        described, rotation, boundaries = self._on(x, layer)
-        reach = super().length_reach(x, layer, noise)
-        if not described.along:
-            return reach
-        # A coordinate of the unit vector that falls to the other BF16 neighbour moves y.
-        unit, _ = exact_norm(x.float())
-        level, y = choose_levels(unit, rotation, boundaries)
-        centroids = centroids_at(level, numbers_on(described.centroids, x.device))
-        slope = centroids @ rotation.T / (centroids * y).sum(-1, keepdim=True).clamp(min=1e-30)
-        given = noise.unsqueeze(-1) if isinstance(noise, Tensor) and noise.ndim > 1 else noise
-        return reach + bf16_reach(unit.unsqueeze(-2), slope.unsqueeze(-1), given).squeeze((-2, -1))
 
     def _on(self, x: Tensor, layer: int) -> tuple[Description, Tensor, Tensor]:
         """The description for x [..., D], and on its device the rotation [D, D] fp32 and the boundaries."""

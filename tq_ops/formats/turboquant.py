@@ -15,7 +15,7 @@ from torch import Tensor
 
 from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, Restored, bytes_of, require_finite
+from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.rotated import (
     Description,
@@ -23,7 +23,6 @@ from haarkv.tq_ops.formats.rotated import (
     Transform,
     centroids_at,
     choose_levels,
-    level_choice,
 )
 
 BITS = 4
@@ -113,12 +112,6 @@ class TurboQuant4Seed(KVFormat):
     def __init__(self, rotation: Rotation = haar_rotation) -> None:
         self._transform = Transform(rotation, per_layer=True)
 
-    def restored(self, head_dim: int) -> Restored:
-        cpu = torch.device("cpu")
-        return Restored(
-            codebook_on(head_dim, cpu).centroids, SEED_EPS, lambda layer: self._transform.on(layer, head_dim, cpu).T
-        )
-
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,)), "norm": Field(torch.float32, ())}
 
@@ -143,16 +136,8 @@ class TurboQuant4Seed(KVFormat):
         """Levels, then the norm as FP32 little-endian."""
         return torch.cat([fields["codes"], bytes_of(fields["norm"], 0)], dim=-1)
 
-    def lengths(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        """The norm. The restored vector's own length follows its roundings: one other level moves that by 2e-3."""
-        return fields["norm"].double()
-
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         return fields["codes"]
-
-    def choice(self, x: Tensor, layer: int, noise: float | Tensor, levels: Tensor | None = None) -> LevelChoice | None:
-        boundaries = codebook_on(x.shape[-1], x.device).boundaries
-        return level_choice(self._unit(x.float())[0], self._rotation(x, layer), boundaries, noise)
 
     def _unit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         norm = (x.square().sum(-1, keepdim=True) + SEED_EPS).sqrt()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from bases import calibration
+from levels import compare_levels, compare_tokens
 from op_tables import TABLES, relative
 from places import ROOT
 
@@ -27,7 +28,6 @@ from haarkv.tq_ops.npu.reads import READS as NPU_READS
 from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
 from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_levels
 
 CPU = torch.device("cpu")
 LAYER = 1
@@ -127,8 +127,8 @@ def check(ops, description, device=CPU):
     ):
         block, offset = batch.slot_mapping // 8, batch.slot_mapping % 8
         levels = [kv_format.levels({"codes": fields["codes"].cpu()[block, :, offset]}) for fields in (slow, mine)]
-        choice = kv_format.choice(x, LAYER, bounds.ROTATED_FP32)
-        assert compare_levels(*levels, choice.value, choice.boundaries, choice.reach).unexplained == 0
+        new = ({name: tensor.cpu()[block, :, offset] for name, tensor in fields.items()} for fields in (slow, mine))
+        assert compare_tokens(kv_format, LAYER, *new, x, bounds.ROTATED_FP32)[0].unexplained == 0
         equal = (levels[0] == levels[1]).all(-1)
         assert equal.float().mean() > 0.9
         torch.testing.assert_close(

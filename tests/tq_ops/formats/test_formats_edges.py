@@ -15,7 +15,6 @@ from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, manthan, p
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers.compare import compare_stored
 
 EVERY = [
     (name, side) for name in formats.names() for side in "kv" if side == "k" or formats.get(name, "v") is not formats.get(name)
@@ -251,44 +250,6 @@ def test_bytes_are_what_the_fields_hold(name, side, head_dim):
     assert kv_format.to_bytes(empty).shape == packed[:0].shape
 
 
-def test_formats_that_executors_share_say_what_they_choose_from():
-    x = gaussian(128, 128)
-    assert [name for name in ALONE if formats.get(name).choice(x, 0, 1e-4)] == CHOSEN
-    assert not set(CHOSEN) & {name for name in formats.names() if formats.get(name).to_compare}
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-def test_a_choice_leads_to_the_levels_that_are_stored(name):
-    kv_format, x = vectors(name, "k", 300, seed=3)
-    x[::3] = (x[::3] * 4).round() / 4  # full of ties
-    x[1::3] = (x[1::3] * 16).round() / 16
-    x[1], x[2] = 0, 1.5
-    levels, choice = kv_format.levels(kv_format.quantize(x, 3)), kv_format.choice(x, 3, 1e-4)
-    assert levels.shape == choice.value.shape == choice.reach.shape == x.shape
-    counted = torch.bucketize(choice.value.contiguous(), choice.boundaries, right=True)
-    assert torch.equal(counted.to(torch.uint8), levels)
-    assert (choice.boundaries.diff() > 0).all()
-    assert len(choice.boundaries) >= levels.max() > 0
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-def test_reach_covers_what_noise_does(name):
-    """Off by noise, every level that moves is explained; with no noise allowed, some are not."""
-    kv_format, x = vectors(name, "k", 1000)
-    x = x * torch.linspace(0.1, 4, 128)
-    noise = 2e-5 if name == "tq8" else 1e-4  # by less than a level: eight bits have fine ones
-    shift = (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
-    ours, theirs = kv_format.quantize(x, 3), kv_format.quantize(x + shift, 3)
-    whole = 5.0 * noise  # a rotation adds up what all coordinates are off
-    for allowed in (whole, torch.full((*x.shape[:-1], 1), whole)):
-        compared = compare_stored(kv_format, 3, ours, theirs, x, allowed)[0]
-        assert (compared.unexplained, compared.different > 10) == (0, True)
-    assert compare_stored(kv_format, 3, ours, theirs, x, noise * 1e-4)[0].unexplained > 10
-    # And not for lack of trying: a level moved where nothing is near a boundary is seen.
-    kept = kv_format.choice(x, 3, whole)
-    assert (kept.reach < 0.5 * kept.boundaries.diff().median()).float().mean() > 0.9
-
-
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
@@ -297,9 +258,8 @@ def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")
     fields = kv_format.quantize(x, 0)
-    choice = kv_format.choice(x, 0, 1e-3)
     made = [*fields.values(), kv_format.dequantize(fields, 0), kv_format.to_bytes(fields)]
-    made += [choice.value, choice.reach, choice.boundaries, kv_format.levels(fields)] if choice else []
+    made += [levels] if (levels := kv_format.levels(fields)) is not None else []
     assert {tensor.device.type for tensor in made} == {"meta"}
 
 

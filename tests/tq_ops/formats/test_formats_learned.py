@@ -1,7 +1,6 @@
 """Learned keys: their bytes by a slow path in float64, and what they cost in error."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from haarkv.engine.plans import plan_for
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -94,45 +92,6 @@ def test_the_mean_zeros_and_large_vectors():
         kv_format.quantize(x, 1)
 
 
-@pytest.mark.parametrize("bits", [3, 5])
-def test_levels_that_rounding_moved_are_explained(bits):
-    kv_format, x = MADE_UP.format(bits), vectors_of(MADE_UP, 0, 300)
-    # Less than a level of 6 bits: more would move one by two.
-    noise, drawn = 1e-5, torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
-    x_off = x + noise * x.norm(dim=-1, keepdim=True) * (drawn * 2 - 1)
-    theirs = kv_format.levels(kv_format.quantize(x_off, 0))
-    choice = kv_format.choice(x, 0, 3 * noise, theirs)
-    expected = (choice.value.unsqueeze(-1) >= choice.boundaries).sum(-1)
-    off = (expected - theirs.int()).abs()
-    near = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1) <= choice.reach
-    assert not torch.equal(theirs, kv_format.levels(kv_format.quantize(x, 0)))
-    assert ((off <= 1) & near)[off > 0].all()
-    assert (choice.reach < 0.5).float().mean() > 0.9
-
-
-@pytest.mark.parametrize("bits", GOLDEN_BITS)
-def test_what_levels_are_judged_by_gives_those_levels(bits):
-    """Boundaries of all widths are warped to one scale, to either side of which the same values lie."""
-    kv_format, x = MADE_UP.format(bits), vectors_of(MADE_UP, 0, 300)
-    levels = kv_format.levels(kv_format.quantize(x, 0))
-    choice = kv_format.choice(x, 0, 0.0, levels)
-    assert torch.equal(torch.bucketize(choice.value.contiguous(), choice.boundaries, right=True).to(torch.uint8), levels)
-
-
-def test_a_gain_that_fits_less_is_not_explained():
-    """Rounding decides between gains that fit alike, and between no others."""
-    kv_format, x = MADE_UP.format(3), vectors_of(MADE_UP, 0, 300)
-    ours, theirs = (of.quantize(x, 0) for of in (kv_format, kv_format.altered(lambda of: replace(of, gains=(1.0,)))))
-    assert torch.equal(kv_format.lengths(ours, 0) > 0, kv_format.lengths(theirs, 0) > 0)
-    choice = kv_format.choice(x, 0, 1e-6, kv_format.levels(theirs))
-    expected = (choice.value.unsqueeze(-1) >= choice.boundaries).sum(-1)
-    wrong = (expected != kv_format.levels(theirs)).float().mean(-1) > 0.05
-    chosen_otherwise = (kv_format.levels(ours) != kv_format.levels(theirs)).float().mean(-1) > 0.05
-    assert chosen_otherwise.float().mean() > 0.4
-    assert not (wrong & ~chosen_otherwise).any()
-    assert wrong.sum() > 0.95 * chosen_otherwise.sum()
-
-
 def test_names_need_a_calibration_and_are_of_keys():
     assert formats.get("lr3", "k", MADE_UP) is MADE_UP.format(3)
     with pytest.raises(InputError, match="lr3 needs the coordinates that `tq calibrate` learns"):
@@ -179,34 +138,3 @@ def test_a_rank_stores_its_heads_as_the_whole_does():
         plan_for(spec, split.part)
     with pytest.raises(InputError, match="learned of 4 KV heads"):
         PagedKVCache(spec.plan(2), KVShape(2, DIM), num_blocks=1)
-
-
-def test_the_length_that_the_scale_keeps_is_the_weighted_one():
-    x, of = vectors_of(MADE_UP, 1, 50), MADE_UP.k[1]
-    kv_format = MADE_UP.format(4)
-    kept = kv_format.lengths(kv_format.quantize(x, 1), 1)
-    shifted = x - of.mean.unsqueeze(1)
-    unit = (shifted / shifted.norm(dim=-1, keepdim=True)).bfloat16().float()
-    y = unit.double() @ of.forward.double() * of.weights.double().sqrt().unsqueeze(1)
-    torch.testing.assert_close(kept, shifted.double().norm(dim=-1) * y.norm(dim=-1), rtol=2**-10, atol=0)
-
-
-@pytest.mark.parametrize("bits", [2, 5])
-def test_how_far_a_length_may_move_covers_neighbours_and_little_else(bits):
-    """A number of the unit vector that falls to the other BF16 neighbour moves the length more than noise does."""
-    noise, generator = 1e-4, torch.Generator().manual_seed(bits)
-    learned = made_up.calibration(1, 2, 64)
-    kv_format, of = learned.format(bits), learned.k[0]
-    # One coordinate as long as all others together: there such a fall counts.
-    x = made_up.vectors(of, 4000, generator)
-    x[..., 5] += (x - of.mean.unsqueeze(1)).norm(dim=-1)
-    size = x.norm(dim=-1, keepdim=True)
-    moved = x + noise * size * (2 * torch.rand(x.shape, generator=generator) - 1)
-    lengths = [kv_format.lengths(kv_format.quantize(each, 0), 0) for each in (x, moved)]
-    off = (lengths[1] - lengths[0]).abs() / lengths[0]
-    reach = kv_format.length_reach(x, 0, torch.full((1, 1, 1), noise))
-    half = 2**-11  # FP16's rounding of either scale
-    assert (off <= reach + 2 * half).all()
-    plain = noise * (size / (x - of.mean.unsqueeze(1)).norm(dim=-1, keepdim=True)).squeeze(-1)
-    assert (off > 4 * plain + 2 * half).any()  # noise alone does not explain them
-    assert (reach < 2e-3).float().mean() > 0.5
