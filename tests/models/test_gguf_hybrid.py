@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import bounds
 import gguf
 import pytest
 import torch
@@ -15,7 +16,6 @@ from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -4,16 +4,16 @@ Its golden rounds the rotated vector to BF16 before choosing levels, rounds the 
 what the device kernel does. Those roundings are put back in one test, and explained as ties in the other.
 """
 
+import bounds
 import numpy as np
 import pytest
 import torch
+from level_ties import compare_levels
 from published_model import CONFIG, run_mini_model
 from small_models import table_of
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
-from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_levels
 
 
 @pytest.fixture(scope="module")

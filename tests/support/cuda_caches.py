@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import bounds
 import torch
+from level_ties import compare_tokens
 from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
 from torch import Tensor
 
@@ -12,8 +14,6 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

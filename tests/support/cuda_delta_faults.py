@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 import planted_kernels
 import torch
 from delta_runs import Run, whole
+from op_tables import relative
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import delta
 from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.finding import relative
 
 CASE = Delta(1, 2, 16, 12, (0,), (1,))
 """Heads that share keys, and columns that fill no program."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import planted_kernels
 import torch
+from op_tables import relative
 from torch import Tensor
 from torch.nn import functional
 
 from haarkv.tq_ops.cuda import experts
 from haarkv.tq_ops.fused import Stack
 from haarkv.tq_ops.weight import Weight, numbers_of
-from haarkv.validation.ops.finding import relative
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops import caches
 from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache, windows_of
 from haarkv.validation.ops.caches import CacheCase as Case
-from haarkv.validation.ops.finding import relative
 from haarkv.validation.ops.tables import CPU, Table
 
 __all__ = [
@@ -61,6 +60,12 @@ def filled(case: Case) -> tuple[PagedKVCache, Batch]:
     """As `caches.filled`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
     return caches.filled(case)
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest distance of a vector, relative to its length."""
+    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
 
 
 def everything_in(made: PagedKVCache) -> list[torch.Tensor]:

@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+import bounds
 import pytest
 import torch
 from integer_attention import integer_attention
 from learned_slow import GOLDEN_BITS, other_than_golden
+from level_ties import compare_levels
 from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, opened, poisoned_cache, relative
 from torch import Tensor
 
@@ -22,11 +24,9 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation import bounds
 from haarkv.validation.faults.base import instead, table_with
 from haarkv.validation.faults.ops import ATTENTION, LINEAR, NORM, ROPE, STORE, SWIGLU, steeper
 from haarkv.validation.faults.states import DELTA
-from haarkv.validation.layers.compare import compare_levels
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.cases import Attention, Plain, Store
 from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE, TABLES

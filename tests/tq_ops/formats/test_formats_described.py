@@ -4,10 +4,12 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import bounds
 import numpy as np
 import pytest
 import torch
 from bases import calibration
+from level_ties import compare_levels
 from op_tables import TABLES, relative
 from places import ROOT
 
@@ -26,8 +28,6 @@ from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.reads import READS as NPU_READS
 from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
-from haarkv.validation import bounds
-from haarkv.validation.layers.compare import compare_levels
 
 CPU = torch.device("cpu")
 LAYER = 1

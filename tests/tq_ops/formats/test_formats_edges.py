@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from level_ties import compare_stored
 from places import ROOT
 from small_models import SMALL, at_slots, new_cache, random_tokens, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,6 @@ from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, manthan, p
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.layers.compare import compare_stored
 
 EVERY = [
     (name, side) for name in formats.names() for side in "kv" if side == "k" or formats.get(name, "v") is not formats.get(name)
