@@ -126,7 +126,7 @@ SEEN_AS = {
     V: ("input_norm", "v_proj", V),
     OUT: ("q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", *OF_DELTA, *_BEHIND),
     "conv_state": ("in_proj_qkv", "in_proj_qkvz", "conv_state"),
-    "delta_state": ("in_proj_a", "in_proj_b", "in_proj_ba", "state_read", "convolution", "decay", "beta", "delta_state"),
+    "delta_state": ("in_proj_a", "in_proj_b", "in_proj_ba", "state_read", "delta_state"),
     "head": ("final_norm", "forward"),
 }  # fmt: skip
 """What may be wrong where layers can only be run whole, by the stage that shows it; any other stage shows itself."""

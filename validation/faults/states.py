@@ -31,8 +31,8 @@ def delta_layers(model: DecoderModel) -> list[int]:
 
 def delta_faults(model: DecoderModel, layer: int) -> list[Fault]:
     """Every one, in one layer that keeps a state."""
-    # Where layers run whole, the first part that shows a wrong beginning is what the convolution keeps of it.
-    also = {"state_read": ("conv_state", "state_read"), "convolution": ("delta_state",)}
+    # Behind so few tokens that it still holds some of the beginning, what the convolution keeps shows it first.
+    also = {"state_read": ("conv_state", "delta_state", "state_read")}
     last = len(model.weights.layers[layer]["a_log"]) - 1
     rows: dict[str, tuple[str, Wrong]] = DELTA | {"a stale state after prefix reuse": ("state_read", _Stale())}
     return [
@@ -142,12 +142,12 @@ def _not_scaled(call: Call) -> Tensor:
 
 DELTA: dict[str, tuple[str, Wrong]] = {
     "decay of another head": (
-        "decay",
+        "delta_state",
         lambda call: call.again(a=call.a.roll(1, -1), a_log=call.a_log.roll(1, -1), dt_bias=call.dt_bias.roll(1, -1)),
     ),
-    "decay of the last head left out": ("decay", _last_keeps_all),
-    "beta of another head": ("beta", lambda call: call.again(b=call.b.roll(1, -1))),
-    "the convolution's taps in the other order": ("convolution", lambda call: call.again(conv=call.conv.flip(-1))),
+    "decay of the last head left out": ("delta_state", _last_keeps_all),
+    "beta of another head": ("delta_state", lambda call: call.again(b=call.b.roll(1, -1))),
+    "the convolution's taps in the other order": ("delta_state", lambda call: call.again(conv=call.conv.flip(-1))),
     "a convolution state one token late": ("conv_state", _leaving(CONV, lambda now, _: now.roll(1, 1))),
     "a state not reset between sequences": ("state_read", _reading(_not_reset)),
     "rolled back one step too few": ("state_read", _reading(_too_few)),

@@ -22,7 +22,7 @@ ASCEND_COLUMNS = (
 
 STAGES = (
     "input_norm", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "untouched_state",
-    "state_read", "convolution", "decay", "beta", "conv_state", "delta_state", "gated_delta", "delta_norm", "delta_gate",
+    "state_read", "conv_state", "delta_state", "gated_delta", "delta_norm", "delta_gate",
     "out_proj", "q_proj", "k_proj", "v_proj", "q_norm", "q_rope", "k_norm", "k_rope", "untouched_slots",
     "untouched_window", "store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v", "paged_attention", "o_proj",
     "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "attention_mlp", "final_norm", "head", "forward",
