@@ -30,7 +30,7 @@ FAULTS = {fault.name: fault for fault in delta_faults(MODEL, 2)}
 def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", **more):
     plan = KVSpec(kv).plan(model.config.num_layers)
     if any(model is one for one in MODELS.values()):
-        more["known"] = NULLS.setdefault((str(model.dtype), str(prompts), steps, kv), {})
+        more.setdefault("known", NULLS.setdefault((str(model.dtype), str(prompts), steps, kv), {}))
     return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, **more)
 
 
@@ -75,10 +75,10 @@ def test_chunks_go_on_from_the_state_of_the_first(monkeypatch):
     import haarkv.validation.layers.forward as forward
 
     monkeypatch.setattr(forward, "PREFILL_CHUNK", 6)
-    report = run(CpuExecutor(MODEL), steps=0)
+    report = run(CpuExecutor(MODEL), steps=0, known={})
     assert report.passed, report.first_divergence
     assert {row.step for row in report.rows} == {0, 1}
-    report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0, modes=("teacher-forced",))
+    report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0, known={}, modes=("teacher-forced",))
     first = report.first_divergence
     assert (first.phase, first.step, first.layer, first.stage) == ("prefill", 1, 2, "delta_state")
 

@@ -36,7 +36,6 @@ from haarkv.validation.layers.windows import (
     SLIDES_SHORT,
     TWICE,
     edges,
-    with_tail,
     without_unread,
 )
 
@@ -105,7 +104,7 @@ def test_the_cpu_kernels_pass(dtype):
     assert report.passed, report.first_divergence
 
 
-# -- What is wrong is found: all of `window_faults` in `test_faults` -----------------------------------------------------------
+# -- What is wrong is found: in `test_faults` ------------------------------------------------------------------------------
 NAMES = [fault.name for fault in window_faults(model_of(), AT)]
 
 
