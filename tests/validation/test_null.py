@@ -154,6 +154,15 @@ def test_what_is_no_number_is_a_fault(kind, bad):
     assert excess(Figure("o_proj", -1, kind), bad, [0.1 * run for run in range(RUNS)], rounds=True) == math.inf
 
 
+@pytest.mark.parametrize("kind", ["gain", "slip a name", "length"])
+def test_what_is_nearer_to_the_reference_than_honest_runs_is_right(kind):
+    """All of them may be off in one direction; nothing between them and the reference is a fault, and beyond them it is."""
+    runs = [10.0 + 1e-3 * run for run in range(RUNS)]
+    figure = Figure("attention_mlp", -1, kind)
+    assert [excess(figure, candidate, runs, rounds=False) for candidate in (0.0, 5.0)] == [0, 0]
+    assert min(excess(figure, candidate, runs, rounds=False) for candidate in (-5.0, 15.0)) > 1
+
+
 def test_a_figure_of_nothing_is_zero_and_of_something_beside_nothing_infinite():
     for kind in ("energy", "gain", "slip a name"):
         assert value(Figure("o_proj", -1, kind), (0.0, 0.0)) == 0

@@ -17,7 +17,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.faults.base import reordered, table_with
 from haarkv.validation.faults.layer import LEARNED, planted, planted_learned
-from haarkv.validation.layers.replay.case import OneRun, expected, judged, require_expected
+from haarkv.validation.layers.replay.case import OneRun, judged, require_expected
 from haarkv.validation.layers.replay.file import dumps, load, loads, replay_of
 from haarkv.validation.layers.self_test import WholeLayers
 
@@ -71,7 +71,7 @@ def test_a_planted_fault_becomes_a_file_that_fails_alike(number):
     # It fails because of the fault: what is right passes.
     assert judged(file.case, right, right).first_divergence is None
     assert judged(file.case, right, faulty(lambda _: reordered(), whole)).passed
-    require_expected(file.case, file.made, expected(file.case, right))
+    require_expected(file.case, file.made, right)
 
 
 def test_a_fault_in_learned_coordinates_takes_them_along():
@@ -146,7 +146,7 @@ def test_what_does_not_show_alone_has_no_file():
 @cache
 def content():
     make = faulty(lambda model: planted(model, 1)[4].table())
-    return dumps(replay_of([failed(MODEL, make, [random_tokens(SMALL, 6)])], VERSIONS, 60))
+    return dumps(replay_of([failed(MODEL, make, [random_tokens(SMALL, 6)])], VERSIONS))
 
 
 def test_a_damaged_file_is_refused():
@@ -184,7 +184,7 @@ def test_a_reference_that_makes_something_else_is_refused(tmp_path):
     other = replace(file, made=replace(file.made, hidden_out=file.made.hidden_out * 1.01))
     (tmp_path / "file").write_bytes(dumps(other))
     read = load(tmp_path / "file")
-    with pytest.raises(InputError, match="the reference makes another hidden state here"):
-        require_expected(read.case, read.made, expected(read.case, right))
+    with pytest.raises(InputError, match="the reference makes another attention_mlp here"):
+        require_expected(read.case, read.made, right)
     with pytest.raises(InputError, match="cannot be read"):
         load(tmp_path / "absent")
