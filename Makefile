@@ -24,7 +24,7 @@ help:
 	@echo "make test    linters, types, tests, and the vLLM plug-in's on one real server"
 	@echo "make fuzz    thousands of malformed inputs, and commands killed at any time; SEED=1 draws others, REAL=FOLDER takes pretrained GGUF files too"
 	@echo "make test-long  more of the tests of the CPU, the formats and the command"
-	@echo "make test-judge  the validator: every fault of its self-test, and a thousand clean runs"
+	@echo "make test-judge  the validator: every fault of its self-test, and more honest runs"
 	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"

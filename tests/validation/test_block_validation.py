@@ -106,7 +106,9 @@ def test_8_bits_are_excused_where_the_blocks_ask_for_them(drive):
     assert run(asked, DRIVES[drive](executor), known=known).passed
     for bits in (7, 16):
         report = run(asked, DRIVES[drive](InBlocks(asked, rounding(bits, restored=True))), known=known)
-        assert (report.first_divergence.layer, report.first_divergence.reason) == (0, "fault"), bits
+        # Of whole layers, numbers beside a tie excuse so much that an x that is not rounded shows in the head alone.
+        layer = None if (drive, bits) == ("layers", 16) else 0
+        assert (report.first_divergence.layer, report.first_divergence.reason) == (layer, "fault"), bits
 
 
 def test_an_executor_that_restores_blocks_is_given_nothing():
