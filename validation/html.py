@@ -161,7 +161,7 @@ def distances(title: str, lines: Sequence[Line], bound: float | None, word: str,
     drawn = [replace(line, values={at: exponent(value) for at, value in line.values.items()}) for line in lines]
     across = (exponent(bound), word) if bound is not None else None
     values = [value for line in drawn for value in line.values.values() if math.isfinite(value)]
-    values += [across[0]] if across else []
+    values += [across[0]] if across else [0.0] if not values else []  # where nothing is finite, an empty plot
     low, high = math.floor(min(values)), math.ceil(max(values) + 1e-9)
     step = max(1, -(-(high - low) // 6))
     return plot(title, drawn, [(float(e), f"1e{e}") for e in range(low, high + step, step)], across, note)

@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 
+import bounds
 import pytest
 import torch
 from cuda_rows import rows_of
@@ -30,7 +31,6 @@ from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")

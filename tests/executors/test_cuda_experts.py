@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
@@ -19,7 +20,6 @@ from haarkv.models.config import Attention, Experts, Layer, ModelConfig, Norm, R
 from haarkv.models.delta_net import DeltaNet
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA
@@ -20,7 +21,6 @@ from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.tq_ops.kv.stored import put, take
-from haarkv.validation import bounds
 from haarkv.validation.faults.states import small_hybrid
 from haarkv.validation.layers.runner import validate
 

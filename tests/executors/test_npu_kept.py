@@ -1,5 +1,6 @@
 """Tokens that stay in BF16 on the NPU programs: what the host hands over, whom it refuses, and layers in the interpreter."""
 
+import bounds
 import pytest
 import torch
 from npu_checked import CONFIG, filled
@@ -15,7 +16,6 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.kept import keeping, kept_shape
 from haarkv.tq_ops.npu.scopes import AttentionShape
 from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
 
 KEPT = [{"tail": 20, "sink": 3}, {"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]

@@ -6,6 +6,7 @@ A path that went by names would run each of them as a Llama, without an error. O
 from dataclasses import replace
 from itertools import product
 
+import bounds
 import pytest
 import torch
 import transformers
@@ -33,7 +34,6 @@ from haarkv.models.registry import FAMILIES
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import bounds
 import pytest
 import torch
 import transformers
@@ -21,7 +22,6 @@ from haarkv.models.hf_weights import read_header
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
 from tq.cli import main
 

@@ -1,5 +1,6 @@
 """GGUF files of Qwen3.5: the model of the folder that they were written from."""
 
+import bounds
 import gguf
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hybrid_files import MODELS, TOKENS, VOCABULARY, logits_of, saved
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, read_config
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation import bounds
+from haarkv.tq_ops.kv.plan import KVSpec
 
 __all__ = ["saved"]
 

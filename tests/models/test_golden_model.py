@@ -4,6 +4,7 @@ Its golden rounds the rotated vector to BF16 before choosing levels, rounds the 
 what the device kernel does. Those roundings are put back in one test, and explained as ties in the other.
 """
 
+import bounds
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,6 @@ from small_models import table_of
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
-from haarkv.validation import bounds
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 Every `*.gguf` of the folder is read. transformers restores the weights as we do, so FP32 logits can be compared.
 """
 
+import bounds
 import pytest
 import torch
 from real_files import STEPS, ids_of, ours, pytest_generate_tests, session
@@ -12,7 +13,6 @@ from haarkv.executors.catalog import block_types, create
 from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, source_of
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 
 __all__ = ["pytest_generate_tests", "session"]
 pytestmark = pytest.mark.real

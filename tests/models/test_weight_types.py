@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import bounds
 import gguf
 import pytest
 import torch
@@ -25,7 +26,6 @@ from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.weight import Blocks, dense, memory_of
-from haarkv.validation import bounds
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import bounds
 import pytest
 import torch
 from op_tables import relative
@@ -22,7 +23,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import fields_in, page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.validation import bounds
 
 pytestmark = pytest.mark.vllm_short
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import bounds
 import torch
 from levels import compare_tokens
 from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
@@ -13,7 +14,6 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation import bounds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

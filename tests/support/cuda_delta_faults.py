@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import planted_kernels
 import torch
 from delta_runs import Run, whole
-from levels import relative
+from op_tables import relative
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import delta

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import planted_kernels
 import torch
-from levels import relative
+from op_tables import relative
 from torch import Tensor
 from torch.nn import functional
 

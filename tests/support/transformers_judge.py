@@ -5,6 +5,7 @@ that rounds to BF16 as ours does. Two FP32 computations of one K differ in their
 way; such a tie is settled as ours, counted, and nothing else is.
 """
 
+import bounds
 import torch
 import transformers
 from checkpoints import byte_tokenizer
@@ -15,7 +16,6 @@ from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.caches import new_cache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 
 # Its bars go to stderr, where tests read what the command says.
 transformers.utils.logging.disable_progress_bar()

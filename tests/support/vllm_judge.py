@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
+import bounds
 import torch
 from vllm_server import Answer
 
@@ -20,7 +21,6 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import blocks_for
-from haarkv.validation import bounds
 
 DTYPE = "bfloat16"
 NEAR_TIE = bounds.EXECUTOR_LOGITS[DTYPE]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import bounds
 import numpy as np
 import oracles
 import pytest
@@ -28,7 +29,6 @@ from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats.rotated import choose_levels
-from haarkv.validation import bounds
 
 
 def tables(layer: int, head_dim: int) -> oracles.Tables:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 
+import bounds
 import numpy as np
 import oracles
 import pytest
@@ -27,7 +28,6 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch, CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.validation import bounds
 
 
 def cases(count: int, shrink: bool = False):

@@ -4,10 +4,12 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import cycle, islice, product
 from pathlib import Path
 
 import pytest
 import torch
+from at_length import MORE_JUDGE
 from block_weights import in_blocks
 from places import ROOT
 from small_models import SMALL, resized, small_config, small_model
@@ -15,19 +17,21 @@ from small_models import SMALL, resized, small_config, small_model
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
+from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.validation.faults.base import DRIVES
 from haarkv.validation.faults.blocks import block_faults
 from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, slips
 from haarkv.validation.faults.model import forward_faults
 from haarkv.validation.faults.states import delta_faults, delta_layers, small_hybrid
 from haarkv.validation.faults.windows import WINDOWED, window_faults
 from haarkv.validation.layers.parts import snapshot
-from haarkv.validation.layers.self_test import first_layers
+from haarkv.validation.layers.self_test import _row, _Setting, first_layers
 
 FROZEN = json.loads((Path(__file__).parent / "faults.json").read_text(encoding="utf-8"))
 """By group: layer, stages op by op, stages by whole layers (the first should be named), KV head, and the faults there."""
@@ -125,3 +129,43 @@ def test_names_are_different_and_as_many_as_the_docs_say():
     assert [len(faults) for faults in every] == list(map(int, said.groups()))
     names = [fault.name for faults in every for fault in faults]
     assert len(set(names)) == len(names)
+
+
+# -- Found -------------------------------------------------------------------------------------------------------------------
+NULLS = {}
+"""What honest runs gave, by dtype and group."""
+TOKENS = {"states": (9, 4), "learned": (90, 30), "forward": (40, 30), "blocks": (11, 5), "attention": (90, 30)} | LENGTHS
+STEPS = {"window": 2, "states": 1, "forward": 1, "blocks": 1}
+
+
+def of_each_kind():
+    """Dtype, group, drive and name: one fault of each place; FP32 and BF16 by turns."""
+    for group, places in FROZEN.items():
+        for number, (*_, names) in enumerate(places):
+            for turn, name in enumerate(names):
+                for dtype, drive in product((torch.float32, torch.bfloat16), DRIVES):
+                    plain = turn == 0 and (dtype == torch.bfloat16) == bool(number % 2)
+                    yield pytest.param(dtype, group, drive, name, marks=() if plain else MORE_JUDGE)
+
+
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(("dtype", "group", "drive", "name"), list(of_each_kind()))
+def test_a_fault_is_found_in_its_layer_and_stage(dtype, group, drive, name):
+    """As `tq dev self-test` plants and judges them, with what honest runs gave shared by all of a kind."""
+    model, spec, faults = groups(dtype)[group]
+    fault = next((fault for fault in faults if fault.name == name), None)
+    if fault is None:
+        pytest.skip(f"{dtype} has none")
+    modes = ("teacher-forced", "free-running") if group == "forward" else ("teacher-forced",)
+    prompts = [list(islice(cycle(code(row)), count)) for row, count in enumerate(TOKENS[group])]
+    prompts = [[token % model.config.vocab_size for token in prompt] for prompt in prompts]
+    setting = _Setting(spec, prompts, STEPS.get(group, 0), "", modes, NULLS.setdefault((dtype, group), {}))
+    row = _row(setting.report(model, fault.executor(model, drive)), drive, fault)
+    assert row.caught, row
+
+
+@cache
+def code(row):
+    """Tokens of code."""
+    text = (ROOT / "tq_ops/reference.py").read_text(encoding="utf-8")[2000 * row :]
+    return load_tokenizer("tiny", load_model("tiny").config).encode(text[:2000])

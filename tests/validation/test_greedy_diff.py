@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import bounds
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,6 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation import bounds
 from haarkv.validation.fidelity import contenders
 from haarkv.validation.fidelity.contenders import (
     Contender,

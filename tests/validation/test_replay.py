@@ -1,6 +1,5 @@
-"""A failing layer as a file: cut out, made small, written, read and run again, it fails as it failed; what is right passes."""
+"""A failing layer as a file: cut out, written, read and run again, it fails as it failed; what is right passes."""
 
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -18,9 +17,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.faults.base import reordered, table_with
 from haarkv.validation.faults.layer import LEARNED, planted, planted_learned
-from haarkv.validation.layers.replay.case import capture, expected, judged, require_expected
-from haarkv.validation.layers.replay.file import dumps, load, loads
-from haarkv.validation.layers.replay.shrink import OneRun, fails_alike, replay_of, shrink
+from haarkv.validation.layers.replay.case import OneRun, judged, require_expected
+from haarkv.validation.layers.replay.file import dumps, load, loads, replay_of
 from haarkv.validation.layers.self_test import WholeLayers
 
 MODEL = small_model(SMALL)
@@ -50,35 +48,30 @@ def failed(model, make, prompts, steps=0, kv="tq4", learned=None, modes=("teache
 
 
 def written(run):
-    return loads(dumps(replay_of([run], VERSIONS, 60)), "file")
+    return loads(dumps(replay_of([run], VERSIONS)), "file")
 
 
 def found(case, make):
-    """Seconds, and the stage and reason of the first fault."""
-    began = time.monotonic()
+    """The stage and reason of the first fault."""
     first = judged(case, right, make).first_divergence
-    return time.monotonic() - began, first.stage, first.reason
+    return first.stage, first.reason
 
 
-# That each is found is said by `test_validation`; the rest runs with `make test-judge`.
-@pytest.mark.parametrize("number", rest(MORE_JUDGE, range(len(planted(MODEL, 1))), lambda number, _: number % 3 == 0))
-def test_a_planted_fault_becomes_a_small_file_that_fails_alike(number):
+# That each is found is said by `test_faults`; the rest runs with `make test-judge`.
+@pytest.mark.parametrize("number", rest(MORE_JUDGE, range(len(planted(MODEL, 1))), lambda number, _: number % 4 == 0))
+def test_a_planted_fault_becomes_a_file_that_fails_alike(number):
     """By turns op by op in FP32, and as whole layers in BF16."""
     whole = bool(number % 2)
     make = faulty(lambda model: planted(model, 1)[number].table(), whole)
     run = failed(IN_BF16 if whole else MODEL, make, [random_tokens(SMALL, n) for n in (9, 5)])
     was = run.report.first_divergence
     file = written(run)
-    assert file.case.tokens <= 4
-    assert file.case.config.hidden_size < SMALL.hidden_size or file.case.config.common.mlp.width < SMALL.common.mlp.width
     assert (file.finding["stage"], file.finding["reason"]) == (was.stage, was.reason)
-    seconds, *same = found(file.case, make)
-    assert same == [was.stage, was.reason]
-    assert seconds < 5
+    assert found(file.case, make) == (was.stage, was.reason)
     # It fails because of the fault: what is right passes.
     assert judged(file.case, right, right).first_divergence is None
     assert judged(file.case, right, faulty(lambda _: reordered(), whole)).passed
-    require_expected(file.case, file.made, expected(file.case, right))
+    require_expected(file.case, file.made, right)
 
 
 def test_a_fault_in_learned_coordinates_takes_them_along():
@@ -88,37 +81,9 @@ def test_a_fault_in_learned_coordinates_takes_them_along():
     make = faulty(lambda _: table)
     run = failed(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED, learned=learned)
     file = written(run)
-    assert (file.case.tokens, file.case.kv) == (1, LEARNED)
-    assert found(file.case, make)[1:] == (run.report.first_divergence.stage, "fault")
+    assert file.case.kv == LEARNED
+    assert found(file.case, make) == (run.report.first_divergence.stage, "fault")
     assert judged(file.case, right, right).first_divergence is None
-
-
-def test_what_needs_a_third_block_keeps_it():
-    """Wrong where a query stands at 256 or later: the context cannot shrink below that, all else can."""
-
-    def paged_attention(q, cache, layer, batch, scale):
-        out = reference.paged_attention(q, cache, layer, batch, scale)
-        return torch.where((batch.positions >= 256)[:, None, None], out * 1.5, out)
-
-    make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    model = small_model(resized(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64))
-    run = failed(model, make, [random_tokens(SMALL, 20), random_tokens(SMALL, 330)])
-    case = written(run).case
-    assert (case.index, case.tokens, len(case.lengths)) == (0, 1, 1)
-    assert 257 <= case.lengths[0] < 300
-    assert case.batch.block_table.tolist() == [[3, 2, 1]]  # the last block first, as it was
-
-
-def test_a_fault_of_two_sequences_keeps_two():
-    def paged_attention(q, cache, layer, batch, scale):
-        mixed = replace(batch, block_table=batch.block_table[:1].expand_as(batch.block_table))
-        return reference.paged_attention(q, cache, layer, mixed, scale)
-
-    make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    prompts = [random_tokens(SMALL, n, seed=n) for n in (20, 15, 12)]
-    case = written(failed(MODEL, make, prompts, steps=2)).case
-    assert len(case.lengths) == 2
-    assert case.tokens <= 4
 
 
 def test_a_fault_in_decode_alone_is_cut_out_there():
@@ -143,23 +108,14 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kv", rest(MORE_JUDGE, KINDS, lambda _, kv: kv in ("k=fp32,v=tq3", "tq4", "tq3", "tq2")))
+@pytest.mark.parametrize("kv", rest(MORE_JUDGE, KINDS, lambda _, kv: kv in ("k=fp32,v=tq3", "tq4", "tq3")))
 def test_every_kind_of_field_and_family_can_be_cut_and_written(kv):
     model = small_model(resized(SMALL, **KINDS[kv]))
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
     file = written(failed(model, make, [random_tokens(SMALL, 6)], kv=kv))
-    assert found(file.case, make)[1:] == ("paged_attention", "fault")
+    assert found(file.case, make) == ("paged_attention", "fault")
     assert judged(file.case, right, right).first_divergence is None
     assert file.case.config.common.attention.rope.scaling == model.config.common.attention.rope.scaling
-    assert (file.case.tokens, file.case.config.heads.num_heads, file.case.config.hidden_size) == (1, 1, 8)
-
-
-def test_a_case_that_does_not_fail_is_left_as_it_is():
-    run = failed(MODEL, faulty(lambda model: planted(model, 1)[0].table()), [random_tokens(SMALL, 6)])
-    case = capture(right(MODEL, run.plan), MODEL, run.prompts, 0, run.plan, run.report.first_divergence)
-    tried = []
-    assert shrink(case, right, fails_alike(right, right, "store_kv.k", "fault"), 60, lambda: tried.append(1)) is case
-    assert len(tried) == 1
 
 
 def test_what_is_in_no_single_layer_has_no_file():
@@ -169,7 +125,7 @@ def test_what_is_in_no_single_layer_has_no_file():
 
     run = failed(MODEL, lambda model, plan: WrongHead(model), [random_tokens(SMALL, 6)], modes=("free-running",))
     with pytest.raises(InputError, match="no single layer"):
-        replay_of([run], VERSIONS, 60)
+        replay_of([run], VERSIONS)
 
 
 def test_what_does_not_show_alone_has_no_file():
@@ -183,14 +139,14 @@ def test_what_does_not_show_alone_has_no_file():
 
     run = failed(MODEL, faulty(lambda _: table_with({"paged_attention": paged_attention})), [random_tokens(SMALL, 6)])
     with pytest.raises(InputError, match="alone"):
-        replay_of([run], VERSIONS, 60)
+        replay_of([run], VERSIONS)
 
 
 # -- The file --------------------------------------------------------------------------------------------------------------
 @cache
 def content():
     make = faulty(lambda model: planted(model, 1)[4].table())
-    return dumps(replay_of([failed(MODEL, make, [random_tokens(SMALL, 6)])], VERSIONS, 60))
+    return dumps(replay_of([failed(MODEL, make, [random_tokens(SMALL, 6)])], VERSIONS))
 
 
 def test_a_damaged_file_is_refused():
@@ -228,7 +184,7 @@ def test_a_reference_that_makes_something_else_is_refused(tmp_path):
     other = replace(file, made=replace(file.made, hidden_out=file.made.hidden_out * 1.01))
     (tmp_path / "file").write_bytes(dumps(other))
     read = load(tmp_path / "file")
-    with pytest.raises(InputError, match="the reference makes another hidden state here"):
-        require_expected(read.case, read.made, expected(read.case, right))
+    with pytest.raises(InputError, match="the reference makes another attention_mlp here"):
+        require_expected(read.case, read.made, right)
     with pytest.raises(InputError, match="cannot be read"):
         load(tmp_path / "absent")

@@ -7,22 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from at_length import MORE_JUDGE, rest, thinned
-from bases import calibration, vectors_of
+from at_length import MORE_JUDGE, thinned
+from bases import calibration
 from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, random_tokens, resized, small_model
 
-import haarkv.validation.layers.forced as forced
 import haarkv.validation.layers.runner as runner
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation import bounds, validate
+from haarkv.validation import validate
 from haarkv.validation.faults.base import DRIVES, reordered, table_with
-from haarkv.validation.faults.layer import LEARNED, planted, planted_learned
-from haarkv.validation.faults.model import forward_faults
-from haarkv.validation.layers.compare import ascend_metrics, compare_numbers, compare_stored, compare_vectors
+from haarkv.validation.faults.layer import LEARNED, planted
+from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.page import About, page
 from haarkv.validation.layers.parts import poison
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json
@@ -38,16 +36,16 @@ ABOUT = About(
 )  # fmt: skip
 
 
+NULLS, KEPT = {}, []
+"""What honest runs of the same prompts gave, by model and cache; and the models, so that no other has their ids."""
+
+
 def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None, **kwargs):
-    return validate(
-        trusted or ReferenceExecutor(model),
-        candidate,
-        model,
-        prompts,
-        steps,
-        KVSpec(kv, calibration=CALIBRATION if "lr" in kv else None).plan(model.config.num_layers),
-        **kwargs,
-    )
+    plan = KVSpec(kv, calibration=CALIBRATION if "lr" in kv else None).plan(model.config.num_layers)
+    if trusted is None:
+        KEPT.append(model)
+        kwargs["known"] = NULLS.setdefault((id(model), str(prompts), steps, kv), {})
+    return validate(trusted or ReferenceExecutor(model), candidate, model, prompts, steps, plan, **kwargs)
 
 
 def candidate_with(model=MODEL, **ops):
@@ -83,7 +81,7 @@ def test_the_reference_equals_itself_in_every_format(kv, drive):
     # prefill, one step, a verify and the step behind it, every layer, both modes
     assert len(report.rows) == 4 * SMALL.num_layers * 2
     for row in report.rows:
-        assert (row.k_match, row.v_match, row.unexplained, row.scale_err, row.max_abs) == (1, 1, 0, 0, 0)
+        assert (row.k_match, row.v_match, row.share, row.scale_err, row.max_abs) == (1, 1, 0, 0, 0)
         assert row.hidden_cos == pytest.approx(1, abs=1e-12)
     assert [(row.phase, row.step, row.predictions) for row in report.logits] == [
         ("prefill", 0, 2), ("decode", 0, 2), ("verify", 0, 5), ("decode", 1, 2)
@@ -118,7 +116,7 @@ def test_another_order_of_sums_is_rounding_and_ties(driven, dtype):
 
 
 def test_a_tie_is_taken_over_into_what_follows():
-    """In fp32 one level that falls the other way moves attention a hundred times as far as rounding may; it is a tie."""
+    """In fp32 one level that falls the other way moves attention a hundred times as far as rounding does; it is a tie."""
     flipped = []
 
     def store_kv(k, v, cache, layer, batch):
@@ -141,20 +139,14 @@ def test_a_tie_is_taken_over_into_what_follows():
             return
         reference.store_kv(x, v, cache, layer, batch)
 
-    limits = replace(bounds.LAYER_FP32, kv_noise=1e-3, same_kv_noise=1e-3, length=1e-1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "bounds_of", lambda _: limits)
-        report = run(WholeLayers(candidate_with(store_kv=store_kv)), steps=0)
+    report = run(WholeLayers(candidate_with(store_kv=store_kv)), steps=0)
     assert flipped
     assert report.passed
-    assert (report.first_divergence.layer, report.first_divergence.stage) == (1, "store_kv.k")
-    assert report.first_divergence.reason == "tie"
+    first = report.first_divergence
+    assert (first.layer, first.stage, first.reason) == (1, "store_kv.k", "tie")
     forced, free = ([r for r in report.rows if r.mode == mode and r.layer == 1] for mode in ("teacher-forced", "free-running"))
     assert forced[0].rel_l2 == 0
-    assert free[0].rel_l2 > 10 * bounds.LAYER_FP32.rel_l2
-    # Left at the real bounds, so wide a tie is none.
-    if flipped[0] > 2e-5:
-        assert where(run(WholeLayers(candidate_with(store_kv=store_kv)), steps=0)) == (1, "store_kv.k")
+    assert free[0].rel_l2 > 1e-4
 
 
 # -- What is wrong is found ------------------------------------------------------------------------------------------------
@@ -197,26 +189,6 @@ def test_every_op_is_judged_by_itself(op, spoil):
     lying = SimpleNamespace(**{name: getattr(executor, name) for name in names})
     lying.forward, lying.head, lying.ops = executor.forward, executor.head, table_with({op: wrong})
     assert where(run(lying, steps=0)) == (0, STAGE_OF_OP[op])
-
-
-@pytest.mark.parametrize("side", ["k", "v"])
-def test_a_rotated_value_rounded_to_bf16_is_no_tie(side):
-    """The published CPU path: its levels differ by one and half a percent only, and are unexplained all the same."""
-
-    def store_kv(k, v, cache, layer, batch):
-        reference.store_kv(k, v, cache, layer, batch)
-        x, fields = (k, cache.k_fields(layer)) if side == "k" else (v, cache.v_fields(layer))
-        choice = formats.get("tq4").choice(x, layer, 0.0)
-        level = torch.bucketize(choice.value.bfloat16().float(), choice.boundaries).to(torch.uint8)
-        low, high = level.chunk(2, dim=-1)
-        block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
-        fields["codes"][block, :, offset] = low | (high << 4)
-
-    prompts = [random_tokens(SMALL, 40)]
-    for wrap in (lambda e: e, WholeLayers):
-        report = run(wrap(candidate_with(store_kv=store_kv)), prompts=prompts, steps=0)
-        assert where(report) == (0, f"store_kv.{side}")
-        assert getattr(report.rows[0], f"{side}_match") > 0.98
 
 
 # The rest runs with `make test-judge`.
@@ -468,8 +440,7 @@ def test_a_layer_that_is_left_out_of_a_very_long_residual_is_found_by_its_update
     report = run(Whole(big, layers=lambda _, hidden, *more: hidden), big, steps=0)
     assert where(report)[1] == "attention_mlp"
     row = report.rows[0]
-    assert row.rel_l2 < bounds.LAYER_FP32.rel_l2
-    assert row.hidden_cos > bounds.LAYER_FP32.cosine
+    assert row.rel_l2 < 1e-5
     assert row.update_err > 0.5
 
 
@@ -558,76 +529,6 @@ def test_vectors_are_compared_each_by_itself():
     assert compare_vectors(zero, a[:1]).rel_l2 == math.inf
 
 
-def test_a_number_is_explained_by_rounding_alone():
-    x = torch.tensor([[1.0, 1.0 + 2.0**-8 + 1e-7, 0.5]])
-    ours = x.bfloat16()
-    down = torch.tensor([[1.0, 1.0, 0.5]]).bfloat16()
-    assert ours[0, 1] != down[0, 1]
-    assert (compare_numbers(ours, down, x, 1e-6).different, compare_numbers(ours, down, x, 1e-6).unexplained) == (1, 0)
-    off = torch.tensor([[1.0, 1.0 + 2.0**-7, 0.5 + 2.0**-8]]).bfloat16()
-    assert compare_numbers(ours, off, x, 1e-6).unexplained == 1
-
-
-def test_a_number_that_makes_most_of_a_vector_takes_its_length_along_when_it_falls_the_other_way():
-    """One channel of a key in BF16 is a hundred times as long as the rest, as pretrained models have it."""
-    plain, noise = formats.get("bf16"), 1e-6
-    x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)) / 8
-    x[..., 5] = 100 + 2.0**-2  # midway between two numbers of BF16
-    ours, theirs = plain.quantize(x * (1 + noise / 2), 0), plain.quantize(x * (1 - noise / 2), 0)
-    compared, length = compare_stored(plain, 0, ours, theirs, x, noise)
-    assert compared.different >= 3
-    assert (compared.unexplained, length) == (0, 0)
-    assert (ours["data"].float().norm(dim=-1) / theirs["data"].float().norm(dim=-1)).max() > 1 + bounds.LAYER_FP32.length
-    # Where no number lies beside a rounding point, a vector that is too long is found.
-    x[..., 5] = 100
-    longer = {"data": (x * (1 + 2 * bounds.LAYER_FP32.length)).bfloat16()}
-    assert compare_stored(plain, 0, plain.quantize(x, 0), longer, x, noise)[1] > bounds.LAYER_FP32.length
-
-
-@pytest.mark.parametrize("name", ["tq4", "tq4_seed"])
-def test_reach_covers_what_noise_does_and_little_more(name):
-    """K off by noise: every level that moves is explained; with no noise allowed, some are not."""
-    kv_format, noise = formats.get(name), 1e-4
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2000, 1, 128, generator=generator) * torch.linspace(0.1, 4, 128)
-    shift = (torch.rand(x.shape, generator=generator) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
-    ours, theirs = kv_format.quantize(x, 3), kv_format.quantize(x + shift, 3)
-    assert compare_stored(kv_format, 3, ours, theirs, x, 5 * noise)[0].unexplained == 0
-    unexplained = compare_stored(kv_format, 3, ours, theirs, x, 1e-7)[0]
-    assert unexplained.different > 100
-    assert unexplained.unexplained > 100
-    levels = kv_format.levels(ours)
-    choice = kv_format.choice(x, 3, noise)
-    assert torch.equal((choice.value.unsqueeze(-1) >= choice.boundaries).sum(-1).to(torch.uint8), levels)
-    assert choice.reach.median() < 7e-4
-
-
-def test_learned_levels_that_noise_moved_are_explained_and_others_are_not():
-    kv_format, x, noise = CALIBRATION.format(4), vectors_of(CALIBRATION, 1, 400), 1e-5
-    shift = (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
-    ours, theirs = kv_format.quantize(x, 1), kv_format.quantize(x + shift, 1)
-    compared, length = compare_stored(kv_format, 1, ours, theirs, x, 5 * noise)
-    assert compared.different > 20
-    assert compared.unexplained == 0
-    assert length <= bounds.LAYER_FP32.length
-    # A level beside its own is explained nowhere, be it one of 64 or one of 8.
-    for coordinate, count in ((0, 64), (-1, 8)):
-        spoilt = kv_format.levels(ours)
-        spoilt[1, 7, coordinate] = (spoilt[1, 7, coordinate] + 1) % count
-        assert compare_stored(kv_format, 1, ours, ours | {"codes": kv_format.pack(spoilt)}, x, 5 * noise)[0].unexplained > 0
-
-
-def test_a_bf16_rounding_point_that_falls_the_other_way_is_explained():
-    """So little noise moves no rotated coordinate across a boundary by itself, but one rounding to BF16 that it tips does."""
-    kv_format, noise = formats.get("tq4"), 1e-7
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(20_000, 1, 128, generator=generator)
-    x_moved = x + (torch.rand(x.shape, generator=generator) * 2 - 1) * noise * x.norm(dim=-1, keepdim=True)
-    compared = compare_stored(kv_format, 3, kv_format.quantize(x, 3), kv_format.quantize(x_moved, 3), x, 5 * noise)[0]
-    assert compared.different > 20
-    assert compared.unexplained == 0
-
-
 def test_ascends_columns_are_its_published_formulas():
     x, y = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 1.0, 4.0])
     figures = ascend_metrics(x, y)
@@ -657,59 +558,26 @@ def test_the_page_stands_alone_escapes_what_it_shows_and_cuts_long_prompts():
     assert text.count("<script") == 1  # the page's own, which sorts tables
     assert "&lt;script&gt;" in text
     assert not [word for word in ("http", "src=", "@import", "url(") if word in text]
-    assert text.count("<polyline") == 6
+    assert text.count("<polyline") == 8
     assert "prefers-color-scheme: dark" in text
     assert "x" * 200 + "…" in text
     assert "x" * 201 not in text
 
 
-ONE_LAYER = small_model(resized(SMALL, num_layers=1))
-
-
-# The rest runs with `make test-judge`.
-@pytest.mark.parametrize(
-    ("fault", "drive"),
-    thinned(MORE_JUDGE, forward_faults(ONE_LAYER), list(DRIVES)),
-    ids=lambda of: of if isinstance(of, str) else of.name,
-)
-def test_what_goes_wrong_around_right_layers_is_found(fault, drive):
-    """Each is right layer by layer: only whole forwards show it, some of them only a verify or the step behind it."""
-    report = run(fault.executor(ONE_LAYER, drive), ONE_LAYER)
-    assert where(report) == (None, *fault.stages(drive))
-    assert all(row.passed for row in report.rows)
-
-
-@pytest.fixture
-def no_long_prompts(monkeypatch):
-    """Those of the self-test are long for faults that are not planted here; `make test-judge` has them."""
-    monkeypatch.setattr(f"{self_test.__module__}.LONGEST", 9)
-
-
-@pytest.mark.usefixtures("no_long_prompts")
-# The rest runs with `make test-judge`.
-@pytest.mark.parametrize("dtype", rest(MORE_JUDGE, MODELS, lambda _, dtype: dtype == torch.bfloat16), ids=str)
-def test_the_self_test_finds_every_fault(dtype):
-    """The published ones and those in learned coordinates, op by op and by whole layers; the others: `make test-judge`."""
+def test_the_self_test_says_what_it_does_not_find(monkeypatch):
+    """Here since nothing is planted."""
+    own, fault = self_test.__module__, next(fault for fault in planted(MODEL, 1) if fault.name == "zero output")
+    monkeypatch.setattr(f"{own}.planted", lambda *_: [fault, replace(fault, name="nothing", ops={})])
+    for group in ("planted_learned", "window_faults", "long_faults", "forward_faults"):
+        monkeypatch.setattr(f"{own}.{group}", lambda *_: [])
+    monkeypatch.setattr(f"{own}.LONGEST", 9)
     seen = []
-    rows = self_test([MODELS[dtype]], PROMPTS, seen.append, slice(0))
+    rows = self_test([MODEL], PROMPTS, seen.append, slice(0))
     assert rows == seen
-    assert len(rows) == 2 * (11 + len(planted(MODEL, 1)) + len(planted_learned(MODEL, 1)))
-    assert [row for row in rows if not row.caught] == []
-
-
-@pytest.mark.judge_long
-@pytest.mark.usefixtures("no_long_prompts")
-def test_the_self_test_fails_where_the_validator_is_blind(monkeypatch):
-    # A validator that takes no notice of K and V is caught out.
-    monkeypatch.setattr(forced, "judge_stored", lambda *_: [])
-    of_k = {"rotations seeded in sequence", "swapped nibbles", "a slot off by one"}
-    own = self_test.__module__
-    monkeypatch.setattr(f"{own}.planted", lambda *given: [fault for fault in planted(*given) if fault.name in of_k])
-    monkeypatch.setattr(f"{own}.planted_learned", lambda *_: [])
-    rows = self_test([MODEL], PROMPTS[:1], part=slice(0))
-    # A control may be wrong as well: what ties of K lead to is nobody's then.
-    missed = {row.fault for row in rows if not row.caught and row.planted != "–"}
-    assert missed == of_k
+    assert {row.fault for row in rows if not row.caught} == {"nothing"}
+    assert {(row.driven, row.found) for row in rows if row.fault == "zero output"} == {
+        ("ops", "layer 1 paged_attention"), ("layers", "layer 1 attention_mlp")
+    }  # fmt: skip
 
 
 def test_op_names_are_those_of_the_protocol():

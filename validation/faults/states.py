@@ -31,8 +31,8 @@ def delta_layers(model: DecoderModel) -> list[int]:
 
 def delta_faults(model: DecoderModel, layer: int) -> list[Fault]:
     """Every one, in one layer that keeps a state."""
-    # Where layers run whole, the first part that shows a wrong beginning is what the convolution keeps of it.
-    also = {"state_read": ("conv_state", "state_read")}
+    # Behind so few tokens that it still holds some of the beginning, what the convolution keeps shows it first.
+    also = {"state_read": ("conv_state", "delta_state", "state_read")}
     last = len(model.weights.layers[layer]["a_log"]) - 1
     rows: dict[str, tuple[str, Wrong]] = DELTA | {"a stale state after prefix reuse": ("state_read", _Stale())}
     return [

@@ -123,7 +123,7 @@ class Forced:
             broken.insert(0, Verdict.broken("call", run.outcome.problem))
         stored = collected(stored_figures(cache, made.index, batch, made.stored, run.stored))
         expected = made.hidden_out
-        differing = [] if _same(made.stored, run.stored) else [figure.stage for figure in stored]
+        differing = _differing(made.stored, run.stored, stored)
         if differing and made.kv is not None and self.reference.records:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
             expected = self.reference.given(made, run.stored)
@@ -273,8 +273,9 @@ class Forced:
             sums = collected([*sums.items(), *figures])
             same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
             differing += [] if same else [call.stage]
-            if run.stored and not _same(made.stored, run.stored):
-                differing += [figure.stage for figure, _ in figures if figure.stage != call.stage]
+            if run.stored:
+                seen = dict(pair for pair in figures if pair[0].stage != call.stage)
+                differing += _differing(made.stored, run.stored, seen)
         found = verdicts(null.excesses(sums, self.rounds), differing)
         found = [self._confirmed(verdict, made, bad) if verdict.fails else verdict for verdict in found]
         if not broken and not any(verdict.fails for verdict in found):
@@ -385,9 +386,12 @@ _STAGES = {
 """Stages that show what an op stored."""
 
 
-def _same(ours: Stored, theirs: Stored) -> bool:
-    """Whether what was stored is equal to the last bit."""
-    return all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])
+def _differing(ours: Stored, theirs: Stored, figures: Sums) -> list[str]:
+    """Stages of what was stored that show another bit. A state has versions that nobody goes on from: its figures tell."""
+    if STATE in ours:
+        return [figure.stage for figure, (top, _) in figures.items() if figure.kind == "energy" and top != 0]
+    same = all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])
+    return [] if same else [figure.stage for figure in figures]
 
 
 def _broken_state(cache: PagedKVCache, made: MadeLayer, stored: Stored) -> list[Verdict]:

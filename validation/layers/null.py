@@ -83,7 +83,9 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
     least = bounds.LEAST[figure.kind.partition(" ")[0]]
     if rounds and figure.kind == "gain" and figure.stage in ("paged_attention", "attention_mlp"):
         least = bounds.FP16_GAIN
-    return abs(candidate - mean) / max(least, bounds.FARTHER * bounds.SIGMAS * spread)
+    # Between the reference and honest runs nothing is out: numbers beside a tie may tip one way in all of them.
+    nearest = min(max(candidate, min(mean, 0.0)), max(mean, 0.0))
+    return abs(candidate - nearest) / max(least, bounds.FARTHER * bounds.SIGMAS * spread)
 
 
 @dataclass

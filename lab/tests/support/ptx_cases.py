@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import bounds
 import cuda_expert_faults
 import numpy as np
 import torch
@@ -40,7 +41,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.validation import bounds
 from haarkv.validation.faults.states import small_hybrid
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.blocks import Product

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import bounds
 import torch
 from op_tables import LAYER, Case, filled, relative
 from ptx_launches import executed
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import ops
-from haarkv.validation import bounds
 from lab.ptx import LaunchFault
 
 _CASE = Case("tq4", 128, 5, 2, 128, (300, 2), (1, 1))

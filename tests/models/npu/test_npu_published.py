@@ -4,6 +4,7 @@ The programs take the norms' weights in BF16 and the golden's are FP32, which tu
 the first layer: levels are held to what a BF16 layer may move. The reference runs the same rounded model beside them.
 """
 
+import bounds
 import pytest
 import torch
 from levels import compare_levels
@@ -15,7 +16,6 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
 from haarkv.tq_ops.npu.sides import PUBLISHED
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.validation import bounds
 
 pytestmark = needs_pypto
 SIDES, LAYERS = ("k", "v"), (0, 1)

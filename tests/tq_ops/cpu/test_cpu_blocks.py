@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import bounds
 import pytest
 import torch
 from at_length import MORE, thinned
@@ -13,7 +14,6 @@ from haarkv.models.gguf_file import block_type
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.weight import Blocks, dense, rounding_to
-from haarkv.validation import bounds
 
 MOST = 530  # tokens: more than one pass takes
 every_type = pytest.mark.parametrize("kind", TYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bounds
 import pytest
 import torch
 from op_tables import LAYER, Case, every_table, filled, relative
@@ -12,7 +13,6 @@ from haarkv.tq_ops.cpu.layout import LARGEST_LEVEL, READS, layout
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.reads import readable
-from haarkv.validation import bounds
 
 CASE = Case("tq4", 128, 5, 2, 128, (700, 255), (1, 1))
 SCALE = CASE.head_dim**-0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import bounds
 import pytest
 import torch
 from at_length import MORE, thinned
@@ -17,7 +18,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation import bounds
 
 BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAYER_BF16.attention}
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])

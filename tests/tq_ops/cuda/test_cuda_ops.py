@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, thinned
@@ -22,7 +23,6 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import choices, ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
@@ -10,7 +11,6 @@ from delta_runs import VERSIONS, Run, whole
 from op_tables import LAYER
 
 from haarkv.tq_ops import reference
-from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from cuda_delta_faults import CASE, FAULTS, off_by, planted

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
@@ -14,7 +15,6 @@ from cuda_caches import DEVICE
 
 from haarkv.tq_ops.fused import Stack
 from haarkv.tq_ops.weight import numbers_of
-from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from cuda_expert_faults import CASE, FAULTS, FULL, SHORT, Mixture, off_by, planted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
@@ -17,7 +18,6 @@ from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import choices, ops

@@ -1,5 +1,6 @@
 """KV formats: golden levels and bytes, round trips, and what happens to zero, tiny and huge vectors."""
 
+import bounds
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import NonFiniteVectorError
 from haarkv.tq_ops.formats.rotated import exact_norm
 from haarkv.tq_ops.formats.turboquant import TurboQuant, TurboQuant4Seed, codebook_on
-from haarkv.validation import bounds
 
 LAYERS = [0, 1]
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import bounds
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,6 @@ from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.reads import READS as NPU_READS
 from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
-from haarkv.validation import bounds
 
 CPU = torch.device("cpu")
 LAYER = 1

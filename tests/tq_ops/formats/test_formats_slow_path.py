@@ -1,5 +1,6 @@
 """What no golden file holds, against loops over single numbers, to the byte: KIVI's groups, rotated levels, packing, sums."""
 
+import bounds
 import format_oracles as slow
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from haarkv.tq_ops.formats.arithmetic import fwht, round_half_away, square_root,
 from haarkv.tq_ops.formats.kivi import Kivi
 from haarkv.tq_ops.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
 from haarkv.tq_ops.formats.rotated import choose_levels, exact_norm
-from haarkv.validation import bounds
 
 CPU = torch.device("cpu")
 GROUP_OF_ONE = ["manthan3", "tq3_0", "tbq4_0", "q4_0", "q8_0", "fp8_e4m3"]

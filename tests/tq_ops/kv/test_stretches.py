@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bounds
 import pytest
 import torch
 from op_tables import every_table, relative
@@ -16,7 +17,6 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape
 from haarkv.tq_ops.kv.stored import put, requantized, take
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation import bounds
 
 DIM, HEADS, QUERIES = 64, 2, 6
 LEARNED = made_up.calibration(1, HEADS, DIM)

@@ -1,0 +1,200 @@
+"""The judge's null: honest runs lie inside, what lies outside in any one figure is at fault, and figures add up."""
+
+import math
+import zlib
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from at_length import MORE_JUDGE, rest
+
+from haarkv.executors.cpu import CpuExecutor
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import load_model
+from haarkv.models.text import load_tokenizer
+from haarkv.tq_ops import reference
+from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.table import OP_NAMES
+from haarkv.validation import validate
+from haarkv.validation.faults.base import DRIVES, instead, table_with
+from haarkv.validation.faults.ops import keeping, steeper, stored
+from haarkv.validation.layers import null
+from haarkv.validation.layers.null import RUNS, Figure, Null, Shared, added, excess, honest, value
+from haarkv.validation.layers.self_test import first_layers
+
+DTYPES = ("float32", "bfloat16")
+AT = 1
+
+
+@cache
+def tiny(dtype):
+    """The first layers of `tiny`, tokens of code, and what honest runs gave so far."""
+    model = first_layers(load_model("tiny", dtype), 2)
+    ids = load_tokenizer("tiny", model.config).encode(Path(reference.__file__).read_text(encoding="utf-8"))
+    return model, [ids[100:230], ids[300:340]], {}
+
+
+def compared(dtype, candidate, steps=1, modes=("teacher-forced",)):
+    model, prompts, known = tiny(dtype)
+    plan = KVSpec("tq4").plan(model.config.num_layers)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, modes=modes, known=known)
+
+
+def device(dtype, seed):
+    """The reference as one more device computes it, with seeds that no null draws: the same input gives the same noise."""
+
+    def noisy(name):
+        def run(x, *given):
+            content = zlib.crc32(x.contiguous().view(torch.uint8).numpy().tobytes(), seed)
+            return getattr(honest(reference, 10**9 + seed % 2 + 2 * content, Shared()), name)(x, *given)
+
+        return run
+
+    return ReferenceExecutor(tiny(dtype)[0], table_with({name: noisy(name) for name in OP_NAMES}))
+
+
+# -- What is right passes ----------------------------------------------------------------------------------------------------
+# The rest runs with `make test-judge`.
+@pytest.mark.parametrize(
+    ("seed", "dtype", "drive"), rest(MORE_JUDGE, product(range(2, 22), DTYPES, DRIVES), lambda _, case: case[0] < 4)
+)
+def test_an_honest_device_passes(seed, dtype, drive):
+    """Prefill, decode, a verify and the step behind it; each layer given the reference's input, and left to itself."""
+    report = compared(dtype, DRIVES[drive](device(dtype, seed)), modes=("teacher-forced", "free-running"))
+    assert report.passed, report.first_divergence
+    assert {row.phase for row in report.rows} == {"prefill", "decode", "verify"}
+    assert report.first_divergence.reason in ("rounding", "tie")
+    assert 0.01 < max(figure.share for figure in report.tests) < 1
+
+
+@pytest.mark.parametrize("isa", library.ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set_passes_with_room_to_spare(dtype, isa):
+    if isa not in library.isas():
+        pytest.skip(f"this CPU has no {isa}")
+    drive = list(DRIVES)[library.ISAS.index(isa) % 2]
+    report = compared(dtype, DRIVES[drive](CpuExecutor(tiny(dtype)[0], isa)))
+    assert report.passed, report.first_divergence
+    assert max(figure.share for figure in report.tests) < 0.8
+
+
+# -- Every figure is needed --------------------------------------------------------------------------------------------------
+def noise(x):
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(7))
+
+
+def at_layer(call):
+    return call.layer == AT
+
+
+def leaping(call):
+    """One level of one token is three away from its own."""
+    kept = stored(call)["k"]
+    codes = kept["codes"]
+    low = codes[0, 0, 0] & 15
+    codes[0, 0, 0] = (codes[0, 0, 0] & 240) | torch.where(low > 7, low - 3, low + 3)
+    return {"k": kept}
+
+
+def other_levels(call):
+    """A thousandth of K's length of noise, whose scales stay."""
+    right = stored(call)["k"]
+    size = call.k.square().mean(-1, keepdim=True).sqrt()
+    return {"k": right | {"codes": stored(call, call.k + 1e-3 * size * noise(call.k))["k"]["codes"]}}
+
+
+def longer(call):
+    """Every scale of V is the next FP16 number."""
+    fields = stored(call)["v"]
+    return {"v": fields | {"scale": (fields["scale"].contiguous().view(torch.int16) + 1).view(torch.float16)}}
+
+
+def off_by_a_step(call):
+    """Each number of a product is off by a step of FP32 of the largest."""
+    y = call.again()
+    return y + 2.0**-19 * y.abs().max() * noise(y)
+
+
+def larger(call):
+    return (call.again(dtype=torch.float32) * 1.0003).to(call.dtype)
+
+
+WRONG = {
+    "energy": ("linear", off_by_a_step, lambda _: True),
+    "gain": ("silu_mul", larger, lambda _: True),
+    "slip": ("paged_attention", steeper(1.0005), at_layer),
+    "changed": ("store_kv", keeping(other_levels), at_layer),
+    "leaps": ("store_kv", keeping(leaping), at_layer),
+    "length": ("store_kv", keeping(longer), at_layer),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_each_figure_finds_what_no_other_does(kind, monkeypatch):
+    """The ops are wrong and the layers right, so that one figure alone can tell; without it the run passes."""
+    dtype = "bfloat16"
+    executor = ReferenceExecutor(tiny(dtype)[0])
+    names = ("name", "config", "device", "supports", "layers", "decode_step", "blocks")
+    lying = SimpleNamespace(**{name: getattr(executor, name) for name in names}, ops=table_with(instead(*WRONG[kind])))
+    first = compared(dtype, lying, 0).first_divergence
+    assert first.reason == "fault", first
+    right = null.excess
+    monkeypatch.setattr(null, "excess", lambda figure, *given: 0.0 if kind in figure.kind else right(figure, *given))
+    report = compared(dtype, lying, 0)
+    assert report.passed, report.first_divergence
+
+
+@pytest.mark.parametrize("kind", [*WRONG, "slip by a name"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_a_fault(kind, bad):
+    assert excess(Figure("o_proj", -1, kind), bad, [0.1 * run for run in range(RUNS)], rounds=True) == math.inf
+
+
+@pytest.mark.parametrize("kind", ["gain", "slip a name", "length"])
+def test_what_is_nearer_to_the_reference_than_honest_runs_is_right(kind):
+    """All of them may be off in one direction; nothing between them and the reference is a fault, and beyond them it is."""
+    runs = [10.0 + 1e-3 * run for run in range(RUNS)]
+    figure = Figure("attention_mlp", -1, kind)
+    assert [excess(figure, candidate, runs, rounds=False) for candidate in (0.0, 5.0)] == [0, 0]
+    assert min(excess(figure, candidate, runs, rounds=False) for candidate in (-5.0, 15.0)) > 1
+
+
+def test_a_figure_of_nothing_is_zero_and_of_something_beside_nothing_infinite():
+    for kind in ("energy", "gain", "slip a name"):
+        assert value(Figure("o_proj", -1, kind), (0.0, 0.0)) == 0
+        assert value(Figure("o_proj", -1, kind), (1.0, 0.0)) == math.inf
+
+
+# -- Over forwards -----------------------------------------------------------------------------------------------------------
+def test_sums_of_forwards_add_up():
+    """Counts and products grow; the unit of an energy is fourteen roundings in all."""
+    energy, gain, changed = (Figure("o_proj", -1, kind) for kind in ("energy", "gain", "changed"))
+    one = {energy: (2.0, 1.0), gain: (3.0, 4.0), changed: (5.0, 0.0)}
+    assert added({}, one) == one
+    assert added(one, {**one, gain: (1.0, 4.0)}) == {energy: (4.0, 1.0), gain: (4.0, 8.0), changed: (10.0, 0.0)}
+
+
+def test_what_no_forward_shows_alone_all_of_them_show():
+    """A gain of half of what is allowed in each forward, where honest runs have none on the average."""
+    figure, generator = Figure("o_proj", -1, "gain"), torch.Generator().manual_seed(0)
+    of_layer = Null()
+    for _ in range(100):
+        of_layer.runs = [{figure: (float(draw), 1.0)} for draw in torch.randn(RUNS, generator=generator)]
+        candidate = {figure: (5.0, 1.0)}
+        assert of_layer.excesses(candidate, rounds=False)[figure] < 1
+        of_layer.add(candidate)
+    assert of_layer.total_excesses(rounds=False)[figure] > 2
+
+
+def test_honest_runs_are_another_each():
+    """None is the reference's to the last bit, and no two are alike."""
+    q = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    weight, shared = torch.ones(64), Shared()
+    runs = [honest(reference, seed, shared).rms_norm(q, weight, 1e-6) for seed in range(RUNS)]
+    every = [reference.rms_norm(q, weight, 1e-6), *runs]
+    assert len({tuple(run.flatten().tolist()) for run in every}) == len(every)
+    torch.testing.assert_close(torch.stack(runs), every[0].expand(RUNS, -1, -1), rtol=1e-5, atol=0)
