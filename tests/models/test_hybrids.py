@@ -103,19 +103,12 @@ def test_an_expert_too_few_in_a_stacked_tensor_is_named(saved, tmp_path):
 @pytest.mark.parametrize(
     ("name", "entries", "word"),
     [
-        ("qwen3_5", {"attention_bias": True}, "attention biases"),
         ("qwen3_5", {"attn_output_gate": False}, "attention without output gates"),
-        ("qwen3_5", {"hidden_act": "gelu"}, "gelu"),
-        ("qwen3_5", {"layer_types": ["full_attention"] * 3}, "does not name the kind of each of 4 layers"),
         ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
-        ("qwen3_5", {"layer_types": ["full_attention", "", None, []]}, "type ''"),
         ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of a single token"),
         ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}, "no part"),
-        ("qwen3_5", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ("qwen3_5", {"head_dim": 4}, "1 coordinates of a head"),
-        ("qwen3_5_moe", {"num_experts_per_tok": 9}, "9 of 6 experts"),
-        ("qwen3_next", {"mlp_only_layers": [1]}, "dense layers"),
         ("qwen3_next", {"decoder_sparse_step": 2}, "dense layers"),
     ],
 )
