@@ -601,26 +601,6 @@ def test_a_chat_template_for_a_text_that_goes_on_is_refused(run):
     assert session.generate([], stored=stored, chat=False, max_new_tokens=1).texts
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--prompt", "a", "--prompt", "b", "--save-cache", "x"), "stores one sequence"),
-        (("--load-cache", "absent"), "cannot be read"),
-        (("--load-cache", "absent", "--system", "Be brief."), "goes on, which no chat template wraps; leave out --system"),
-        (("--load-cache", "m/config.json"), "is no stored cache"),
-        (("--prompt", "a", "--save-cache", "absent/x"), "does not exist"),
-        (("info", "m/config.json"), "is no stored cache"),
-        (("convert", "absent", "--out", "x"), "cannot be read"),
-        (("save", "--prompt", "a", "--prompt", "b", "--out", "x"), "stores one sequence"),
-    ],
-)
-def test_wrong_files_are_refused_in_one_line(run, args, words, tmp_path):
-    code, out, err = run(*args)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert words in err
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
 # -- Conversations line by line --------------------------------------------------------------------------------------------
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

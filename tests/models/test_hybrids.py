@@ -161,15 +161,6 @@ def test_ranks_refuse_a_state():
         Split(read_config("random:qwen3.5-0.8b"), 0, 2)
 
 
-@pytest.mark.parametrize("executor", ["npu", "onnx"])
-def test_executors_of_dense_layers_refuse_by_name(executor):
-    from haarkv.executors import catalog
-
-    config = read_config("random:qwen3.5-0.8b")
-    with pytest.raises(InputError, match="it mixes tokens by DeltaNet"):
-        catalog.check(executor, config, KVSpec("tq4").plan(24))
-
-
 @pytest.mark.parametrize("size", ["qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3-next"])
 def test_the_gpu_takes_hybrids_dense_and_with_experts(size):
     from haarkv.executors.cuda import CudaExecutor

@@ -47,6 +47,15 @@ REFUSED = {
         ("replay x", "`tq dev replay`"),
         ("dev bring-up", "did you mean bringup?"),
         ("generate why is the sky blue", "in quotes"),
+        ("generate --model m --load-cache absent --system 'Be brief.'", "no chat template wraps; leave out --system"),
+        ("cache info m/config.json", "is no stored cache"),
+        ("cache convert absent --out x", "cannot be read"),
+        ("cache save --model m --prompt a --prompt b --out x", "stores one sequence"),
+        ("serve ./absent", "no such model: ./absent;"),
+        ("serve ~no_such_user/model", "no such model: ~no_such_user/model;"),
+        ("serve models/of/mine", "no such model: models/of/mine;"),
+        ("serve ''", "no such model: '';"),
+        ("serve m.gguf", "tq serve reads no GGUF file; give a folder in Hugging Face format"),
     ],
     GENERATE: [
         ("--rank-timeout 5", "give --tensor-parallel as well"),
@@ -92,6 +101,11 @@ REFUSED = {
         ("--kv kivi2 --kv-tail 30", "kivi2", "tail=31"),
         ("--kv-plan other.json", "another model", "hidden 80"),
         ("--kv-plan text.txt", "text.txt is no KV plan"),
+        ("--kv-plan latin1", "not UTF-8"),
+        ("--load-cache absent", "cannot be read"),
+        ("--load-cache m/config.json", "is no stored cache"),
+        ("--save-cache absent/x", "does not exist"),
+        ("--prompt b --save-cache x", "stores one sequence"),
         ("--kv-plan plan.json --kv tq4", "--kv-plan", "leave out --kv"),
         ("--kv-plan plan.json --kv-tail 3", "--kv-plan", "leave out --kv-tail"),
     ],
@@ -126,6 +140,7 @@ REFUSED = {
     EVAL: [
         ("--kv bf16,tq9", "tq9", "choose from"),
         ("--kv tq4,k=tq4", "k=NAME,v=NAME"),
+        ("--kv k=tq4,k=tq2", "k=NAME,v=NAME"),
         ("--kv kivi2 --kv-tail 30", "kivi2", "tail=31"),
         ("--kv-plan other.json", "another model", "hidden 80"),
         ("--window 1025", "context of 1024", "--window"),
@@ -217,6 +232,7 @@ def folder(tmp_path_factory):
         (folder / f"{name}.json").write_text(plan_file.dumps(KVSpec("tq4").plan(2), of_model), encoding="utf-8")
     for name, text in (("text.txt", TEXT), ("unseen.txt", UNSEEN), ("short", "a"), ("empty", "")):
         (folder / name).write_text(text, encoding="utf-8")
+    (folder / "m.gguf").write_bytes(b"GGUF")
     (folder / "latin1").write_bytes("caf\xe9".encode("latin-1"))
     return folder
 
