@@ -209,6 +209,13 @@ def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "capped logits"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
         ("gemma3_text", {"hidden_activation": "relu"}, "activation relu"),
+        ("qwen3_5", {"attn_output_gate": False}, "attention without output gates"),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
+        ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of a single token"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}, "no part"),
+        ("qwen3_5", {"head_dim": 4}, "1 coordinates of a head"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "dense layers"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(saved, tmp_path, name, entries, word):

@@ -100,25 +100,6 @@ def test_an_expert_too_few_in_a_stacked_tensor_is_named(saved, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "entries", "word"),
-    [
-        ("qwen3_5", {"attn_output_gate": False}, "attention without output gates"),
-        ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
-        ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),
-        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of a single token"),
-        ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}, "no part"),
-        ("qwen3_5", {"head_dim": 4}, "1 coordinates of a head"),
-        ("qwen3_next", {"decoder_sparse_step": 2}, "dense layers"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(saved, tmp_path, name, entries, word):
-    raw = json.loads((saved(name)[0] / "config.json").read_text()) | entries
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(InputError, match=word):
-        read_hf_config(tmp_path / "config.json")
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_defaults_are_transformers_own(tmp_path, name):
     config = getattr(transformers, f"{CLASSES[name]}Config")()

@@ -499,7 +499,6 @@ def test_k_and_v_may_have_different_head_dims():
     [
         (config_of("llama"), {"plan": {1: "k=bf16,v=q8_0"}}, ["q8_0", "head_dim 16"]),
         (config_of("qwen3"), {"kv": "kivi2", "tail": 30}, ["kivi2", "tail=31"]),
-        (config_of("llama"), {"sink": -1}, ["negative"]),
         (config_of("llama"), {"skip_layers": [2]}, ["no layer 2"]),
         (config_of("llama"), {"skip_layers": [0], "plan": {-2: "tq2"}}, ["layer 0", "twice"]),
         (MambaConfig(num_hidden_layers=2), {}, ["mamba", "layer 0"]),
