@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from npu_checked import CONFIG, TQ4_SPEC, filled
-from npu_families import CONFIGS
 from npu_programs import with_pypto
-from small_models import cache_tensors, new_cache, resized, small_config, small_model
+from small_models import cache_tensors, new_cache, resized, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
@@ -146,15 +145,6 @@ def test_a_model_without_programs_is_refused_by_name(config, said):
 )
 def test_experts_and_states_are_refused_by_name(model, reason):
     assert programs.unsupported(read_config(model)) == f"its programs are those of dense layers with attention, and {reason}"
-
-
-def test_sizes_that_no_tile_holds_are_refused_by_name():
-    config = CONFIGS["llama"]
-    assert programs.unsupported(config) is None
-    odd = replace(config, hidden_size=200)
-    assert programs.unsupported(odd) == "its programs need a hidden_size that is a multiple of 64, not 200"
-    of_96 = small_config(hidden_size=192, head_dim=96, intermediate_size=192)
-    assert programs.unsupported(of_96) == "its programs are made for a head_dim of 64, 128 or 256, not 96"
 
 
 def test_fp32_is_refused():

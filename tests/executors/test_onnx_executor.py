@@ -246,13 +246,6 @@ def test_tokens_in_bf16_are_those_that_the_reference_reads(kept, kv, dtype):
     assert validated(CONFIG, dtype, plan, longer=60) >= (0.99999 if dtype == torch.float32 else 0.9999)
 
 
-def test_a_batch_that_the_tail_has_no_room_for_is_refused(executor):
-    cache = new_cache(CONFIG, spec_of("tq4", tail=2))
-    paging = new_paging(cache)
-    with pytest.raises(ValueError, match="at most 64 new tokens"):
-        prefill(executor, cache, paging, [paging.add()], [[1] * 65])
-
-
 def test_memory_of_tokens_in_bf16_that_are_not_there_may_hold_anything(executor):
     def forwards(left):
         cache = new_cache(CONFIG, spec_of("k=lr4,v=tq4", tail=5, sink=2))

@@ -105,7 +105,6 @@ def test_what_a_template_refuses_is_said_in_its_words():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"enable_thinkin": False}, "reads no argument enable_thinkin; did you mean enable_thinking?"),
         ({"colour": 1}, "reads no argument colour; it reads enable_thinking"),
         ({"messages": []}, "reads no argument messages"),
     ],

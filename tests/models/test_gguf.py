@@ -108,10 +108,6 @@ def parts_of(saved, folder):
             lambda first, second, third: second,
             ["00002-of-00003.gguf is part 2 of 3", "name the first one", "m-00001-of-00003.gguf"],
         ),
-        (
-            lambda first, second, third: third,
-            ["00003-of-00003.gguf is part 3 of 3", "name the first one", "m-00001-of-00003.gguf"],
-        ),
         (lambda first, second, third: second.unlink(), ["m-00002-of-00003.gguf is missing: the model lies in 3 parts"]),
         (lambda first, second, third: (second.unlink(), third.unlink())[0], ["m-00002-of-00003.gguf and 1 more is missing"]),
         (lambda first, second, third: third.write_bytes(second.read_bytes()), ["00003-of-00003.gguf is not part 3 of 3"]),
@@ -260,24 +256,16 @@ def test_a_llama_with_a_window_is_a_mistral(saved, tmp_path):
         ("llama", {"llama.feed_forward_length": 256}, ["has shape [320, 192]"]),
         ("llama", {"general.sampling.top_k": "many"}, ["top_k is not a whole number"]),
         ("llama", {"general.sampling.top_p": 3.0}, ["m.gguf: ", "top-p", "3"]),
+        ("qwen2", {"tokenizer.ggml.eos_token_id": [0]}, ["eos_token_id"]),
+        ("llama", {}, ["m.gguf has no tokenizer"]),
+        ("llama", pieces(words=[f"w{i}" for i in range(60)]), ["m.gguf has 321 tokens, and an embedding of 300"]),
     ],
 )  # fmt: skip
 def test_what_is_not_built_is_refused_by_name(saved, tmp_path, capsys, name, extra, words):
-    path = convert(saved(name), tmp_path / "m.gguf", extra=extra, vocabulary=byte_vocabulary())
+    vocabulary = byte_vocabulary() if extra and "tokenizer.ggml.tokens" not in extra else None
+    path = convert(saved(name), tmp_path / "m.gguf", extra=extra, vocabulary=vocabulary)
     code = main(["generate", "--model", str(path), "--prompt", "a"])
     assert_refused((code, *capsys.readouterr()), *words)
-
-
-def test_gpt_oss_is_refused_by_its_name(tmp_path, capsys):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gpt-oss")
-    writer.add_block_count(2)
-    writer.add_expert_count(4)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    code = main(["generate", "--model", str(tmp_path / "m.gguf"), "--prompt", "a"])
-    assert_refused((code, *capsys.readouterr()), "m.gguf is a gpt-oss with experts model")
 
 
 @pytest.mark.parametrize(
@@ -324,8 +312,6 @@ def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
         (header(version=1), "its version is 1"),
         (header(version=3 << 24), "little-endian"),
         (header(count=2**40), "more than any has"),
-        (header(tensors=2**62), "more than any has"),
-        (header(count=3), "ends within its header"),
         (header((2**63).to_bytes(8, "little")), "ends within its header"),
         (header(text("a") + b"\x63\0\0\0"), "kind 99"),
         (header(text("a") + b"\x08\0\0\0" + b"\x02" + bytes(7) + b"\xff\xfe"), "not UTF-8"),
@@ -345,15 +331,6 @@ def test_a_damaged_header_is_one_line(tmp_path, capsys, content, words):
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     assert_refused((main(["info", str(path)]), *capsys.readouterr()), "m.gguf", words)
-
-
-def test_a_file_that_is_cut_off_is_refused_wherever(saved, tmp_path):
-    content = convert(saved("llama"), tmp_path / "m.gguf", "Q8_0").read_bytes()
-    path = tmp_path / "cut.gguf"
-    for keep in [*range(0, 4000, 97), *range(4000, len(content) - 40, len(content) // 40)]:
-        path.write_bytes(content[:keep])
-        with pytest.raises(InputError, match=r"cut\.gguf"):
-            load_model(path)
 
 
 def test_a_type_that_gguf_cannot_restore_is_refused(saved, tmp_path):
@@ -389,15 +366,6 @@ def test_every_command_takes_a_file(saved, tmp_path, capsys):
     assert main(["eval", *model, *scored]) == 0, capsys.readouterr().err
 
 
-def test_no_such_file_and_no_file(tmp_path):
-    for name, words in (("none.gguf", "no such model"), ("folder.txt", "no such model")):
-        with pytest.raises(InputError, match=words):
-            read_config(tmp_path / name)
-    (tmp_path / "folder.gguf").mkdir()
-    with pytest.raises(InputError, match=r"config\.json does not exist"):
-        read_config(tmp_path / "folder.gguf")
-
-
 # -- Folders of models that read more than text -------------------------------------------------------------------------------
 
 
@@ -425,17 +393,3 @@ def test_a_model_with_a_vision_part_is_read_without_it(tmp_path, prefix):
     save_file(renamed | vision | {name: tensor.clone() for name, tensor in tensors.items()}, beside / "model.safetensors")
     with pytest.raises(InputError, match="twice, also as"):
         load_weights(source_of(beside), read_config(beside), torch.float32)
-
-
-def test_words_are_needed_for_text(saved, tmp_path, capsys):
-    path = convert(saved("llama"), tmp_path / "m.gguf")
-    code = main(["generate", "--model", str(path), "--prompt", "a"])
-    assert_refused((code, *capsys.readouterr()), "m.gguf has no tokenizer")
-    path = convert(saved("llama"), tmp_path / "n.gguf", vocabulary=pieces(words=[f"w{i}" for i in range(60)]))
-    code = main(["generate", "--model", str(path), "--prompt", "a"])
-    assert_refused((code, *capsys.readouterr()), "n.gguf has 321 tokens, and an embedding of 300")
-
-
-def test_an_end_that_is_a_list_is_refused_in_one_line(saved, tmp_path, capsys):
-    path = convert(saved("qwen2"), tmp_path / "m.gguf", extra={"tokenizer.ggml.eos_token_id": [0]})
-    assert_refused((main(["info", str(path)]), *capsys.readouterr()), "eos_token_id")

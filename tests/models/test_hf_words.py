@@ -123,20 +123,12 @@ def test_pieces_without_settings_begin_with_their_own_bos(tmp_path):
             ["tekken.json is not read; transformers writes tokenizer.json", "convert_tekken_tokenizer"],
         ),
         ({}, {}, ["has no tokenizer.json; text cannot"]),
-        ({"vocab__json": "{}"}, {}, ["has no tokenizer.json; text cannot"]),
         (bytes_files(), {}, ["vocab.json: tokenizer_config.json names no class", "Qwen2Tokenizer, GPT2Tokenizer"]),
         (bytes_files(), {"tokenizer_class": "BartTokenizer"}, ["names no class", "fetch tokenizer.json, or write"]),
-        (bytes_files() | {"vocab__json": "[1]"}, {"tokenizer_class": "GPT2Tokenizer"}, ["vocab.json is no vocabulary"]),
         (bytes_files() | {"vocab__json": '{"a": -1}'}, {"tokenizer_class": "GPT2Tokenizer"}, ["vocab.json is no vocabulary"]),
         (bytes_files() | {"merges__txt": b"\xff"}, {"tokenizer_class": "GPT2Tokenizer"}, ["merges.txt is not UTF-8"]),
         (bytes_files() | {"merges__txt": "a"}, {"tokenizer_class": "GPT2Tokenizer"}, ["merges is no list of pairs"]),
         (bytes_files() | {"added_tokens__json": '{"a": "b"}'}, {"tokenizer_class": "GPT2Tokenizer"}, ["added tokens are no"]),
-        (bytes_files(), {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": {"x": 1}}, ["added tokens are no"]),
-        (
-            bytes_files(),
-            {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": {"9" * 9: {"content": "a"}}},
-            ["added tokens"],
-        ),
     ],
 )
 def test_a_folder_without_a_tokenizer_that_is_built_is_refused_by_what_is_there(tmp_path, capsys, files, settings, words):

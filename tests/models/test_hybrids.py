@@ -100,32 +100,6 @@ def test_an_expert_too_few_in_a_stacked_tensor_is_named(saved, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "entries", "word"),
-    [
-        ("qwen3_5", {"attention_bias": True}, "attention biases"),
-        ("qwen3_5", {"attn_output_gate": False}, "attention without output gates"),
-        ("qwen3_5", {"hidden_act": "gelu"}, "gelu"),
-        ("qwen3_5", {"layer_types": ["full_attention"] * 3}, "does not name the kind of each of 4 layers"),
-        ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
-        ("qwen3_5", {"layer_types": ["full_attention", "", None, []]}, "type ''"),
-        ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),
-        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of a single token"),
-        ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}, "no part"),
-        ("qwen3_5", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
-        ("qwen3_5", {"head_dim": 4}, "1 coordinates of a head"),
-        ("qwen3_5_moe", {"num_experts_per_tok": 9}, "9 of 6 experts"),
-        ("qwen3_next", {"mlp_only_layers": [1]}, "dense layers"),
-        ("qwen3_next", {"decoder_sparse_step": 2}, "dense layers"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(saved, tmp_path, name, entries, word):
-    raw = json.loads((saved(name)[0] / "config.json").read_text()) | entries
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(InputError, match=word):
-        read_hf_config(tmp_path / "config.json")
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_defaults_are_transformers_own(tmp_path, name):
     config = getattr(transformers, f"{CLASSES[name]}Config")()
@@ -166,15 +140,6 @@ def test_three_of_four_layers_remember_and_one_attends():
 def test_ranks_refuse_a_state():
     with pytest.raises(InputError, match="recurrent state cannot be split over ranks"):
         Split(read_config("random:qwen3.5-0.8b"), 0, 2)
-
-
-@pytest.mark.parametrize("executor", ["npu", "onnx"])
-def test_executors_of_dense_layers_refuse_by_name(executor):
-    from haarkv.executors import catalog
-
-    config = read_config("random:qwen3.5-0.8b")
-    with pytest.raises(InputError, match="it mixes tokens by DeltaNet"):
-        catalog.check(executor, config, KVSpec("tq4").plan(24))
 
 
 @pytest.mark.parametrize("size", ["qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3-next"])

@@ -20,9 +20,7 @@ from checkpoints import (
     shapes_of,
     shard_name,
     write_checkpoint,
-    write_weights,
 )
-from refusals import assert_refused
 from safetensors.torch import load_file
 from small_models import dense_config
 from tokenizers import Regex, normalizers
@@ -42,7 +40,6 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from tq.cli import main
 
 TIED = CONFIG | {"tie_word_embeddings": True}
 BYTES = list(b"every byte counts")
@@ -112,7 +109,6 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
     ("entries", "word"),
     [
         ({"model_type": "gpt2"}, "gpt2 model; this project runs model_type qwen3, qwen3_moe, llama, mistral, qwen2"),
-        ({"model_type": ["qwen3"]}, "qwen3"),
         ({"model_type": None}, "nameless"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
@@ -122,12 +118,8 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
         ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}, "high_freq_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": "warm"}}, "attention_factor"),
         ({"rope_scaling": {"rope_type": ["yarn"], "factor": 4}}, r"rope_type \['yarn'\] is not a string"),
-        ({"rope_parameters": {"rope_type": {}, "factor": 4}}, "rope_type {} is not a string"),
-        ({"rope_scaling": {"type": 4}}, "rope_type 4 is not a string"),
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_theta 1 must be above 1"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 0.5, "factor": 4}}, "rope_theta 0.5 must be above 1"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": "default"}, "rope_parameters"),
         ({"rope_theta": "large"}, "rope_theta"),
         ({"rope_theta": -1.0}, "rope_theta"),
@@ -139,41 +131,24 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers"),
-        ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"intermediate_size": 96.5}, "intermediate_size"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
-        ({"num_key_value_heads": -2}, "num_key_value_heads"),
         ({"head_dim": 33}, "33"),
-        ({"head_dim": "32"}, "head_dim"),
-        ({"head_dim": -32}, "head_dim"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
-        ({"max_position_embeddings": "many"}, "max_position_embeddings"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
         ({"eos_token_id": "end"}, "eos_token_id"),
-        ({"eos_token_id": [1, "end"]}, "eos_token_id"),
         ({"eos_token_id": True}, "eos_token_id True"),
-        ({"eos_token_id": 10**400}, "eos_token_id"),
         ({"eos_token_id": ["x"] * 10_000}, r"eos_token_id \['x', 'x', .*\.\.\.\] is"),
         ({"num_hidden_layers": 10**8}, "num_hidden_layers is larger than any model's; at most 1,024"),
-        ({"num_hidden_layers": float("inf")}, "num_hidden_layers"),
-        ({"hidden_size": 10**10}, "hidden_size is larger"),
-        ({"head_dim": 2**20}, "head_dim is larger"),
         ({"vocab_size": 10**400}, "vocab_size is larger"),
         ({"max_position_embeddings": 10**9}, "max_position_embeddings is larger"),
-        ({"max_position_embeddings": 2**63}, "max_position_embeddings is larger"),
         ({"rope_theta": 10**400}, "rope_theta"),
-        ({"rope_theta": True}, "rope_theta"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rms_norm_eps": 1e-320}, "rms_norm_eps"),
         ({"rope_scaling": {"type": "yarn", "factor": 1e30}}, "reaches more than 16,777,216 positions"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_slow": 1e-320}}, "beta_slow"),
         ({"rope_scaling": [4]}, "rope_scaling is not an object"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is neither true nor false"),
-        ({"use_sliding_window": "no"}, "use_sliding_window is neither true nor false"),
-        ({"attention_bias": 0}, "attention_bias is neither true nor false"),
         (
             {"model_type": "qwen3_moe", "num_hidden_layers": 1024, "num_experts": 1024, "moe_intermediate_size": 8},
             "1024 layers of 1024 experts",
@@ -344,12 +319,6 @@ def test_other_weights_are_one_line(tmp_path, name, content, words):
     assert "\n" not in str(refused.value)
 
 
-def test_weights_that_another_library_has_quantized_are_refused_by_name(tmp_path, capsys):
-    folder = write_checkpoint(tmp_path / "m", config={"quantization_config": {"quant_method": "awq", "bits": 4}})
-    for command in (["info", str(folder)], ["generate", "-m", str(folder), "-p", "a"]):
-        assert_refused((main(command), *capsys.readouterr()), "its weights are quantized by awq, which is not read")
-
-
 def test_stored_rope_frequencies_are_not_read(tmp_path):
     """Older Llama checkpoints hold them in every layer; nan would be seen if they were used."""
     plain = load_model(str(write_checkpoint(tmp_path / "plain")))
@@ -430,49 +399,60 @@ def rewrite_header(path, change):
 
 
 TENSOR = layer_tensor(1, "self_attn.v_proj")
-BROKEN_HEADERS = {
-    "no_shape": lambda header: header[TENSOR].pop("shape"),
-    "no_dtype": lambda header: header[TENSOR].pop("dtype"),
-    "no_offsets": lambda header: header[TENSOR].pop("data_offsets"),
-    "shape_is_a_number": lambda header: header[TENSOR].update(shape=7),
-    "three_offsets": lambda header: header[TENSOR].update(data_offsets=[0, 1, 2]),
-    "offsets_are_text": lambda header: header[TENSOR].update(data_offsets=["0", "1"]),
-    "entry_is_a_number": lambda header: header.update({TENSOR: 3}),
-    "entry_is_a_list": lambda header: header.update({TENSOR: []}),
-    "dtype_unknown": lambda header: header[TENSOR].update(dtype="F4"),
-    "dtype_is_a_list": lambda header: header[TENSOR].update(dtype=["BF16"]),
-    "too_few_bytes": lambda header: header[TENSOR].update(data_offsets=[0, 8]),
-    "negative_offsets": lambda header: header[TENSOR].update(data_offsets=[-8192, 0]),
-    "list": lambda header: [header],
-    "another_tensors_bytes": lambda header: header[TENSOR].update(
-        data_offsets=header[layer_tensor(0, "self_attn.v_proj")]["data_offsets"]
-    ),
-}
+
+
+def changed(**entry):
+    return lambda header: header[TENSOR].update(entry)
+
+
+BROKEN_HEADERS = [
+    *(lambda header, key=key: header[TENSOR].pop(key) for key in ("shape", "dtype", "data_offsets")),
+    *(changed(data_offsets=wrong) for wrong in ([0, 1, 2], ["0", "1"], [0, 8], [-8192, 0])),
+    *(changed(**wrong) for wrong in ({"shape": 7}, {"dtype": "F4"}, {"dtype": ["BF16"]})),
+    *(lambda header, entry=entry: header.update({TENSOR: entry}) for entry in (3, [])),
+    lambda header: [header],
+    lambda header: changed(data_offsets=header[layer_tensor(1, "self_attn.k_proj")]["data_offsets"])(header),
+]
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("change", BROKEN_HEADERS)
 def test_a_broken_header_is_refused_with_its_file(tmp_path, change, shards):
-    folder = write_checkpoint(tmp_path / "model", shards=shards)
-    file = folder / ("model.safetensors" if shards == 1 else shard_name(1, 2))
+    file = write_checkpoint(tmp_path / "model", shards=shards) / ("model.safetensors" if shards == 1 else shard_name(1, 2))
 
     def break_it(header):
-        if change == "another_tensors_bytes" and shards == 2:
-            header[TENSOR]["data_offsets"] = header[layer_tensor(1, "self_attn.k_proj")]["data_offsets"]
-            return None
-        result = BROKEN_HEADERS[change](header)
-        return result if change == "list" else None
+        result = change(header)
+        return result if isinstance(result, list) and header in result else None
 
     rewrite_header(file, break_it)
-    assert file.name in refusal(folder)
+    assert file.name in refusal(file.parent)
+
+
+def of_layers(layers):
+    return {"files": {"config.json": json.dumps(CONFIG | {"num_hidden_layers": layers})}}
+
+
+def integers(tensors):
+    tensors.update({name: tensor.to(torch.int16) for name, tensor in tensors.items()})
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\0" * 7, b"\0" * 8, b"\xff" * 64, b"\2" + b"\0" * 7 + b"{x", b"PK\x03\x04" * 50], ids=range(6)
+    ("options", "words"),
+    [
+        *(
+            ({"files": {"model.safetensors": data}}, ["model.safetensors"])
+            for data in (b"", b"\0" * 7, b"\0" * 8, b"\xff" * 64, b"\2" + b"\0" * 7 + b"{x", b"PK\x03\x04" * 50)
+        ),
+        ({"mutate": integers, "dtype": torch.int16}, ["I16", EMBEDDING]),
+        ({"mutate": lambda tensors: tensors.pop(HEAD)}, [HEAD]),
+        ({"config": {"num_hidden_layers": 1}} | of_layers(2), [f"{layer_tensor(1, 'input_layernorm')} and 10 more"]),
+        (of_layers(1), ["model.layers.1.", "and 10 more"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path, data):
-    folder = write_checkpoint(tmp_path / "model", files={"model.safetensors": data})
-    assert "model.safetensors" in refusal(folder)
+def test_other_tensors_are_refused_by_name(tmp_path, options, words):
+    said = refusal(write_checkpoint(tmp_path / "model", **options))
+    assert all(word in said for word in words)
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 100, 50_000])
@@ -484,30 +464,6 @@ def test_a_file_cut_anywhere_names_the_first_tensor_that_is_cut(tmp_path, missin
     cut = {name for name, entry in header.items() if entry["data_offsets"][1] > len(data) - missing_bytes}
     assert next(name for name in checkpoint_shapes(read_hf_config(path.parent / "config.json")) if name in cut) in reason
     assert "truncated" in reason
-
-
-def test_integers_are_no_weights(tmp_path):
-    folder = write_checkpoint(tmp_path / "model")
-    tensors = {name: tensor.to(torch.int16) for name, tensor in random_tensors(CONFIG).items()}
-    write_weights(folder, tensors)
-    assert "I16" in refusal(folder)
-    assert EMBEDDING in refusal(folder)
-
-
-def test_a_missing_head_is_missing_only_where_it_is_not_tied(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", mutate=lambda tensors: tensors.pop(HEAD))
-    assert HEAD in refusal(folder)
-    load_model(str(write_checkpoint(tmp_path / "tied", config=TIED)))
-
-
-def test_several_missing_or_extra_tensors_are_counted(tmp_path):
-    folder = write_checkpoint(tmp_path / "few", config={"num_hidden_layers": 1})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    assert f"{layer_tensor(1, 'input_layernorm')} and 10 more" in refusal(folder)
-    folder = write_checkpoint(tmp_path / "many")
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
-    assert "model.layers.1." in refusal(folder)
-    assert "and 10 more" in refusal(folder)
 
 
 # -- Blame ----------------------------------------------------------------------------------------------------------------

@@ -236,12 +236,10 @@ def test_each_rank_takes_the_coordinates_of_its_heads(tmp_path, monkeypatch, ran
 
 # -- What is refused -----------------------------------------------------------------------------------------------------
 OPTIONS = {
-    "no such format": ({"haarkv_kv": "tq9"}, "unknown KV format 'tq9'"),
     "groups": (
         {"haarkv_kv": "kivi2"},
         "a kivi2 KV cache cannot serve .*: kivi2 is here to compare with",
     ),
-    "uncalibrated": ({"haarkv_kv": "k=lr3,v=tq4"}, "lr3 needs the coordinates that `tq calibrate` learns"),
     "no such file": ({"haarkv_kv_plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
     "no such layer": ({"haarkv_kv_skip_layers": [6]}, "there is no layer 6; the model has 6, counted from 0"),
     "no list": ({"haarkv_kv_skip_layers": "0"}, "haarkv_kv_skip_layers is a list of layers, not '0'"),
@@ -255,18 +253,6 @@ def test_a_cache_that_cannot_be_served_is_refused(name):
     options, reason = OPTIONS[name]
     with pytest.raises(ValueError, match=reason):
         real_config(additional_config=options)
-
-
-PLANS = {
-    "groups": ({"layers": ("kivi2", *MIXED[1:])}, "kivi2 is here to compare with"),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_that_cannot_be_served_is_refused(tmp_path, name):
-    changed, reason = PLANS[name]
-    with pytest.raises(ValueError, match=reason):
-        real_config(additional_config={"haarkv_kv_plan": str(plan_in(tmp_path, **changed))})
 
 
 def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_context(tmp_path):

@@ -51,10 +51,6 @@ MODELS = {
 }
 # The first look at an architecture starts a process that imports it; vLLM keeps what it found.
 FOREIGN = {
-    "mistral": (
-        small("MistralForCausalLM", "mistral", head_dim=128, sliding_window=64, hidden_act="silu"),
-        f"it has sliding-window attention (of 64 tokens); {WINDOWS}",
-    ),
     "mla": (
         small(
             "DeepseekV2ForCausalLM", "deepseek_v2", kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
@@ -82,14 +78,9 @@ FOREIGN = {
 
 OPTIONS = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 names another format; leave it out"),
-    "bf16": ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16 names another format; leave it out"),
     "skipped_layers": (
         {"kv_cache_dtype_skip_layers": ["0"]},
         "--kv-cache-dtype-skip-layers is not supported; --kv-skip-layers leaves layers in BF16",
-    ),
-    "prefill_context": (
-        {"prefill_context_parallel_size": 2},
-        "context parallelism is not supported; --tensor-parallel-size is",
     ),
     "decode_context": (
         {"decode_context_parallel_size": 5, "tensor_parallel_size": 10},

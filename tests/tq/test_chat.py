@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from checkpoints import byte_pieces, saying, write_checkpoint
-from refusals import assert_refused
 from terminal import Terminal
 
 from haarkv.tq_ops.kv.cache_file import read_note
@@ -195,10 +194,3 @@ def test_an_answer_that_was_cut_says_so(run, endless, monkeypatch):
         code, _, err = run("chat", "--model", endless, *given)
         assert code == 0
         assert words in err.splitlines()[-1]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-    assert_refused(run("chat", "--model", endless, "--max-context", 30_001), "--max-context must lie in 1 … 30000")
-
-
-def test_a_pipe_that_is_no_utf8_is_one_line(run, alphabet, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
-    assert_refused(run("chat", "--model", alphabet), "stdin", "UTF-8")

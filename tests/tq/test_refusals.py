@@ -1,12 +1,14 @@
 """What a user can get wrong, by command: one line on stderr, exit code 2, and no file; `test_options` has what all share."""
 
 import io
+import json
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import write_checkpoint
+import torch
+from checkpoints import CONFIG, FINAL_NORM, byte_tokenizer, cut_off, layer_tensor, shard_name, write_checkpoint
 from refusals import assert_refused
 
 from haarkv.serving import serve as serving
@@ -45,6 +47,17 @@ REFUSED = {
         ("replay x", "`tq dev replay`"),
         ("dev bring-up", "did you mean bringup?"),
         ("generate why is the sky blue", "in quotes"),
+        ("generate --model m --load-cache absent --system 'Be brief.'", "no chat template wraps; leave out --system"),
+        ("cache info m/config.json", "is no stored cache"),
+        ("cache convert absent --out x", "cannot be read"),
+        ("cache save --model m --prompt a --prompt b --out x", "stores one sequence"),
+        ("chat --model m", "stdin", "UTF-8"),
+        ("chat --model m --max-context 1025", "--max-context must lie in 1 … 1024"),
+        ("serve ./absent", "no such model: ./absent;"),
+        ("serve ~no_such_user/model", "no such model: ~no_such_user/model;"),
+        ("serve models/of/mine", "no such model: models/of/mine;"),
+        ("serve ''", "no such model: '';"),
+        ("serve m.gguf", "tq serve reads no GGUF file; give a folder in Hugging Face format"),
     ],
     GENERATE: [
         ("--rank-timeout 5", "give --tensor-parallel as well"),
@@ -62,6 +75,7 @@ REFUSED = {
         (f"--prompt {'a' * 1025}", "1025 tokens", "context only 1024"),
         ("--max-context 1025", "1024", "--max-context"),
         ("--prompt ''", "prompt 2", "empty"),
+        ("--prompt caf\udce9", "prompt 2", "UTF-8"),
         ("--prompt-file .", "--prompt-file .", "directory"),
         ("--prompt-file latin1", "latin1", "UTF-8", "byte 3"),
         ("--prompt-file -", "--prompt-file -", "UTF-8"),
@@ -90,6 +104,11 @@ REFUSED = {
         ("--kv kivi2 --kv-tail 30", "kivi2", "tail=31"),
         ("--kv-plan other.json", "another model", "hidden 80"),
         ("--kv-plan text.txt", "text.txt is no KV plan"),
+        ("--kv-plan latin1", "not UTF-8"),
+        ("--load-cache absent", "cannot be read"),
+        ("--load-cache m/config.json", "is no stored cache"),
+        ("--save-cache absent/x", "does not exist"),
+        ("--prompt b --save-cache x", "stores one sequence"),
         ("--kv-plan plan.json --kv tq4", "--kv-plan", "leave out --kv"),
         ("--kv-plan plan.json --kv-tail 3", "--kv-plan", "leave out --kv-tail"),
     ],
@@ -124,6 +143,7 @@ REFUSED = {
     EVAL: [
         ("--kv bf16,tq9", "tq9", "choose from"),
         ("--kv tq4,k=tq4", "k=NAME,v=NAME"),
+        ("--kv k=tq4,k=tq2", "k=NAME,v=NAME"),
         ("--kv kivi2 --kv-tail 30", "kivi2", "tail=31"),
         ("--kv-plan other.json", "another model", "hidden 80"),
         ("--window 1025", "context of 1024", "--window"),
@@ -215,6 +235,7 @@ def folder(tmp_path_factory):
         (folder / f"{name}.json").write_text(plan_file.dumps(KVSpec("tq4").plan(2), of_model), encoding="utf-8")
     for name, text in (("text.txt", TEXT), ("unseen.txt", UNSEEN), ("short", "a"), ("empty", "")):
         (folder / name).write_text(text, encoding="utf-8")
+    (folder / "m.gguf").write_bytes(b"GGUF")
     (folder / "latin1").write_bytes("caf\xe9".encode("latin-1"))
     return folder
 
@@ -234,3 +255,93 @@ def test_a_mistake_is_one_line_and_2_and_changes_no_file(capsys, monkeypatch, fo
     # A model's name and click's own words quote all that fits on a line; ours quote the beginning.
     assert len(ran[2]) < (400 if "--kv-" in line or "--threads" in line else 2100)
     assert snapshot(folder) == before
+
+
+# -- Models that cannot be used ---------------------------------------------------------------------------------------------
+
+FIRST, INDEX, SETTINGS, WORDS_FILE = (
+    shard_name(1, 3),
+    "model.safetensors.index.json",
+    "generation_config.json",
+    "tokenizer.json",
+)
+K_PROJ = layer_tensor(0, "self_attn.k_proj")
+SWITCHED = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
+SPOKEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def without(name, **options):
+    return lambda folder: (write_checkpoint(folder, **options) / name).unlink()
+
+
+def lying_index(folder):
+    index = write_checkpoint(folder, shards=2) / INDEX
+    content = json.loads(index.read_text())
+    content["weight_map"][FINAL_NORM] = shard_name(0, 2)
+    index.write_text(json.dumps(content))
+
+
+def large_id(folder):
+    content = json.loads(byte_tokenizer().to_str())
+    content["model"]["vocab"]["a"] = 5000
+    write_checkpoint(folder, files={WORDS_FILE: json.dumps(content)})
+
+
+def file(name, content):
+    return {"files": {name: content}}
+
+
+def template(source):
+    return {"tokenizer_config": {"chat_template": source}}
+
+
+def drawn(**settings):
+    return {"generation": {"do_sample": True, **settings}}
+
+
+DAMAGED = [
+    (without("config.json"), "", "config.json", "does not exist"),
+    (file("config.json", b"\xff\xfe{}"), "", "config.json", "JSON"),
+    (file("config.json", json.dumps(CONFIG | {"model_type": "gemma2"})), "", "config.json is a gemma2 model; this project"),
+    ({"config": {"quantization_config": {"quant_method": "awq"}}}, "", "its weights are quantized by awq, which is not read"),
+    (without("model.safetensors"), "", "no weights", "model.safetensors"),
+    (lambda folder: cut_off(write_checkpoint(folder, shards=3) / FIRST), "", FIRST, "truncated", "model.layers."),
+    (without(FIRST, shards=3), "", FIRST, "missing", "model.layers."),
+    *((file(INDEX, text), "", INDEX) for text in ("[]", "{}", '{"weight_map": [1]}', b"\xff")),
+    (lying_index, "", shard_name(0, 2), FINAL_NORM),
+    ({"mutate": lambda t: t.update({K_PROJ: torch.zeros(32, 64)})}, "", "model.safetensors", K_PROJ, "[32, 64]", "[64, 64]"),
+    (without(WORDS_FILE), "", WORDS_FILE),
+    (file(WORDS_FILE, "{"), "", WORDS_FILE),
+    ({"config": {"vocab_size": 100}}, "", WORDS_FILE, "100"),
+    (large_id, "", WORDS_FILE, "5000", "257"),
+    (template("{% if %}"), "", "chat template"),
+    (template("{{ messages[7].content }}"), "", "chat template"),
+    (template("{{ raise_exception('not today') }}"), "", "chat template", "not today"),
+    (template(3), "", "chat template"),
+    (file("chat_template.jinja", b"\xff"), "", "chat_template.jinja"),
+    (file(SETTINGS, "eos"), "", SETTINGS),
+    (drawn(temperature="hot"), "", SETTINGS, "temperature", "hot"),
+    (drawn(top_k=2.5), "", SETTINGS, "top_k", "whole number"),
+    (drawn(top_p=3), "", SETTINGS, "top-p", "3"),
+    (drawn(do_sample="yes"), "", SETTINGS, "do_sample", "yes"),
+    (drawn(eos_token_id=["a"]), "", "eos_token_id"),
+    (template(SPOKEN), "--system 'Be brief.' --no-chat", "--system", "--no-chat"),
+    (template(SPOKEN), "--system \udcff", "system message", "UTF-8"),
+    (template("{{ messages[-1].content }}"), "--system 'Be brief.'", "ignores system messages", "--system"),
+    ({}, "--template-arg x=1", "this model has none; drop --template-arg"),
+    (template(SWITCHED), "--template-arg enable_thinkin=0", "no argument enable_thinkin; did you mean enable_thinking?"),
+    (template(SWITCHED), "--template-arg enable_thinking", "is no NAME=VALUE"),
+    (template(SWITCHED), "--template-arg messages=[]", "'messages' is no argument of a chat template"),
+    (template(SWITCHED), "--template-arg enable_thinking=\udcff", "not valid UTF-8"),
+    (template(SWITCHED), "--template-arg enable_thinking=1 --no-chat", "--no-chat leaves it out; drop --template-arg"),
+]
+
+
+@pytest.mark.parametrize("row", DAMAGED, ids=[f"{number} {row[-1]!a}" for number, row in enumerate(DAMAGED)])
+def test_a_model_that_cannot_be_used_is_refused_by_name(capsys, monkeypatch, tmp_path, row):
+    monkeypatch.chdir(tmp_path)
+    damage, args, *words = row
+    _ = damage(tmp_path / "m") if callable(damage) else write_checkpoint(tmp_path / "m", **damage)
+    before = snapshot(tmp_path)
+    assert_refused((main(shlex.split(f"generate --model m --prompt a {args}")), *capsys.readouterr()), *words)
+    assert snapshot(tmp_path) == before

@@ -34,15 +34,6 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
         serving.serve("~/model", serving.Cache(), [])
 
 
-@pytest.mark.parametrize("model", ["~/absent", "~no_such_user/model", "./absent", "/absent", "models/of/mine", ""])
-def test_a_folder_that_is_not_there_is_refused_as_it_was_written(monkeypatch, tmp_path, capsys, model):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(serving, "find_spec", lambda _: object())
-    assert main(["serve", model]) == 2
-    assert f"no such model: {model or repr('')};" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("args", [["tiny"], ["gpt2"], ["/absent"], ["tiny", "--kv", "tq9"], ["tiny", "--kv", "auto"]])
 def test_without_vllm_that_is_said_before_anything_else(monkeypatch, tmp_path, capsys, args):
     monkeypatch.chdir(tmp_path)
@@ -73,13 +64,6 @@ def test_another_vllm_is_said_in_a_line_before_anything_starts(monkeypatch, tmp_
     *warned, begun = capsys.readouterr().err.splitlines()
     assert begun == "tq: it starts"
     assert [line.startswith(f"tq: warning: {said}") for line in warned] == [True] * bool(said)
-
-
-def test_a_gguf_file_is_refused_for_what_it_is(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(serving, "find_spec", lambda _: None)
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    assert main(["serve", str(tmp_path / "m.gguf")]) == 2
-    assert "tq serve reads no GGUF file; give a folder in Hugging Face format" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["gpt2", "org/name", "org/name/q4.gguf", "s3://bucket/of/mine", "models/of/mine"])

@@ -280,12 +280,6 @@ def test_a_group_whose_range_overflows_is_named_by_the_token_that_fills_it():
     assert issubclass(NonFiniteVectorError, InputError)
 
 
-def test_a_validation_refuses_what_is_here_to_compare_with():
-    executor = ReferenceExecutor(MODEL)
-    with pytest.raises(InputError, match="kivi2 is here to compare with"):
-        validate(executor, executor, MODEL, [[1, 2, 3]], 0, KVSpec("kivi2").plan(SMALL.num_layers))
-
-
 # -- As a file --------------------------------------------------------------------------------------------------------------
 def test_a_plan_file_says_all():
     plan = KVSpec("tq4", tail=33, sink=2, layers={1: "k=kivi2,v=tq3"}, skip_layers=(0,)).plan(3)
@@ -355,11 +349,3 @@ def test_a_file_that_is_no_plan_is_refused_in_one_line(text):
     with pytest.raises(InputError) as caught:
         plan_file.loads(text, "p.json")
     assert "\n" not in str(caught.value)
-
-
-def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
-        plan_file.load(tmp_path / "absent.json")
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match="not UTF-8"):
-        plan_file.load(tmp_path / "bytes")
