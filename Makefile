@@ -26,7 +26,7 @@ help:
 	@echo "make test-long  more of the tests of the CPU, the formats and the command"
 	@echo "make test-shaken  the tests with torch's sums as three other machines may compute them, then with older instructions; SEED=1 takes one"
 	@echo "make test-judge  the validator: every fault of its self-test, and more honest runs"
- 	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
+	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for four kinds of GPU; no GPU needed"
