@@ -26,7 +26,6 @@ CHOOSES = (
     "validation/planning/candidates.py",
     "validation/planning/auto.py",
     "validation/ops/suite.py",
-    "validation/fidelity/entries.py",
 )
 # llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.
 LLAMA_CPP = (

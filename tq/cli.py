@@ -22,7 +22,7 @@ from tq.start import INTERRUPTED
 
 _SECTIONS = {
     "Run": ("generate", "chat", "serve", "cache"),
-    "Choose a cache": ("info", "formats", "eval", "matrix", "plan", "calibrate"),
+    "Choose a cache": ("info", "formats", "eval", "plan", "calibrate"),
     "Check": ("validate", "diff"),
     "Measure": ("bench",),
     "Files": ("export", "quantize"),

@@ -1,1 +1,1 @@
-"""How a small hybrid of Gated DeltaNet, attention and an MTP layer is trained."""
+"""A small hybrid of Gated DeltaNet, attention and an MTP layer that ships."""

@@ -256,7 +256,7 @@ GIVEN |= {"activation_bits": 16, "mmap": None}
     [
         (None, ["auto"], [], ["cpu"]),
         (None, ["auto"], ["q8_0"], ["cpu"]),
-        (None, ["auto"], ["kvarn4"], ["cpu"]),
+        (None, ["auto"], ["kivi4"], ["cpu"]),
         (None, ["auto", "cpu", "reference"], ["tq4"], ["cpu", "reference"]),
         ("cuda", ["auto"], [], ["cuda"]),
         ("sim", ["auto"], [], ["npu"]),

@@ -503,6 +503,15 @@ def test_metadata_of_another_kind_is_refused(file, changed):
         cache_file.load_for(path, origin, plan)
 
 
+def test_a_format_that_is_not_known_here_is_named(file):
+    path, content = file[0], file[0].read_bytes()
+    origin = json.loads(metadata_of(content)["origin"])
+    origin["layers"][0] = "k=kvarn4,v=tq4"
+    path.write_bytes(save_tensors(load_tensors(content), metadata_of(content) | {"origin": json.dumps(origin)}))
+    with pytest.raises(InputError, match=r"^unknown KV format 'kvarn4'"):
+        cache_file.read_origin(path)
+
+
 def test_a_save_killed_at_any_time_leaves_the_old_file_or_the_new(tmp_path, monkeypatch):
     """Before each of its changes, and with half of the file written."""
     plan = KVSpec("bf16").plan(1)

@@ -53,7 +53,7 @@ def chosen(kv="tq4", config=TINY, **given):
         (("reference",), "tq4", "reference", ""),
         (EVERYTHING, "tbq4_0", "cpu", "cuda cannot run this: .*tbq4_0"),
         (("cpu", "reference"), "bf16", "cpu", ""),
-        (("cpu", "reference"), "kvarn2", "cpu", ""),
+        (("cpu", "reference"), "kivi2", "cpu", ""),
         # The fastest of those that were passed over is the one that is missed.
         (("npu", "cpu", "reference"), "q8_0", "cpu", "npu cannot run this: .*q8_0"),
         (("npu", "cpu", "reference"), "bf16", "npu", ""),
@@ -81,7 +81,7 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
             require_candidates([name], config, learned)
             names.append(name)
     assert {"q8_0", "q4_0", "fp8_e4m3", "tq3_0", "manthan3", "tq4_seed", "fp32", "lr2"} < set(names)
-    assert not {name for name in names if name.startswith(("kivi", "kvarn"))}
+    assert not {name for name in names if name.startswith("kivi")}
     values = at("v", names)
     for name, other in zip(names, itertools.cycle(values[1:] + values[:1])):
         layers, whole = {1: f"k={name},v={other}", 2: f"k={other},v=bf16"}, everywhere(name)
@@ -91,7 +91,7 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
 
 def test_every_cache_must_be_read(machine):
     machine("npu", "cpu", "reference")
-    plans = [KVSpec(kv).plan(TINY.num_layers) for kv in ("tq4", "kvarn2")]
+    plans = [KVSpec(kv).plan(TINY.num_layers) for kv in ("tq4", "kivi2")]
     assert select(AUTO, TINY, plans[:1]).name == "npu"
     assert select(AUTO, TINY, plans).name == "cpu"
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+import outliers
 import pytest
 import torch
 from planted import dead_head, run, save_tiny, tiny, tiny_qwen2, token_ids
 from small_models import CONFIGS, resized, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
-from haarkv.models import planted
 from haarkv.models.balance import balance, describe, key_moments, moments_of, name_layers, value_moments
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops import formats
@@ -86,18 +86,18 @@ class TestModel:
 
     @pytest.mark.parametrize("factor", [30, 100])
     def test_a_planted_model_becomes_even_again(self, factor):
-        made = balance(planted.outlier_channels(tiny(), factor))
+        made = balance(outliers.outlier_channels(tiny(), factor))
         assert {(of.layer, of.side) for of in made.uneven} == {(layer, side) for layer in range(6) for side in "KV"}
         assert balance(made.model).uneven == ()
 
     def test_a_tenth_of_the_error_is_the_least_that_counts(self):
-        assert balance(planted.outlier_channels(tiny(), 1.5)).uneven == ()
-        assert balance(planted.outlier_channels(tiny(), 3)).uneven
+        assert balance(outliers.outlier_channels(tiny(), 1.5)).uneven == ()
+        assert balance(outliers.outlier_channels(tiny(), 3)).uneven
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", ["norms", "biases"])
     def test_it_computes_the_same_bits(self, name, dtype):
-        base = planted.outlier_channels(tiny(), 30) if name == "norms" else planted.key_biases(tiny_qwen2(), 50, (1, 4))
+        base = outliers.outlier_channels(tiny(), 30) if name == "norms" else outliers.key_biases(tiny_qwen2(), 50, (1, 4))
         weights = replace(
             base.weights, layers=tuple(x.changed(lambda _, t: t.to(dtype)) for x in base.weights.layers),
             embedding=base.weights.embedding.to(dtype), lm_head=base.weights.lm_head.to(dtype),
@@ -149,21 +149,21 @@ class TestModel:
                 assert torch.allclose(now.size, of.size, rtol=1e-4)
 
     def test_only_what_is_wanted(self):
-        made = balance(planted.outlier_channels(tiny(), 30), lambda layer, side: side == "V" and layer > 2)
+        made = balance(outliers.outlier_channels(tiny(), 30), lambda layer, side: side == "V" and layer > 2)
         assert [(of.layer, of.side) for of in made.uneven] == [(3, "V"), (4, "V"), (5, "V")]
-        assert changed_fields(planted.outlier_channels(tiny(), 30), made.model) == {"v_proj", "o_proj"}
+        assert changed_fields(outliers.outlier_channels(tiny(), 30), made.model) == {"v_proj", "o_proj"}
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
-        made = balance(dead_head(planted.outlier_channels(tiny(), 30)))
+        made = balance(dead_head(outliers.outlier_channels(tiny(), 30)))
         assert all(torch.isfinite(x).all() for layer in made.model.weights.layers for _, _, x in layer.named())
-        whole = balance(planted.outlier_channels(tiny(), 30))
+        whole = balance(outliers.outlier_channels(tiny(), 30))
         dim = tiny().config.heads.head_dim
         for ours, theirs in zip(made.model.weights.layers, whole.model.weights.layers, strict=True):
             assert torch.equal(ours["v_proj"][dim:], theirs["v_proj"][dim:])
 
 
 def test_what_is_said_of_it():
-    made = balance(planted.outlier_channels(tiny(), 30), lambda layer, side: (layer, side) != (3, "K"))
+    made = balance(outliers.outlier_channels(tiny(), 30), lambda layer, side: (layer, side) != (3, "K"))
     said = describe(made.uneven)
     assert "K of layers 0 to 2, 4 and 5" in said
     assert "V of layers 0 to 5" in said
@@ -179,7 +179,7 @@ def test_layers_in_words(layers, words):
 
 @pytest.mark.parametrize("name", ["norms", "biases"])
 def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_path, name):
-    model = planted.outlier_channels(tiny(), 30) if name == "norms" else planted.key_biases(tiny_qwen2(), 100, (1,))
+    model = outliers.outlier_channels(tiny(), 30) if name == "norms" else outliers.key_biases(tiny_qwen2(), 100, (1,))
     folder = save_tiny(model, tmp_path / "m")
     of_file, config = moments_of(folder), model.config
     assert len(of_file) == config.num_layers

@@ -258,7 +258,7 @@ def test_a_cache_that_cannot_be_served_is_refused(name):
 
 
 PLANS = {
-    "groups": ({"layers": ("kvarn2", *MIXED[1:])}, "kvarn2 is here to compare with"),
+    "groups": ({"layers": ("kivi2", *MIXED[1:])}, "kivi2 is here to compare with"),
 }
 
 

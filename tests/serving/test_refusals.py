@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import outliers
 import pytest
 import torch
 from planted import save_tiny
@@ -16,7 +17,6 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm_configs import assert_refused, configure, offloading, write
 from vllm_paged import Shape, described, spec_of
 
-from haarkv.models import planted
 from haarkv.models.catalog import TINY, load_model
 from haarkv.serving.serve import Cache, serve
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadataBuilder
@@ -193,7 +193,7 @@ def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tm
 
 @pytest.mark.vllm_short
 def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
-    uneven = planted.outlier_channels(load_model("tiny"), 100)
+    uneven = outliers.outlier_channels(load_model("tiny"), 100)
     folder = save_tiny(uneven, tmp_path / "model")
 
     def config(**options: object) -> VllmConfig:

@@ -1,14 +1,14 @@
-"""`tiny` with planted faults, on disk and in memory; what plants them is `models.planted`."""
+"""`tiny` with planted faults, on disk and in memory; what plants them is `outliers`."""
 
 import json
 import shutil
 from dataclasses import replace
 from functools import cache
 
+import outliers
 import torch
 from safetensors.torch import save_file
 
-from haarkv.models import planted
 from haarkv.models.catalog import TINY, load_model
 from haarkv.models.text import load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
@@ -37,7 +37,7 @@ def token_ids(count):
 @cache
 def tiny_qwen2():
     """`tiny` as a Qwen2: its norms of Q and K are fixed where they are on average, its biases are 0."""
-    return planted.without_norms(tiny(), "qwen2", *planted.measured_rms(tiny(), token_ids(128)))
+    return outliers.without_norms(tiny(), "qwen2", *outliers.measured_rms(tiny(), token_ids(128)))
 
 
 def run(model, ids, ops=reference, kv="bf16"):

@@ -2,16 +2,15 @@
 
 import json
 
+import outliers
 import pytest
 from planted import save_tiny, text, tiny
 from refusals import assert_refused
 
-from haarkv.models import planted
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny(planted.outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
+    return save_tiny(outliers.outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
 
 
 GENERATE = ("--prompt", "def main(argv):\n    return len(argv) + sum(map(len, argv))\n", "--max-new-tokens", 4)

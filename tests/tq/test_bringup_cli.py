@@ -347,7 +347,7 @@ def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, tri
         ("catalog", (), "unknown executor 'catalog'"),
         ("reference", (), "compared with itself proves nothing"),
         ("cpu", ("--device", "npu:0"), "runs on the cpu, not on 'npu:0'"),
-        ("onnx", ("--kv", "kvarn4"), "executor onnx cannot run this"),
+        ("onnx", ("--kv", "kivi4"), "executor onnx cannot run this"),
         ("cpu", ("--kv", "k=tq4"), "k=tq4"),
         ("cpu", ("--contexts", "999999"), "and the calls that are timed, not 999999"),
         ("cpu", ("--prompt", ""), "a prompt is empty"),

@@ -3,13 +3,13 @@
 import re
 import warnings
 
+import outliers
 import pytest
 import torch
 from planted import save_tiny, text, tiny, tiny_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import tq
-from haarkv.models import planted
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -17,8 +17,8 @@ from tq.hf.store import SideStore
 from tq.hf.weights import moments_of
 
 PLANTED = {
-    "outliers": lambda: planted.outlier_channels(tiny(), 30),
-    "biases": lambda: planted.key_biases(tiny_qwen2(), 800, (1, 4)),
+    "outliers": lambda: outliers.outlier_channels(tiny(), 30),
+    "biases": lambda: outliers.key_biases(tiny_qwen2(), 800, (1, 4)),
 }
 
 

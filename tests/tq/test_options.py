@@ -55,13 +55,7 @@ OWN = {
     ("eval", "--tokens"): "all unless given",
     ("plan", "--tokens"): "4096 unless given",
     ("eval", "--plot"): "of KL",
-    ("matrix", "--text"): "several, each of a kind",
-    ("matrix", "--kv"): "a list",
-    ("matrix", "--out"): "rows, which are added to",
     ("quantize", "--out"): "a GGUF file",
-    ("matrix", "--tokens"): "8192 of each text unless given",
-    ("matrix", "--dtype"): "another default",
-    ("matrix", "--plot"): "of all rows",
     ("bench drafts", "--contexts"): "another default",
     ("bench drafts", "--repeats"): "another default",
     ("bench drafts", "--text"): "to continue; tiny's own unless given",
@@ -225,7 +219,7 @@ NEEDED = {
     "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
-    "matrix": ("tiny", "--text", "text.txt", "--out", "rows"), "quantize": ("tiny", "--out", "x.gguf"),
+    "quantize": ("tiny", "--out", "x.gguf"),
     "bench drafts": ("--draft", "ngram"), "bench weights": ("--text", "text.txt"), "bench long-context": ("--model", "tiny"),
 }  # fmt: skip
 """What a command would lack."""

@@ -227,7 +227,7 @@ def test_a_prompt_of_ones_own_says_what_it_did_not_exercise(validate, checkpoint
 def test_without_an_executor_the_reference_is_never_compared_with_itself(validate, checkpoint):
     """No other executor of a CPU reads vectors of 32."""
     assert_refused(validate("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
-    assert_refused(validate("--prompt", "spam", "--kv", "kvarn4"), "kvarn4 is here to compare with", "nothing to validate")
+    assert_refused(validate("--prompt", "spam", "--kv", "kivi4"), "kivi4 is here to compare with", "nothing to validate")
 
 
 def test_auto_that_is_the_reference_asks_for_another_executor(validate, monkeypatch):
@@ -249,7 +249,7 @@ def test_auto_can_be_the_reference(validate, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--executor", "onnx", "--kv", "kvarn4"), ["executor onnx cannot run this", "kvarn4"]),
+        (("--executor", "onnx", "--kv", "kivi4"), ["executor onnx cannot run this", "kivi4"]),
         (("--executor", "reference", "--reference", "onnx", "--kv", "q8_0"), ["executor onnx cannot run this", "q8_0"]),
         (("--executor", "cpu", "--device", "sim"), ["runs on the cpu", "sim"]),
     ],

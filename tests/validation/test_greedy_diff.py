@@ -493,7 +493,7 @@ def test_no_word_is_both_an_executor_and_a_format():
     ("a", "b", "names"),
     [
         # One executor for both, or two formats would be told apart by who ran them.
-        ("kvarn2", "tq4", ("cpu", "cpu")),
+        ("kivi2", "tq4", ("cpu", "cpu")),
         ("bf16", "tq4", ("cpu", "cpu")),
         ("tq4", "tbq4_0", ("cpu", "cpu")),
         ("reference", "auto", ("reference", "cpu")),

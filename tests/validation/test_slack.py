@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from at_length import MORE_JUDGE, thinned
+from outliers import key_biases
 from planted import tiny_qwen2, token_ids
 from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.planted import key_biases
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache

@@ -18,17 +18,13 @@ import torch
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, LevelChoice, NonFiniteVectorError, stored_bytes
-from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3, RotatedBlockQ4
+from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
-from haarkv.tq_ops.formats.kvarn import kvarn_pair
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, bits_of, unlearned
 from haarkv.tq_ops.formats.manthan import Manthan3
-from haarkv.tq_ops.formats.oscar import NAME as OSCAR
-from haarkv.tq_ops.formats.oscar import oscar_format
 from haarkv.tq_ops.formats.plain import FP8E4M3, ByStretches, Plain
 from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed, rotated_pair
-from haarkv.tq_ops.formats.vllm import EvenValues, NormCorrectedKeys
 
 Side = Literal["k", "v"]
 
@@ -45,12 +41,9 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     HadamardTQ3(),
     HadamardTBQ4(),
     *(kivi_pair(bits, group) for bits in (2, 4) for group in (32, 64, 128)),
-    *(kvarn_pair(bits) for bits in (2, 3, 4)),
     BlockQ4(),
-    (RotatedBlockQ4(whole=True), RotatedBlockQ4(whole=False)),
     BlockQ8(),
     FP8E4M3(),
-    (NormCorrectedKeys(), EvenValues()),
     Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
     Plain("fp32", torch.float32, "exact, to check FP32 runs"),
 )
@@ -60,6 +53,11 @@ _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) fo
 def by_stretches(turns: Turns) -> KVFormat:
     """`fp32`, of keys that are stored by stretches."""
     return ByStretches(turns)
+
+
+def register(k_format: KVFormat, v_format: KVFormat) -> None:
+    """Make one more format known in this process, for K and for V, by K's name; a name that is there is replaced."""
+    _BY_NAME[k_format.name] = (k_format, v_format)
 
 
 def names() -> list[str]:
@@ -76,7 +74,7 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
     """The format of that name; `side` matters where K and V are stored differently.
 
     Args:
-        calibration: what `lrB` takes its coordinates from, and `oscar2` its rotations.
+        calibration: what `lrB` takes its coordinates from.
     Raises:
         InputError: no such format, and the message lists those there are; or one of those without a calibration.
     """
@@ -87,13 +85,9 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
             needs = f"{name} needs the coordinates that `tq calibrate` learns of a model"
             raise InputError(f"{needs}; give its file with --calibration")
         return calibration.format(bits)
-    if name == OSCAR:
-        if calibration is None:
-            raise InputError(f"{name} needs the rotations that `haarkv.validation.planning.moments` learns of a model")
-        return oscar_format(calibration, side)
     if name not in _BY_NAME:
         known = ", ".join(names())
-        raise InputError(f"unknown KV format {name!r}; choose from {known}, or k=lrB and {OSCAR} with a calibration")
+        raise InputError(f"unknown KV format {name!r}; choose from {known}, or k=lrB with a calibration")
     k_format, v_format = _BY_NAME[name]
     return k_format if side == "k" else v_format
 
@@ -119,7 +113,7 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
 def needs_calibration(spec: str) -> bool:
     """Whether `NAME` or `k=NAME,v=NAME` asks for a format that is learned of a model."""
     names = [part.split("=")[-1].strip() for part in spec.split(",")]
-    return any(bits_of(name) or name == OSCAR for name in names)
+    return any(bits_of(name) for name in names)
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:
@@ -142,6 +136,7 @@ __all__ = [
     "names",
     "needs_calibration",
     "parse",
+    "register",
     "stored_bytes",
     "unlearned",
 ]

@@ -53,18 +53,15 @@ class Calibration:
         digest: SHA-256 of all of it, in hexadecimal, by which caches and files tell it from another.
         context: tokens of a sequence up to which it holds, where nobody knows how keys turn by their position; None for any
             number.
-        v: of each layer's values, of a rival format that learns those too; else empty.
     """
 
     k: tuple[Basis, ...]
     digest: str
     context: int | None = None
-    v: tuple[Basis, ...] = ()
 
     def heads(self, part: slice) -> Calibration:
         """That of some KV heads, as a rank holds them."""
-        k, v = (tuple(basis.heads(part) for basis in side) for side in (self.k, self.v))
-        return Calibration(k, self.digest, self.context, v)
+        return Calibration(tuple(basis.heads(part) for basis in self.k), self.digest, self.context)
 
     @cached_property
     def _formats(self) -> dict[int, LearnedFormat]:

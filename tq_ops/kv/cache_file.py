@@ -286,6 +286,9 @@ def _origin(text: str) -> Origin:
         raise ValueError(f"it does not name the formats of {shape.num_layers} layers")
     if type(sink) is not int or not (tail is None or type(tail) is int):
         raise ValueError("tail and sink are not numbers of tokens")
+    for pair in set(layers):
+        if not formats.needs_calibration(pair):
+            formats.parse(pair)
     return Origin(shape, str(raw["weights"]), tuple(layers), tail, sink, str(raw["tables"]), str(raw["made_by"]))
 
 

@@ -1,12 +1,12 @@
-"""Pictures of evaluations, as SVG text: KL against bytes per token, and a matrix of ours and others by bits a value."""
+"""A picture of an evaluation, as SVG text: KL against bytes per token."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from haarkv.tq_ops.errors import InputError
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from haarkv.validation.fidelity.evaluation import FidelityRow
 
-Row = Mapping[str, Any]
-"""As `matrix` records it."""
 _ON, _OFF, _GRID = "#2563a8", "#8a929c", "#dddddd"
 # Where a name may stand about its point, in points, the best place first: right, left, above, below, then farther away.
 _PLACES = [
@@ -58,7 +56,7 @@ def pareto_front(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
     return sorted(front, key=lambda row: (row.bytes_per_token, row.kv))
 
 
-def _drawn(size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
+def drawn_as_svg(size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
     """A figure as SVG text; the same drawing gives the same text."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -71,7 +69,7 @@ def _drawn(size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
     return text.getvalue()
 
 
-def _prepare(axes: Axes, title: str, across: str, up: str) -> None:
+def log_axes(axes: Axes, title: str, across: str, up: str) -> None:
     """Both axes logarithmic, with a grid behind what is drawn."""
     axes.set(xscale="log", yscale="log", title=title, xlabel=across, ylabel=f"mean KL(bf16 ‖ {up}")
     axes.grid(visible=True, which="major", color=_GRID, linewidth=0.6, zorder=0)
@@ -89,7 +87,7 @@ def svg(rows: Sequence[FidelityRow], title: str) -> str:
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        _prepare(axes, f"Fidelity against bytes: {title}", "KV bytes per token, scales included", "format), nats per token")
+        log_axes(axes, f"Fidelity against bytes: {title}", "KV bytes per token, scales included", "format), nats per token")
         axes.plot(
             [row.bytes_per_token for row in front], [row.kl_mean for row in front],
             color=_ON, linewidth=1.2, label="Pareto front", zorder=2,
@@ -105,9 +103,9 @@ def svg(rows: Sequence[FidelityRow], title: str) -> str:
         axes.legend(frameon=False, loc="lower left")
         named = sorted(shown, key=lambda row: (row.kl_mean, row.kv))
         dark = [(r.bytes_per_token, r.kl_mean, r.kv, "#222222" if r in front else "#5b6470") for r in named]
-        _write_names(axes, dark, fontsize=9)
+        write_names(axes, dark, fontsize=9)
 
-    return _drawn((7.6, 5.0), draw)
+    return drawn_as_svg((7.6, 5.0), draw)
 
 
 def _ticks(axes: Axes, bf16: float, least: float) -> None:
@@ -118,7 +116,7 @@ def _ticks(axes: Axes, bf16: float, least: float) -> None:
     axes.set_xlim(min(bf16 * 1.8 / 16, least * 0.9), bf16 * 1.12)  # last: ticks widen the limits
 
 
-def _write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
+def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
     """Write names beside points, where each covers no other name, no point and no line as far as there is such a place.
 
     Args:
@@ -169,90 +167,3 @@ def _overlap(a: Bbox, b: Bbox) -> float:
     """Square pixels that two boxes share."""
     width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
     return float(max(0.0, width) * max(0.0, height))
-
-
-# -- The matrix: ours beside others ---------------------------------------------------------------------------------------
-# Color, mark and name of each family; a row belongs to the first whose prefix its label has.
-_FAMILIES = {
-    "by layer": ("#0b1f4b", "*", "learned coordinates, by layer (ours)"),
-    "learned": ("#b8336a", "d", "learned coordinates (ours)"),
-    "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
-    "K ": ("#5aa0e0", "D", "K finer than V (ours)"),
-    "KVarN": ("#1b7f5c", "s", "KVarN"),
-    "OSCAR": ("#8e44ad", "^", "OSCAR"),
-    "KIVI": ("#c77700", "v", "KIVI"),
-    "llama.cpp": ("#b3261e", "x", "llama.cpp"),
-    "vLLM": ("#0e7490", "P", "vLLM TurboQuant"),
-    "": ("#6b7280", "+", "other"),
-}
-_LINES = ("by layer", "learned", "tq")
-_MOST_BITS = 13.0
-
-
-def family(label: str) -> str:
-    """The key of a row's family."""
-    return next(prefix for prefix in _FAMILIES if label.startswith(prefix) and not (prefix == "tq" and "_" in label))
-
-
-def _averaged(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One row a cache: the mean over texts, weighted by their tokens, of the rows that have all texts."""
-    by_text: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_text.setdefault(row["label"], {})[row["text"]] = row  # the later one counts
-    by_label = {label: list(of_one.values()) for label, of_one in by_text.items()}
-    most = max(map(len, by_label.values()), default=0)
-    return [
-        {"label": label, "bits_per_value": of_one[0]["bits_per_value"],
-         "kl_mean": sum(r["tokens"] * r["kl_mean"] for r in of_one) / sum(r["tokens"] for r in of_one)}
-        for label, of_one in by_label.items() if len(of_one) == most
-    ]  # fmt: skip
-
-
-def matrix_svg(rows: Sequence[Row]) -> str:
-    """Mean KL over all texts by bits a value: a line of panels for each model, one for each window and tail.
-
-    Args:
-        rows: as `matrix` records them, at least one.
-    """
-    panels: dict[str, dict[tuple[int, int, int], list[Row]]] = {}
-    for row in rows:
-        panels.setdefault(row["model"], {}).setdefault((row["window"], row["tail"], row["sink"]), []).append(row)
-    settings = sorted({setting for of_model in panels.values() for setting in of_model})
-
-    def draw(figure: Figure) -> None:
-        grid, drawn = figure.subplots(len(panels), len(settings), squeeze=False), []
-        for line, (model, of_model) in zip(grid, panels.items(), strict=True):
-            for axes, setting in zip(line, settings, strict=True):
-                shown = [
-                    r for r in _averaged(of_model.get(setting, [])) if r["bits_per_value"] < _MOST_BITS and r["kl_mean"] > 0
-                ]
-                window, tail, sink = setting
-                title = f"{model}, windows of {window:,}, " + (f"tail {tail}, {sink} sinks" if tail or sink else "no tail")
-                if shown:
-                    _panel(axes, title, shown)
-                    drawn.append((axes, shown))
-                else:
-                    axes.set_axis_off()
-        for axes, shown in drawn:  # once all panels have their places
-            named = sorted(shown, key=lambda row: row["kl_mean"])
-            points = [(r["bits_per_value"], r["kl_mean"], r["label"], _FAMILIES[family(r["label"])][0]) for r in named]
-            _write_names(axes, points, fontsize=8)
-
-    return _drawn((7.2 * len(settings), 5.6 * len(panels)), draw)
-
-
-def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
-    _prepare(axes, title, "bits a value, everything counted", "cache), nats a token")
-    for prefix, (color, mark, name) in _FAMILIES.items():
-        members = sorted((row for row in rows if family(row["label"]) == prefix), key=lambda row: row["bits_per_value"])
-        if members:
-            axes.plot(
-                [row["bits_per_value"] for row in members], [row["kl_mean"] for row in members], color=color, marker=mark,
-                linestyle="-" if prefix in _LINES else "none", linewidth=1.3, markersize=6, label=name,
-                zorder=3,
-            )  # fmt: skip
-    ticks = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.margins(0.1)
-    axes.legend(frameon=False, loc="best", fontsize=8)

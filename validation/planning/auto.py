@@ -46,12 +46,11 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import misfit
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
-from haarkv.validation.fidelity.entries import in_larger_chunks
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
 from haarkv.validation.planning.calibrate import Subject, load_subject
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
 from haarkv.validation.planning.common_text import common_text, prose
-from haarkv.validation.planning.estimates import Judge, Probes, Whole
+from haarkv.validation.planning.estimates import Judge, Probes, Whole, in_larger_chunks
 from haarkv.validation.planning.planner import choose as choose_within
 
 LOSS = 0.002

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from haarkv.engine.session import Session
+from haarkv.models import caches
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
@@ -39,6 +42,19 @@ from haarkv.validation.planning.candidates import Place, cache_of, with_format
 
 DRAWS = 32
 """Tokens a position, with replacement."""
+
+
+class _LargeChunks(Session):
+    def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
+        self.plan.require_context(max_context)
+        return caches.new_cache(
+            self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device, chunk=CHUNK
+        )
+
+
+def in_larger_chunks(session: Session) -> Session:
+    """A session whose caches take larger chunks: results do not depend on it, and what is stored is restored less often."""
+    return _LargeChunks(**{field.name: getattr(session, field.name) for field in fields(session) if field.name[0] != "_"})
 
 
 class Estimator:

@@ -1,30 +1,16 @@
-"""What a layer's coordinates are learned from: second moments of queries and keys, added up as tokens go by.
-
-OSCAR's rotations are learned from moments, too, of all tokens at once.
-"""
+"""What a layer's coordinates are learned from: second moments of queries and keys, added up as tokens go by."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import Basis, tempered
-from haarkv.codebooks.oscar import rotations
-from haarkv.engine.session import Session
-from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.base import DecoderModel
-from haarkv.tq_ops import reference
-from haarkv.tq_ops.formats.learned import Calibration
+from haarkv.codebooks.learned import tempered
 from haarkv.tq_ops.formats.stretches import STRETCH, Turns
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.fidelity.evaluation import run_span
-from haarkv.validation.layers.block_steps import remembering
 from haarkv.validation.layers.record import watched
 
 _TINY = 1e-300
@@ -202,55 +188,3 @@ def _shifts(tokens: int, context: int) -> Tensor:
 def recording(ops: OpTable, window: Recorded) -> OpTable:
     """An op table that keeps what the cache and attention are given."""
     return watched(ops, window.add_kv, window.add_q)
-
-
-# -- OSCAR's rotations -------------------------------------------------------------------------------------------------
-# K of a KV head: E[q q^T] of the queries that read it.   V: E[w v v^T],  w = k^T E[q q^T] k of the token's own key
-# Source: `qqt` and `sst` of its authors' `compute_kv_rotation.py`, for each KV head as in the second version of their files.
-# What a layer was given is kept until it is done: w needs all of its queries first.
-def moments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What K's and V's rotations are made of.
-
-    Args:
-        q: [T, Hq, D], queries after RoPE; the first Hq / H of them read the first KV head.
-        k, v: [T, H, D], K after RoPE and V.
-    Returns:
-        two of [H, D, D] fp64.
-    """
-    tokens, heads, dim = k.shape
-    of_head = q.double().reshape(tokens, heads, -1, dim).transpose(0, 1).flatten(1, 2)  # [H, T * Hq / H, D]
-    asked = of_head.mT @ of_head / of_head.shape[1]
-    keys, values = k.double().transpose(0, 1), v.double().transpose(0, 1)
-    weight = ((keys @ asked) * keys).sum(-1, keepdim=True)
-    return asked, (weight * values).mT @ values / weight.sum(1, keepdim=True).clamp(min=1e-12)
-
-
-@torch.inference_mode()
-def learn_oscar(model: DecoderModel, base: Session, windows: Sequence[Tensor]) -> Calibration:
-    """Rotations of every layer, as `oscar2` takes them.
-
-    Args:
-        model: weights and shapes, on the CPU.
-        base: gives the plan of the cache, bf16, and a shape to make caches of.
-        windows: [n] int64 each, token ids.
-    """
-    seen: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
-
-    def keep(k: Tensor, v: Tensor) -> None:
-        seen["k"].append(k)
-        seen["v"].append(v)
-
-    ops = watched(remembering(cast(OpTable, reference)), keep, seen["q"].append)
-    side = Session(base.name, base.config, ReferenceExecutor(model, ops), base.tokenizer, base.plan)
-    hidden = [model.embed(window) for window in windows]
-    bases: dict[str, list[Basis]] = {"k": [], "v": []}
-    for layer in range(model.config.num_layers):
-        hidden = [torch.cat(list(run_span(side, x, range(layer, layer + 1)))) for x in hidden]
-        for name, moment in zip("kv", moments(*(torch.cat(seen[part]) for part in "qkv")), strict=True):
-            bases[name].append(rotations(moment))
-        for parts in seen.values():
-            parts.clear()
-    digest = hashlib.sha256()
-    for basis in (*bases["k"], *bases["v"]):
-        digest.update(basis.forward.numpy().tobytes())
-    return Calibration(tuple(bases["k"]), digest.hexdigest(), v=tuple(bases["v"]))

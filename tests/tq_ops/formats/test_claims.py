@@ -1,11 +1,14 @@
 """benchmarks/CLAIMS.md: sizes, cosines and errors that follow from the formats are what the page says."""
 
+import math
+
 import pytest
 import torch
 from places import ROOT
 
 from haarkv.codebooks.lloyd_max import converged_unit_centroids
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats.manthan import CENTROIDS
 
 PAGE = (ROOT / "benchmarks" / "CLAIMS.md").read_text(encoding="utf-8").replace(",", "")
 SIZES = {("tq4_seed", 128): (132, 8.25), ("tbq4_0", 128): (66, 4.125), ("manthan3", 256): (100, 3.125)}
@@ -18,6 +21,10 @@ def gaussian(head_dim):
 def round_trip(kv, x):
     stored = formats.get(kv)
     return stored.dequantize(stored.quantize(x, 0), 0)
+
+
+def mean_cosine(kv, x):
+    return float(torch.cosine_similarity(x.double(), round_trip(kv, x).double(), dim=-1).mean())
 
 
 @pytest.mark.parametrize("of", SIZES)
@@ -40,7 +47,7 @@ def test_a_vector_takes_the_bytes_of_the_page(of):
 def test_round_trips_have_the_cosine_of_the_page(kv, head_dim, scale, cosine):
     x = gaussian(head_dim)
     x[:, :2] *= torch.tensor([scale, -30.0 if scale > 1 else 1.0])
-    assert float(torch.cosine_similarity(x, round_trip(kv, x), dim=-1).mean()) == pytest.approx(cosine, abs=5e-5)
+    assert mean_cosine(kv, x) == pytest.approx(cosine, abs=5e-5)
     assert str(cosine) in PAGE
 
 
@@ -57,3 +64,15 @@ def test_eight_levels_have_the_error_of_the_page():
     nearest = levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
     density = torch.exp(-x * x / 2)
     assert float((density * (x - nearest) ** 2).sum() / density.sum()) == pytest.approx(0.03455, abs=5e-6)
+
+
+def test_outlier_channels_cost_a_format_that_does_not_rotate(golden):
+    """ManthanQuant's sixth check: channels as models make them, with which it loses the vector."""
+    data = golden("common_rows")
+    outliers = torch.from_numpy(data["d128"][data["kind"] == "outlier"])
+    assert mean_cosine("manthan3", outliers) == pytest.approx(0.769, abs=0.001)
+    assert mean_cosine("tq4", outliers) > 0.995
+    # All of a one-hot vector's length in one coordinate, of which 2.15 / 16 is left: cos = a / sqrt(a^2 + 255 b^2).
+    one_hot = torch.eye(256)
+    theory = CENTROIDS[7] / math.hypot(CENTROIDS[7], math.sqrt(255) * CENTROIDS[4])
+    assert mean_cosine("manthan3", one_hot) == pytest.approx(theory, abs=1e-4)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from places import ROOT
 from small_models import SMALL, at_slots, new_cache, random_tokens, small_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, kvarn, manthan, plain, rotated, turboquant, vllm
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, manthan, plain, rotated, turboquant
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
@@ -45,16 +46,14 @@ def test_names():
     assert set(formats.names()) == {
         "tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8", "manthan3", "tq3_0", "tbq4_0",
         "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128",
-        "kvarn2", "kvarn3", "kvarn4", "q4_0", "q4_0_rot", "q8_0", "fp8_e4m3", "vllm_nc4", "bf16",
-        "fp32",
+        "q4_0", "q8_0", "fp8_e4m3", "bf16", "fp32",
     }  # fmt: skip
-    assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith(("kivi", "kvarn"))}
+    assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith("kivi")}
     for name in formats.names():
         assert formats.get(name).name == formats.get(name, "v").name == name
     assert formats.get("kivi2", "k").group_tokens == 32
     assert formats.get("kivi4_g128", "k").group_tokens == 128
     assert formats.get("kivi2", "v").group_tokens == 1
-    assert formats.get("kvarn4", "k").group_tokens == formats.get("kvarn4", "v").group_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -64,17 +63,12 @@ def test_names():
         ("tbq4_0", "k", 64, "tbq4_0 stores blocks of 128 values and cannot hold head_dim 64"),
         ("tq3_0", "k", 80, "tq3_0 stores blocks of 32 values and cannot hold head_dim 80"),
         ("q4_0", "v", 48, "q4_0 stores blocks of 32 values and cannot hold head_dim 48"),
-        ("q4_0_rot", "k", 96, "q4_0_rot rotates 64 values at a time and cannot hold head_dim 96"),
-        ("kvarn3", "v", 96, "kvarn3 needs a head_dim that is a power of two, 8 or more, not 96"),
-        ("kvarn3", "k", 4, "kvarn3 needs a head_dim that is a power of two, 8 or more, not 4"),
         ("q8_0", "v", 16, "q8_0 stores blocks of 32 values and cannot hold head_dim 16"),
         ("manthan3", "k", 100, "manthan3 packs 8 coordinates in 3 bytes and cannot hold head_dim 100"),
         ("kivi2", "v", 80, "kivi2 groups 32 channels of V and cannot hold head_dim 80"),
         ("kivi4_g128", "v", 64, "kivi4_g128 groups 128 channels of V and cannot hold head_dim 64"),
         ("tq3", "k", 100, "tq3 packs 8 coordinates together and needs a head_dim that 8 divides, not 100"),
         ("tq2", "k", 66, "tq2 packs 4 coordinates together and needs a head_dim that 4 divides, not 66"),
-        ("vllm_nc4", "k", 96, "vllm_nc4 needs a head_dim that is a power of two, not 96"),
-        ("vllm_nc4", "v", 65, "vllm_nc4 packs 2 values together and needs an even head_dim, not 65"),
         ("tq4", "k", 65, "tq4 packs 2 coordinates together and needs an even head_dim, not 65"),
     ],
 )
@@ -95,9 +89,6 @@ def test_keys_must_come_in_whole_groups():
     for shape in ((31, 64), (33, 64), (64,)):
         with pytest.raises(InputError, match="groups of 32"):
             formats.get("kivi2").quantize(torch.zeros(shape), 0)
-    for shape, side in (((127, 64), "k"), ((64, 128), "v"), ((128,), "k")):
-        with pytest.raises(InputError, match="tiles of 128 tokens"):
-            formats.get("kvarn2", side).quantize(torch.zeros(shape), 0)
 
 
 @pytest.mark.parametrize(("window", "group"), [(32, 32), (32, 16), (128, 32), (5, 5), (7, 3)])
@@ -225,6 +216,17 @@ def test_kivi_refuses_a_range_beyond_fp32():
     assert caught.value.index == (2, 1)
 
 
+@pytest.mark.parametrize("constant", [5.0, 0.0, -1e-3, 3e38, 1e-45])
+def test_kivi_constants_come_back_exactly(constant):
+    x = torch.full((32, 64), constant)
+    for side in ("k", "v"):
+        kivi2 = formats.get("kivi2", side=side)
+        fields = kivi2.quantize(x, 0)
+        assert not fields["codes"].any()
+        assert (fields["scale"] == torch.tensor(1e-10)).all()
+        assert torch.equal(kivi2.dequantize(fields, 0), x)
+
+
 # -- Fields, levels, choice --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("name", "side"), EVERY)
@@ -290,7 +292,7 @@ def test_reach_covers_what_noise_does(name):
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
-    for module in (blocks, plain, kivi, kvarn, manthan, rotated, turboquant, vllm):
+    for module in (blocks, plain, kivi, manthan, rotated, turboquant):
         monkeypatch.setattr(module, "require_finite", lambda x: None)
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")
@@ -299,6 +301,31 @@ def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     made = [*fields.values(), kv_format.dequantize(fields, 0), kv_format.to_bytes(fields)]
     made += [choice.value, choice.reach, choice.boundaries, kv_format.levels(fields)] if choice else []
     assert {tensor.device.type for tensor in made} == {"meta"}
+
+
+class CountingOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("name", formats.names())
+def test_no_format_goes_vector_by_vector(name, side):
+    """The same number of tensor operations for two vectors and for a thousand, and no more than 300 a direction."""
+    kv_format = formats.get(name, side)
+    counts = []
+    for count in (2, 2, 1000 // kv_format.group_tokens + 1):  # the first fills the tables
+        x = gaussian(count * kv_format.group_tokens, 128)
+        x = x.view(count, kv_format.group_tokens, 128) if kv_format.group_tokens > 1 else x
+        with CountingOps() as ops:
+            kv_format.dequantize(kv_format.quantize(x, 0), 0)
+        counts.append(ops.count)
+    assert counts[1] == counts[2] <= 600
 
 
 # -- In a cache --------------------------------------------------------------------------------------------------------------
@@ -370,8 +397,10 @@ def test_the_page_tells_the_errors_that_are_measured():
     with_outliers[:, 69] *= 30
     two = {n for n, s in EVERY if s == "v"}
     found = {f"{n}, {s.upper()}" if n in two else n: (n, s) for n, s in EVERY}
-    assert list(rows) == [label for label, (n, _) in found.items() if n != "fp32"]
+    assert [label for label in rows if label in found] == [label for label, (n, _) in found.items() if n != "fp32"]
     for label, cells in rows.items():
+        if label not in found:
+            continue  # of the laboratory
         name, side = found[label]
         measured = [errors(name, side, x, ())[0], *errors(name, side, with_outliers, (3, 69))]
         for cell, value in zip(cells, measured, strict=True):

@@ -7,23 +7,31 @@ import torch
 from checkpoints import write_checkpoint
 from torch.nn import functional
 
-from haarkv.engine.plans import plan_for
 from haarkv.executors.base import verify
-from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.validation.fidelity import matrix
-from haarkv.validation.fidelity.entries import ENTRIES, OURS, AsItComes, entry_of, without_waiting
-from haarkv.validation.fidelity.evaluation import row_of
-from haarkv.validation.fidelity.matrix import Results, measure
-from haarkv.validation.fidelity.matrix_models import Beside, Subject, Task, Text, prepare
-from haarkv.validation.fidelity.plot import family, matrix_svg
-from haarkv.validation.fidelity.scores import score_text
+from lab.matrix import measure as matrix
+from lab.matrix.__main__ import main
+from lab.matrix.entries import ENTRIES, OURS, AsItComes, entry_of, without_waiting
+from lab.matrix.measure import Results, measure
+from lab.matrix.models import Beside, Subject, Task, Text, prepare
+from lab.matrix.plot import family, matrix_svg
+from lab.rivals import register
 
 CODE = Text("code", "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n" * 6)
 TASK = Task((entry_of("q4_0"), entry_of("tq2"), entry_of("kvarn2")), [CODE], (128,), (Beside(0, 0), Beside(128, 4)), 256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known():
+    """The names of the rivals, for these tests alone."""
+    before = dict(formats._BY_NAME)
+    register()
+    yield
+    formats._BY_NAME.clear()
+    formats._BY_NAME.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -82,27 +90,6 @@ def test_logits_that_are_not_kept_give_the_same_rows(subject, named, tmp_path, m
     kept = without_time(rows_of(subject, named, tmp_path / "kept"))
     monkeypatch.setattr(matrix, "KEPT_LOGITS", 0)
     assert without_time(rows_of(subject, named, tmp_path / "made")) == kept
-
-
-@pytest.mark.parametrize(
-    ("kv", "beside"), [("tq4", Beside(0, 0)), ("tq4", Beside(128, 4)), ("k=kvarn4,v=kvarn2", Beside(127, 128))]
-)
-@pytest.mark.parametrize("model", ["tiny", "random:0.6b"])
-def test_a_row_counts_the_bytes_that_the_product_allocates(kv, beside, model):
-    config = read_config(model)
-    plan = plan_for(KVSpec(kv, beside.tail or None, beside.sink), config)
-
-    class Side:
-        pass
-
-    Side.config, Side.plan = config, plan
-    from haarkv.models.caches import new_cache
-
-    scores = score_text(torch.randn(3, 5), torch.randn(3, 5), torch.zeros(3, dtype=torch.int64))
-    row = row_of("x", Side, 1024, scores)
-    nbytes, bf16 = (new_cache(config, p, sequences=1, tokens=1024)[0].nbytes for p in (plan, plan_for(KVSpec("bf16"), config)))
-    assert row.bytes_per_token == nbytes / 1024
-    assert row.bits_per_value == 16 * nbytes / bf16
 
 
 @pytest.mark.parametrize(("name", "side"), [("kvarn2", "v"), ("kivi4", "k")])
@@ -244,3 +231,57 @@ def test_the_figure_names_every_row_and_is_the_same_again():
     assert not any(f">{label}</text>" in drawn for label in ("far", "none"))
     assert "a, windows of 1,024, no tail" in drawn
     assert "b, windows of 1,024, tail 128, 0 sinks" in drawn
+
+
+# -- The command -------------------------------------------------------------------------------------------------------------
+SHORT = ("--kv", "tq4,q8_0,tbq4_0", "--windows", "128", "--beside", "0:0,16:2", "--threads", "1")
+
+
+@pytest.fixture
+def run(capsys, tmp_path, checkpoint):
+    for kind in ("code", "prose"):
+        (tmp_path / f"{kind}.txt").write_text(CODE.content[:240] + kind, encoding="utf-8")
+
+    def run(*args, models=(checkpoint,), texts=("code", "prose")):
+        options = [part for kind in texts for part in ("--text", str(tmp_path / f"{kind}.txt"))]
+        code = main([*models, *options, "--out", str(tmp_path / "rows.jsonl"), *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_rows_tables_and_figure(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, err = run(*SHORT, "--plot", tmp_path / "kl.svg")
+    assert code == 0
+    assert err.count("no row for tbq4_0") == 2  # blocks of 128
+    content = (tmp_path / "rows.jsonl").read_text()
+    assert len(content.splitlines()) == 8
+    assert out.count("llama.cpp q8_0") == 4
+    assert "128 tokens of prose, windows of 128, tail 16, 2 sinks" in out
+    # All is there: nothing is measured, and the same is shown; --plot alone draws it too.
+    first = (tmp_path / "kl.svg").read_text()
+    assert run(*SHORT)[1] == out
+    assert run("--plot", tmp_path / "kl.svg", models=(), texts=()) == (0, out, "")
+    assert (tmp_path / "kl.svg").read_text() == first
+    assert (tmp_path / "rows.jsonl").read_text() == content
+
+
+REFUSED = {
+    "no_text": ({"texts": ()}, [], "name models"),
+    "two_texts_of_a_kind": ({"texts": ("code", "code")}, [], "same kind"),
+    "unknown_format": ({}, ["--kv", "tq9"], "tq9"),
+    "learned_without_a_text": ({}, ["--kv", "oscar2"], "oscar2 is learned of a model; give --learn"),
+    "a_window_of_no_groups": ({}, ["--windows", "100"], "multiples of 128"),
+    "a_text_too_short": ({}, ["--windows", "512"], "too few"),
+    "one_file_for_both": ({}, ["--plot", "OUT"], "same file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line_and_2(run, case, tmp_path):
+    how, args, words = REFUSED[case]
+    code, out, err = run(*[tmp_path / "rows.jsonl" if arg == "OUT" else arg for arg in args], **how)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+    assert not (tmp_path / "rows.jsonl").exists()

@@ -7,21 +7,17 @@ on the model as it is; ours on the balanced one, as they generate.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from haarkv.engine.session import Session
-from haarkv.models.caches import new_cache
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Field, KVFormat
 from haarkv.tq_ops.formats.learned import bits_of
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.validation.fidelity.evaluation import CHUNK
+from lab.rivals import oscar
 
 OURS, OTHERS = "ours", "others"
 BY_LAYER = "layers:"
@@ -45,7 +41,7 @@ class Entry:
     @property
     def learned(self) -> bool:
         """Whether its formats need something that is learned of the model."""
-        return self.budget is not None or formats.needs_calibration(self.kv)
+        return self.budget is not None or self.kv == oscar.NAME or formats.needs_calibration(self.kv)
 
     @property
     def budget(self) -> float | None:
@@ -69,7 +65,7 @@ _OURS = {
 _OTHERS = {
     "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0, turned": "q4_0_rot", "tq3_0": "tq3_0",
     "tbq4_0": "tbq4_0", "FP8": "fp8_e4m3", "KIVI 4, groups of 64": "kivi4_g64", "KIVI 2, groups of 64": "kivi2_g64",
-    "KVarN k4v4": "kvarn4", "KVarN k4v2": "k=kvarn4,v=kvarn2", "KVarN k2v2": "kvarn2", "OSCAR": "oscar2",
+    "KVarN k4v4": "kvarn4", "KVarN k4v2": "k=kvarn4,v=kvarn2", "KVarN k2v2": "kvarn2", "OSCAR": oscar.NAME,
     "ManthanQuant": "manthan3", "vLLM TurboQuant 4bit_nc": "vllm_nc4", "vLLM TurboQuant k8v4": "k=fp8_e4m3,v=vllm_nc4",
 }  # fmt: skip
 ENTRIES = (
@@ -95,21 +91,6 @@ def entry_of(kv: str) -> Entry:
     names = [part.split("=")[-1] for part in kv.split(",")]
     ours = any(bits_of(name) or name in _OURS for name in names)
     return Entry(kv, kv, OURS if ours else OTHERS)
-
-
-class Side(Session):
-    """A session whose caches take larger chunks: results do not depend on it, and what is stored is restored less often."""
-
-    def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
-        self.plan.require_context(max_context)
-        return new_cache(
-            self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device, chunk=CHUNK
-        )
-
-
-def in_larger_chunks(session: Session) -> Side:
-    """The same session as a `Side`."""
-    return Side(**{field.name: getattr(session, field.name) for field in fields(session) if not field.name.startswith("_")})
 
 
 # -- Groups that are full when they come -------------------------------------------------------------------------------------

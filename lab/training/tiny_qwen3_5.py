@@ -1,8 +1,8 @@
-"""Train `tiny_qwen3_5`, a hybrid of tiny's size with an MTP layer: `python -m haarkv.models.tiny_qwen3_5.train`.
+"""Train `tiny_qwen3_5`, a hybrid of tiny's size with an MTP layer: `python -m lab.training.tiny_qwen3_5`.
 
-The recipe is that of `tiny_qwen3/train.py`: the same text, tokenizer, windows, optimiser and schedule. The model begins with
-parts of tiny: its embedding, MLPs and norms, and for attention some of its heads. Only Gated DeltaNet begins at random. It
-learns the token that follows and, half and half, tiny's whole distribution after each token.
+The recipe is that of `tiny_qwen3.py` beside it: the same text, tokenizer, windows, optimiser and schedule. The model begins
+with parts of tiny: its embedding, MLPs and norms, and for attention some of its heads. Only Gated DeltaNet begins at random.
+It learns the token that follows and, half and half, tiny's whole distribution after each token.
 
 `--part mtp` trains the MTP layer of the model in `--out`, which stays as it is: KL(model || MTP) of the first drafted token
 and of the second, for which the layer is fed its own result. Each part replaces what is in `--out` only if it is better: a
@@ -30,7 +30,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 
 from haarkv.models.catalog import TINY
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
-from haarkv.models.tiny_qwen3.train import (
+from lab.training.tiny_qwen3 import (
     EVAL_TOKENS,
     EVAL_WINDOWS,
     held_out_loss,
@@ -40,7 +40,7 @@ from haarkv.models.tiny_qwen3.train import (
     train,
 )  # fmt: skip
 
-HERE = Path(__file__).resolve().parent
+SHIPPED = TINY.with_name("tiny_qwen3_5").resolve()
 _BEGINS_WITH = (0, 2, 3, 5)
 """Tiny's layers whose MLPs the hybrid's four begin with; the last one's attention is the fourth's and the MTP layer's."""
 _DRAFTS = 2
@@ -48,7 +48,7 @@ _DRAFTS = 2
 
 
 def new_config() -> Qwen3_5TextConfig:
-    """The architecture of README.md."""
+    """The architecture of models/tiny_qwen3_5/README.md."""
     return Qwen3_5TextConfig(
         vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=128, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64,
@@ -199,7 +199,7 @@ def save(model: Qwen3_5ForCausalLM, mtp: MTP, out: Path) -> None:
         (scratch / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         stored = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
         save_file(stored, scratch / "model.safetensors", metadata={"format": "pt"})
-        if out.resolve() != HERE:
+        if out.resolve() != SHIPPED:
             for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
                 (scratch / name).write_bytes((TINY / name).read_bytes())
         into_place(scratch, out)
@@ -211,7 +211,7 @@ def rounded(module: Any) -> Any:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = recipe_parser(__doc__, HERE, "the hybrid that ships", "start from the hybrid in --out")
+    parser = recipe_parser(__doc__, SHIPPED, "the hybrid that ships", "start from the hybrid in --out")
     parser.add_argument("--part", choices=("model", "mtp"), default="model", help="what is trained")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for the model as it is after every 50 steps")

@@ -1,4 +1,4 @@
-"""Every cache on every model and text: one row each, at equal tails and sinks. `tq matrix` is its command.
+"""Every cache on every model and text: one row each, at equal tails and sinks.
 
 The baseline's predictions of a text are computed once, and every cache is scored against them. A row stands in the results
 file as soon as it is measured; a row that stands there is not measured again.
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.plans import plan_for
+from haarkv.engine.session import Session
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.fidelity.entries import Entry, Side
 from haarkv.validation.fidelity.evaluation import (
     KEPT_LOGITS,
     Exact,
@@ -31,8 +31,9 @@ from haarkv.validation.fidelity.evaluation import (
     row_of,
     score_window,
 )
-from haarkv.validation.fidelity.matrix_models import Beside, Named, Subject, Task, Text
 from haarkv.validation.fidelity.scores import join
+from lab.matrix.entries import Entry
+from lab.matrix.models import Beside, Named, Subject, Task, Text
 
 BENCHMARK = "fidelity_matrix"
 _KEY = ("weights", "dtype", "text_sha256", "tokens", "window", "tail", "sink", "kv", "learned_sha256")
@@ -168,7 +169,7 @@ def _exact(subject: Subject, plan: Workload) -> list[Exact]:
     return found
 
 
-def _figures(subject: Subject, plan: Workload, side: Side, exact: Sequence[Exact], on_window: Callable[[int], None]) -> Row:
+def _figures(subject: Subject, plan: Workload, side: Session, exact: Sequence[Exact], on_window: Callable[[int], None]) -> Row:
     begin, found = time.perf_counter(), []
     for window, base in zip(plan.windows, exact, strict=True):
         logits = logits_after(subject.model, side, subject.model.embed(plan.fed(window)))

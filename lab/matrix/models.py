@@ -9,7 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import cast
 
+from torch import Tensor
+
 from haarkv.engine.plans import SINKS, TAIL, plan_for
+from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
@@ -18,21 +21,22 @@ from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
 from haarkv.models.text import Tokenizer, load_tokenizer
-from haarkv.tq_ops import reference
+from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.fidelity.entries import OURS, Entry, Side, entry_of, without_waiting
 from haarkv.validation.fidelity.evaluation import Setup, Workload, make_workload
 from haarkv.validation.fidelity.setup import weights_fingerprint
 from haarkv.validation.planning import auto
 from haarkv.validation.planning.calibrate import learn_model
 from haarkv.validation.planning.candidates import Costs
-from haarkv.validation.planning.moments import learn_oscar
+from haarkv.validation.planning.estimates import in_larger_chunks
 from haarkv.validation.planning.planner import choices_within
 from haarkv.validation.planning.planner import measure as measure_places
+from lab.matrix.entries import Entry, without_waiting
+from lab.rivals import oscar
 
 LEARNED_FROM, PROBED_BY = 10_240, 1024
 """Tokens of the text that formats learn from."""
@@ -149,18 +153,17 @@ class Subject:
         self.model = load_model(named.name, task.dtype, None, progress, keep_blocks=catalog.block_types(fastest))
         self.weights = weights_fingerprint(self.model)
         self._executors: dict[tuple[bool, str], Executor] = {}
-        self._learned: dict[str, Calibration] = {}
 
     @cached_property
     def _balanced(self) -> DecoderModel:
         return balancing.balance(self.model).model
 
     @cached_property
-    def base(self) -> Side:
+    def base(self) -> Session:
         """With K and V in bf16."""
         return self._side(plan_for(KVSpec("bf16"), self.model.config), balanced=False)
 
-    def side(self, entry: Entry, beside: Beside) -> Side:
+    def side(self, entry: Entry, beside: Beside) -> Session:
         """An entry's cache on the fastest executor that reads it, else on the reference.
 
         Raises:
@@ -169,12 +172,14 @@ class Subject:
         if entry.budget is not None:
             plan = replace(self._by_layer(entry.budget), recent=beside.tail or None, sink=beside.sink)
         else:
-            learned = self._calibration(entry) if entry.learned else None
+            if entry.kv == oscar.NAME:
+                formats.register(*self._oscar)
+            learned = self._coordinates if formats.needs_calibration(entry.kv) else None
             spec = KVSpec(entry.kv, beside.tail or None, beside.sink, calibration=learned)
             plan = plan_for(spec, self.model.config)
         return self._side(plan if beside.tail else without_waiting(plan), balanced=entry.balanced)
 
-    def _side(self, plan: KVPlan, balanced: bool) -> Side:
+    def _side(self, plan: KVPlan, balanced: bool) -> Session:
         config = self.model.config
         try:
             name = catalog.select(catalog.AUTO, config, [plan], device="cpu", dtype=self._task.dtype).name
@@ -183,31 +188,30 @@ class Subject:
         if (balanced, name) not in self._executors:
             model = self._balanced if balanced else self.model
             self._executors[balanced, name] = catalog.create(name, model, plan)
-        return Side(self._named.name, config, self._executors[balanced, name], self._named.tokenizer, plan)
+        executor = self._executors[balanced, name]
+        return in_larger_chunks(Session(self._named.name, config, executor, self._named.tokenizer, plan))
 
     @property
     def _ops(self) -> OpTable:
         """The fastest table that takes a bf16 cache."""
         return self.base.executor.ops or cast(OpTable, reference)
 
-    @property
-    def _coordinates(self) -> Calibration:
-        """Learned keys' coordinates."""
-        return self._calibration(entry_of("k=lr4,v=tq4"))
+    @cached_property
+    def _learned_from(self) -> Sequence[Tensor]:
+        """Windows of the text that formats learn from."""
+        assert self._task.learn is not None
+        ids, context = self._named.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
+        plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
+        return [plan.fed(window) for window in plan.windows]
 
-    def _calibration(self, entry: Entry) -> Calibration:
-        """OSCAR's rotations, or the coordinates of learned keys, both from the same tokens."""
-        if entry.whose not in self._learned:
-            assert self._task.learn is not None
-            ids, context = self._named.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
-            plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
-            windows = [plan.fed(window) for window in plan.windows]
-            if entry.whose == OURS:
-                learning = learn_model(self.model, self._ops, windows, ())
-                self._learned[entry.whose] = calibration_of(learning.layers)
-            else:
-                self._learned[entry.whose] = learn_oscar(self.model, self.base, windows)
-        return self._learned[entry.whose]
+    @cached_property
+    def _coordinates(self) -> Calibration:
+        """Coordinates of learned keys."""
+        return calibration_of(learn_model(self.model, self._ops, self._learned_from, ()).layers)
+
+    @cached_property
+    def _oscar(self) -> tuple[oscar.Oscar, oscar.Oscar]:
+        return oscar.learn_oscar(self.model, self.base, self._learned_from)
 
     def _by_layer(self, budget: float) -> KVPlan:
         """The formats of each layer that lose least within a budget of bits a value, without what stays in BF16.

@@ -3,19 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from bases import calibration
 
-from haarkv.codebooks.learned import Basis
-from haarkv.codebooks.oscar import rotations
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import Calibration, NonFiniteVectorError
-from haarkv.tq_ops.formats.oscar import oscar_format
+from haarkv.tq_ops.formats import NonFiniteVectorError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.validation.planning.moments import moments
+from lab.rivals.oscar import _KEPT, Oscar, moments, rotations
 
 HEADS = 2
 KEPT = {"k": 0.96, "v": 0.92}
@@ -28,9 +24,8 @@ def moment(dim, seed):
     return x.mT @ x
 
 
-def learned(dim=128):
-    sides = [tuple(rotations(moment(dim, 10 * side + layer)) for layer in range(2)) for side in (0, 1)]
-    return Calibration(sides[0], f"rotations of {dim}", v=sides[1])
+def learned(side, dim=128):
+    return Oscar([rotations(moment(dim, 10 * (side == "v") + layer)) for layer in range(2)], _KEPT[side])
 
 
 def vectors(*shape, seed=0):
@@ -41,17 +36,14 @@ def vectors(*shape, seed=0):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_rotation_spreads_what_counts_over_all_coordinates(dim):
     given = moment(dim, 1)
-    basis = rotations(given)
-    assert not basis.mean.any()
-    assert torch.equal(basis.weights, torch.ones(HEADS, dim))
-    assert torch.equal(basis.forward, basis.forward.bfloat16().float())
-    assert torch.equal(basis.back, basis.forward.mT)
-    product = basis.back @ basis.forward
+    rotation = rotations(given)
+    assert torch.equal(rotation, rotation.bfloat16().float())
+    product = rotation.mT @ rotation
     assert (product - torch.eye(dim)).abs().max() < 0.01
-    rotated = (basis.forward.double().mT @ given @ basis.forward.double()).diagonal(dim1=1, dim2=2)
+    rotated = (rotation.double().mT @ given @ rotation.double()).diagonal(dim1=1, dim2=2)
     assert (rotated.amax(1) / rotated.amin(1)).max() < 1.05  # of the trace each has the same share
     assert (given.diagonal(dim1=1, dim2=2).amax(1) > 100 * given.diagonal(dim1=1, dim2=2).amin(1)).all()
-    assert not torch.equal(basis.forward[0], basis.forward[1])
+    assert not torch.equal(rotation[0], rotation[1])
 
 
 def test_the_order_of_a_rotation_by_hand():
@@ -61,7 +53,7 @@ def test_the_order_of_a_rotation_by_hand():
     assert torch.equal(vectors_of.abs(), torch.eye(4)[[2, 0, 3, 1]].T)
     hadamard = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
     # Columns 3, 2, 1, 0 belong to the largest values in order; these go to places 00, 10, 01, 11.
-    assert torch.equal(rotations(values[None]).forward[0], vectors_of @ hadamard[:, [3, 1, 2, 0]])
+    assert torch.equal(rotations(values[None])[0], vectors_of @ hadamard[:, [3, 1, 2, 0]])
 
 
 def test_moments_of_single_tokens_by_loops():
@@ -97,16 +89,16 @@ def slow(x, rotation, kept):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_bytes_are_those_of_the_slow_path(side, dim):
-    of, x = learned(dim), vectors(HEADS, 7, dim, seed=3) * 3
+    kv_format, x = learned(side, dim), vectors(HEADS, 7, dim, seed=3) * 3
     x[0, 0, 5], x[1, 1] = 80.0, 0.0
-    kv_format, basis = formats.get("oscar2", side, of), getattr(of, side)[1]
+    rotation = kv_format._rotations[1]
     fields = kv_format.quantize(x, 1)
     packed, restored = kv_format.to_bytes(fields), kv_format.dequantize(fields, 1)
     groups = max(1, dim // 128)
     assert packed.shape[-1] == kv_format.bytes_per_vector(dim) == dim // 4 + 4 * groups
     for head in range(HEADS):
         for token in range(7):
-            values, scales, zeros = slow(x[head, token], basis.forward[head], KEPT[side])
+            values, scales, zeros = slow(x[head, token], rotation[head], KEPT[side])
             data = packed[head, token].numpy()
             level = [data[j % (dim // 4)] >> 2 * (j // (dim // 4)) & 3 for j in range(dim)]
             for found, value in zip(level, values, strict=True):
@@ -119,7 +111,7 @@ def test_bytes_are_those_of_the_slow_path(side, dim):
                     level, *(np.repeat(numbers[i : i + groups], dim // groups) for i in (0, groups)), strict=True
                 )
             ]
-            expected = torch.tensor(stored, dtype=torch.float64) @ basis.forward[head].double().T
+            expected = torch.tensor(stored, dtype=torch.float64) @ rotation[head].double().T
             torch.testing.assert_close(restored[head, token].double(), expected, rtol=0, atol=1e-4)
     assert not restored[1, 1].any()
 
@@ -127,27 +119,27 @@ def test_bytes_are_those_of_the_slow_path(side, dim):
 def test_the_largest_numbers_of_a_vector_are_clipped():
     """Behind a rotation that does nothing, six of K's numbers are cut back, eleven of V's."""
     eye = torch.eye(128).expand(HEADS, 128, 128).contiguous()
-    basis = Basis(torch.zeros(HEADS, 128), eye, eye, torch.ones(HEADS, 128))
-    of = Calibration((basis,), "nothing", v=(basis,))
     x = torch.linspace(-1, 1, 128).expand(HEADS, 1, 128)
     for side, limit in (("k", sorted(x[0, 0].abs().tolist())[122]), ("v", sorted(x[0, 0].abs().tolist())[117])):
-        kv_format = oscar_format(of, side)
+        kv_format = Oscar([eye], _KEPT[side])
         fields = kv_format.quantize(x, 0)
         assert float(fields["scale"][0, 0, 0]) == pytest.approx(2 * limit / 3, rel=2**-10)
         assert kv_format.dequantize(fields, 0).abs().max().item() == pytest.approx(limit, rel=2**-9)
 
 
 # -- In a cache ------------------------------------------------------------------------------------------------------------
-def test_the_cache_stores_each_head_in_its_own_rotation():
-    of = learned()
-    plan = KVSpec("oscar2", calibration=of).plan(2)
+def test_the_cache_stores_each_head_in_its_own_rotation(monkeypatch):
+    monkeypatch.setattr(formats, "_BY_NAME", dict(formats._BY_NAME))
+    by_side = {side: learned(side) for side in "kv"}
+    formats.register(*by_side.values())
+    plan = KVSpec("oscar2").plan(2)
     assert len(plan.formats) == 2
     cache = PagedKVCache(plan, KVShape(HEADS, 128), num_blocks=2, block_size=16)
     paging = PagedSequences(2, 16)
     k, v = vectors(20, HEADS, 128, seed=1), vectors(20, HEADS, 128, seed=2)
     cache.write(1, k, v, paging.batch([paging.add()], [20]))
     for side, x, restored in zip("kv", (k, v), cache.read(1, torch.tensor([[0, 1]])), strict=True):
-        kv_format, by_head = oscar_format(of, side), x.transpose(0, 1)
+        kv_format, by_head = by_side[side], x.transpose(0, 1)
         expected = kv_format.dequantize(kv_format.quantize(by_head, 1), 1)
         torch.testing.assert_close(restored[0, :, :20], expected, rtol=0, atol=1e-5)
         others = kv_format.dequantize(kv_format.quantize(by_head, 0), 0)
@@ -155,13 +147,7 @@ def test_the_cache_stores_each_head_in_its_own_rotation():
 
 
 def test_what_is_refused():
-    with pytest.raises(InputError, match=r"oscar2 needs the rotations that .* learns of a model"):
-        formats.get("oscar2")
-    with pytest.raises(InputError, match="oscar2 takes rotations, and the calibration's coordinates of layer 0 are none"):
-        formats.get("oscar2", "k", calibration())
-    with pytest.raises(InputError, match="oscar2 takes rotations of values too, and this calibration is of keys alone"):
-        formats.get("oscar2", "v", calibration())
-    kv_format = oscar_format(learned(), "k")
+    kv_format = learned("k")
     with pytest.raises(InputError, match="learned of vectors of 128 numbers, not 64"):
         kv_format.fields(64)
     x = torch.ones(HEADS, 3, 128)

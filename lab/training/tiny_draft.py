@@ -1,6 +1,6 @@
-"""Train `tiny_draft`, a two-layer draft for `tiny_qwen3`: `python -m haarkv.models.tiny_draft.train`.
+"""Train `tiny_draft`, a two-layer draft for `tiny_qwen3`: `python -m lab.training.tiny_draft`.
 
-The recipe is that of `tiny_qwen3/train.py`: the same text, windows, optimiser and schedule. Two things differ. The draft
+The recipe is that of `tiny_qwen3.py` beside it: the same text, windows, optimiser and schedule. Two things differ. The draft
 keeps tiny's embedding, which is its head as well, and learns none of it. And it learns tiny's whole distribution after each
 token, not the token that follows: KL(tiny || draft).
 
@@ -26,15 +26,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from haarkv.models.catalog import TINY
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
-from haarkv.models.tiny_qwen3.train import EVAL_TOKENS, EVAL_WINDOWS, into_place, recipe_parser, token_stream, train
 from haarkv.models.weights import EMBEDDING, HEAD
+from lab.training.tiny_qwen3 import EVAL_TOKENS, EVAL_WINDOWS, into_place, recipe_parser, token_stream, train
 
-HERE = Path(__file__).resolve().parent
+SHIPPED = TINY.with_name("tiny_draft").resolve()
 
 
 def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """The architecture of README.md with the model's own embedding, which stays as it is, and a part of its layers to begin
-    with: of the first and of the last, two query heads over one KV head, and the MLP's largest columns."""
+    """The architecture of models/tiny_draft/README.md with the model's own embedding, which stays as it is, and a part of its
+    layers to begin with: of the first and of the last, two query heads over one KV head, and the MLP's largest columns."""
     tiny = model.config
     draft = Qwen3ForCausalLM(
         Qwen3Config(
@@ -98,13 +98,13 @@ def save(draft: Qwen3ForCausalLM, out: Path) -> None:
         draft.config.dtype = torch.bfloat16
         draft.config.save_pretrained(scratch)
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        if out.resolve() != HERE:
+        if out.resolve() != SHIPPED:
             (scratch / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
         into_place(scratch, out)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = recipe_parser(__doc__, HERE, "the draft that ships", "start from the draft in --out")
+    parser = recipe_parser(__doc__, SHIPPED, "the draft that ships", "start from the draft in --out")
     parser.add_argument("--threads", type=int, default=1)
     parser.set_defaults(steps=120, tokens_per_step=2048, final_lr=0.02, warmup=10)
     return parser.parse_args(argv)

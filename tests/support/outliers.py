@@ -1,7 +1,7 @@
-"""Models with planted faults of real checkpoints: channels, biases and tokens far larger than the rest.
+"""Models with channels and biases far larger than the rest, as real checkpoints have them.
 
 Each is made of another model. Where nothing else is said it computes the same, up to the rounding of its weights, so that any
-loss in a quantized cache is the planted fault's.
+loss in a quantized cache is theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
-from haarkv.tq_ops.weight import dense
 
 
 def outlier_channels(
@@ -124,44 +123,3 @@ def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor,
     with torch.inference_mode():
         model.forward(torch.tensor(token_ids), batch, cache, with_ops(reference, {"rms_norm": rms_norm}))
     return torch.stack(found[0::2]).clone(), torch.stack(found[1::2]).clone()
-
-
-def sink_token(model: DecoderModel, token: int, norm: float, pair: int = 40, looked_at: float = 0.02) -> DecoderModel:
-    """A token whose K is far larger than any other's, as the first token of a text is in many models.
-
-    The hidden state gets one more channel, which only this token has, and there much of; K reads it, on one pair of channels
-    that queries hardly look at. The function differs in that pair.
-
-    Args:
-        model: without norms of Q and K, which would take the size away again.
-        norm: of its K in each KV head.
-        pair: of channels that RoPE rotates together.
-        looked_at: what queries are multiplied with there, so that logits stay what they may be.
-    """
-    config = replace(model.config, hidden_size=model.config.hidden_size + 1)
-    dim, heads, wider = config.heads.head_dim, config.heads.num_kv_heads, config.hidden_size**0.5
-    # A mean over one channel more is smaller by as much as these are larger: what is normed stays the same.
-    grown = (model.config.hidden_size / config.hidden_size) ** 0.5
-
-    def change(field: str, x: Tensor) -> Tensor:
-        if field in ("input_norm", "post_norm"):
-            return torch.cat([x * grown, x.new_ones(1)])
-        if field in ("o_proj", "down_proj"):
-            return torch.cat([x, x.new_zeros(1, x.shape[1])])
-        if field in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-            x = torch.cat([x, x.new_zeros(len(x), 1)], dim=1)
-        if field == "k_proj":
-            by_head = x.view(heads, dim, -1)
-            by_head[:, pair, -1] = norm / wider
-        if field == "q_proj":
-            x.view(config.heads.num_heads, dim, -1)[:, [pair, pair + dim // 2]] *= looked_at
-        return x
-
-    weights = model.weights
-    embedding = dense(weights.embedding)
-    embedding = torch.cat([embedding, embedding.new_zeros(len(embedding), 1)], dim=1)
-    embedding[token], embedding[token, -1] = 0.0, 1e4
-    return replace(model, config=config, weights=replace(
-        weights, embedding=embedding, layers=tuple(layer.changed(change) for layer in weights.layers), lm_head=embedding,
-        final_norm=torch.cat([weights.final_norm * grown, weights.final_norm.new_zeros(1)]),
-    ))  # fmt: skip

@@ -1,8 +1,8 @@
-"""Train `tiny_qwen3`, or train it further: `python -m haarkv.models.tiny_qwen3.train`.
+"""Train `tiny_qwen3`, or train it further: `python -m lab.training.tiny_qwen3`.
 
-Data: `corpus.py`. Tokenizer: byte-level BPE of 4,096 with single digits, trained on the same files. Windows of 512 tokens
-for the first 70 % of the steps and of 2,048 after; AdamW, warm-up, cosine decay. The defaults are the recipe of the
-first checkpoint (1,660 steps of 4,096 tokens, held-out loss 2.81), counted in steps where that run followed the clock;
+Data: `models/tiny_qwen3/corpus.py`. Tokenizer: byte-level BPE of 4,096 with single digits, trained on the same files. Windows
+of 512 tokens for the first 70 % of the steps and of 2,048 after; AdamW, warm-up, cosine decay. The defaults are the recipe of
+the first checkpoint (1,660 steps of 4,096 tokens, held-out loss 2.81), counted in steps where that run followed the clock;
 `--resume` starts from the weights that ship.
 The result replaces `--out` only if its held-out loss is below that of the weights already there.
 """
@@ -24,9 +24,9 @@ from tokenizers import models as token_models
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from haarkv.models.catalog import TINY
 from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 
-HERE = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 EVAL_WINDOWS, EVAL_TOKENS = 24, 1024
@@ -52,7 +52,7 @@ def token_stream(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
 
 
 def new_model(end_of_text: int | None) -> Qwen3ForCausalLM:
-    """The architecture of README.md with fresh weights."""
+    """The architecture of models/tiny_qwen3/README.md with fresh weights."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=10,
@@ -167,7 +167,7 @@ def recipe_parser(description: str | None, out: Path, ships: str, resume: str) -
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     resume = "start from the weights that ship, keep their tokenizer"
-    parser = recipe_parser(__doc__, HERE, "the checkpoint that ships", resume)
+    parser = recipe_parser(__doc__, TINY, "the checkpoint that ships", resume)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
 
@@ -177,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     texts = train_texts()
     if args.resume:
-        tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
-        model = Qwen3ForCausalLM.from_pretrained(HERE, dtype=torch.float32)
+        tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+        model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     else:
         tokenizer = train_tokenizer(texts)
         model = new_model(tokenizer.token_to_id(END_OF_TEXT))

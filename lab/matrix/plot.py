@@ -1,0 +1,99 @@
+"""The picture of a matrix, as SVG text: mean KL of ours and of others by bits a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from haarkv.validation.fidelity.plot import drawn_as_svg, log_axes, write_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+"""As `measure` records it."""
+# Color, mark and name of each family; a row belongs to the first whose prefix its label has.
+_FAMILIES = {
+    "by layer": ("#0b1f4b", "*", "learned coordinates, by layer (ours)"),
+    "learned": ("#b8336a", "d", "learned coordinates (ours)"),
+    "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),
+    "K ": ("#5aa0e0", "D", "K finer than V (ours)"),
+    "KVarN": ("#1b7f5c", "s", "KVarN"),
+    "OSCAR": ("#8e44ad", "^", "OSCAR"),
+    "KIVI": ("#c77700", "v", "KIVI"),
+    "llama.cpp": ("#b3261e", "x", "llama.cpp"),
+    "vLLM": ("#0e7490", "P", "vLLM TurboQuant"),
+    "": ("#6b7280", "+", "other"),
+}
+_LINES = ("by layer", "learned", "tq")
+_MOST_BITS = 13.0
+
+
+def family(label: str) -> str:
+    """The key of a row's family."""
+    return next(prefix for prefix in _FAMILIES if label.startswith(prefix) and not (prefix == "tq" and "_" in label))
+
+
+def _averaged(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One row a cache: the mean over texts, weighted by their tokens, of the rows that have all texts."""
+    by_text: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_text.setdefault(row["label"], {})[row["text"]] = row  # the later one counts
+    by_label = {label: list(of_one.values()) for label, of_one in by_text.items()}
+    most = max(map(len, by_label.values()), default=0)
+    return [
+        {"label": label, "bits_per_value": of_one[0]["bits_per_value"],
+         "kl_mean": sum(r["tokens"] * r["kl_mean"] for r in of_one) / sum(r["tokens"] for r in of_one)}
+        for label, of_one in by_label.items() if len(of_one) == most
+    ]  # fmt: skip
+
+
+def matrix_svg(rows: Sequence[Row]) -> str:
+    """Mean KL over all texts by bits a value: a line of panels for each model, one for each window and tail.
+
+    Args:
+        rows: as `matrix` records them, at least one.
+    """
+    panels: dict[str, dict[tuple[int, int, int], list[Row]]] = {}
+    for row in rows:
+        panels.setdefault(row["model"], {}).setdefault((row["window"], row["tail"], row["sink"]), []).append(row)
+    settings = sorted({setting for of_model in panels.values() for setting in of_model})
+
+    def draw(figure: Figure) -> None:
+        grid, drawn = figure.subplots(len(panels), len(settings), squeeze=False), []
+        for line, (model, of_model) in zip(grid, panels.items(), strict=True):
+            for axes, setting in zip(line, settings, strict=True):
+                shown = [
+                    r for r in _averaged(of_model.get(setting, [])) if r["bits_per_value"] < _MOST_BITS and r["kl_mean"] > 0
+                ]
+                window, tail, sink = setting
+                title = f"{model}, windows of {window:,}, " + (f"tail {tail}, {sink} sinks" if tail or sink else "no tail")
+                if shown:
+                    _panel(axes, title, shown)
+                    drawn.append((axes, shown))
+                else:
+                    axes.set_axis_off()
+        for axes, shown in drawn:  # once all panels have their places
+            named = sorted(shown, key=lambda row: row["kl_mean"])
+            points = [(r["bits_per_value"], r["kl_mean"], r["label"], _FAMILIES[family(r["label"])][0]) for r in named]
+            write_names(axes, points, fontsize=8)
+
+    return drawn_as_svg((7.2 * len(settings), 5.6 * len(panels)), draw)
+
+
+def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
+    log_axes(axes, title, "bits a value, everything counted", "cache), nats a token")
+    for prefix, (color, mark, name) in _FAMILIES.items():
+        members = sorted((row for row in rows if family(row["label"]) == prefix), key=lambda row: row["bits_per_value"])
+        if members:
+            axes.plot(
+                [row["bits_per_value"] for row in members], [row["kl_mean"] for row in members], color=color, marker=mark,
+                linestyle="-" if prefix in _LINES else "none", linewidth=1.3, markersize=6, label=name,
+                zorder=3,
+            )  # fmt: skip
+    ticks = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(0.1)
+    axes.legend(frameon=False, loc="best", fontsize=8)
