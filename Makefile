@@ -33,13 +33,13 @@ help:
 	@echo "make test-cuda-long  more of the GPU kernels in Triton's interpreter"
 	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
-	@echo "make test-peers  llama.cpp beside ours: compiles the peers extra for this CPU first, minutes"
-	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers and llama.cpp"
+	@echo "make test-peers  llama.cpp beside ours: compiles it for this CPU first, minutes; REAL=FOLDER takes GGUF files, too"
+	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers"
 	@echo "make lab     the laboratory's tests: studies, rivals and emulators, minutes"
 	@echo "make lint    linters and types only"
 	@echo "make wheels  the sdist and wheels for x86-64, ARM and any machine, in dist; needs g++-aarch64-linux-gnu for ARM"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
-	@echo "make bench   decode latency of the reference beside transformers, as one JSON line"
+	@echo "make bench   decode latency of the reference, as one JSON line"
 	@echo "make clean   remove .venv and .venv-vllm"
 
 run: $(VENV)/run.stamp
@@ -84,7 +84,7 @@ test-cuda-compile: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs -m cuda_compile $(if $(TRITON),--triton "$(TRITON)") tests/tq_ops/cuda/test_cuda_compile.py tests/tq_ops/cuda/test_decode_compiled.py
 
 test-cuda-long: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m cuda_long tests/tq_ops tests/executors tests/models tests/engine tests/benchmarks
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m cuda_long tests/tq_ops tests/executors tests/models tests/engine
 
 test-ptx: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda
@@ -92,7 +92,7 @@ test-ptx: $(VENV)/dev.stamp
 # REAL: a folder of GGUF files.
 test-real: $(VENV)/dev.stamp
 	@test -n "$(REAL)" || { echo "name a folder of GGUF files: make test-real REAL=FOLDER" >&2; exit 2; }
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[peers]'
+	$(BIN)/python $(PIP) -c constraints.txt 'accelerate>=1.10,<2'
 	$(BIN)/pytest --no-header -rs -s -m real --real "$(REAL)" tests/models/test_real_checkpoints.py
 
 test-vllm-short: $(VLLM)/stamp
@@ -102,8 +102,8 @@ test-vllm: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest --no-header -rs tests/serving
 
 test-peers: $(VENV)/dev.stamp
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[peers]'
-	$(BIN)/pytest --no-header -rs -m peers tests/benchmarks
+	$(BIN)/python $(PIP) -c constraints.txt -r lab/requirements.txt
+	$(BIN)/pytest -c lab/pytest.ini --no-header -rs $(if $(REAL),--real "$(REAL)") lab/tests/bench
 
 lab: $(VENV)/dev.stamp
 	$(BIN)/pytest -c lab/pytest.ini -n 2 --dist worksteal --no-header -rs lab/tests
@@ -121,8 +121,7 @@ tables: $(VENV)/run.stamp
 	$(BIN)/python tests/support/shipped_tables.py
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/tq bench decode --model tiny --executor reference --dtype float32 --contexts 512 --kv fp32,bf16,tq4 --peers transformers \
-		--only step --json
+	$(BIN)/tq bench decode --model tiny --executor reference --dtype float32 --contexts 512 --kv fp32,bf16,tq4 --only step --json
 
 clean:
 	rm -rf $(VENV) $(VLLM)

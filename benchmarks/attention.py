@@ -1,9 +1,9 @@
-"""Attention of one layer beside torch's: a decode step's, with storing its new token, and a whole prompt's.
+"""Attention of one layer in a decode step, with storing its new token.
 
 A model reads another layer's K and V with every call, so they come from memory, while code, query and rotation stay warm.
 Here the same holds of a decode step: copies of the layer take turns, enough of them to exceed any processor's cache; of a
 plan whose layers differ, its layers.
-Storing a prompt is not timed. On a GPU a decode step's calls are captured as graphs.
+On a GPU the calls are captured as graphs.
 """
 
 from __future__ import annotations
@@ -12,28 +12,14 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.cases import (
-    Case,
-    as_rows,
-    filled,
-    first_layer,
-    heads,
-    layers_in_turn,
-    random_queries,
-    scale,
-    seen,
-    token_bytes,
-)
-from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, attention_cost, prompt_attention_cost, store_cost
-from haarkv.benchmarks.timing import MOST_COPIES, Machine, OnTurn, take_rested_turns, take_turns
+from haarkv.benchmarks.beside import Beside
+from haarkv.benchmarks.cases import Case, as_rows, filled, layers_in_turn, random_queries, scale, token_bytes
+from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, store_cost
+from haarkv.benchmarks.timing import MOST_COPIES, Machine, OnTurn, take_rested_turns
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
@@ -45,7 +31,6 @@ from haarkv.tq_ops.table import OpTable, with_ops
 Sides = dict[str, tuple[Executor, KVPlan]]
 Call = Callable[[int], object]
 
-PROMPT_PEER = "sdpa bf16 causal"
 NO_OPS = "its layers are whole programs"
 NO_GRAPH = "no CUDA graph can hold it"
 _COLD_BYTES = 128 * 2**20  # far more than a processor's cache holds, a GPU's included
@@ -58,11 +43,7 @@ def copies(layer_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """What both measurements are told; k, v [B, Hkv, stored + context, D] bf16, and whether others' attention is timed too.
-
-    Attributes:
-        stored: tokens before those of a prompt; 0 of a decode step.
-    """
+    """What a measurement is told; k, v [B, Hkv, context, D] bf16, the context with tokens that were stored before it."""
 
     sides: Sides
     model: DecoderModel
@@ -70,10 +51,14 @@ class Asked:
     k: Tensor
     v: Tensor
     machine: Machine
-    peers: bool
+    beside: Beside
     repeats: int
     on_turn: OnTurn
-    stored: int = 0
+
+    @property
+    def queries(self) -> Tensor:
+        """[B, Hq, D] of a decode step."""
+        return random_queries(self.model.config, self.case.batch, self.k.device, self.model.dtype)
 
 
 def step_tables(ops: OpTable, device: torch.device) -> dict[str, OpTable]:
@@ -91,11 +76,11 @@ def step_tables(ops: OpTable, device: torch.device) -> dict[str, OpTable]:
 
 
 def decode_rows(asked: Asked) -> Iterator[CostRow]:
-    """Decode attention and storing of every side, then attention of the peers; all take turns."""
+    """Decode attention and storing of every side, then others' attention; all take turns."""
     config, case, k, item = asked.model.config, asked.case, asked.k, asked.model.dtype.itemsize
-    q = random_queries(config, case.batch, k.device, asked.model.dtype)
-    runs: dict[tuple[Kind, str], Call] = {}
-    costs: dict[tuple[Kind, str], Cost] = {}
+    q = asked.queries
+    runs: dict[tuple[str, str], Call] = {}
+    costs: dict[tuple[str, str], Cost] = {}
     for who, (executor, plan) in asked.sides.items():
         if executor.ops is None:
             yield CostRow("attention", who, case, attention_cost(config, case, 0, item), asked.machine, None, NO_OPS)
@@ -108,22 +93,19 @@ def decode_rows(asked: Asked) -> Iterator[CostRow]:
         costs["store", who] = store_cost(config, case, nbytes)
         for ending, attend in attends.items():
             runs["attention", who + ending], costs["attention", who + ending] = attend, cost
-    keys, values = (x[:, :, -seen(config.layers[0].attention.window, case.context) :] for x in (k, asked.v))
-    peers = list(decode_peers.attention(q, keys, values, copies)) if asked.peers else []
-    if peers and peers[0].run and k.device.type == "cuda":
-        exact = peers[0].run(0).float()
-        peers += decode_peers.packages(q.to(k.dtype).unsqueeze(1), keys, values, exact, copies)
-    for peer in peers:
-        cost = attention_cost(config, case, peer.token_bytes, item)
-        if peer.run is None:
-            yield CostRow("attention", peer.name, case, cost, asked.machine, None, peer.note)
+    for other in asked.beside.attention(asked):
+        cost = attention_cost(config, case, other.kv_bytes[0], item)
+        if other.run is None:
+            yield CostRow("attention", other.name, case, cost, asked.machine, None, other.note, peer=True)
         else:
-            runs["attention", peer.name], costs["attention", peer.name] = peer.run, cost
+            runs["attention", other.name], costs["attention", other.name] = other.run, cost
+    ours = {f"{who}{ending}" for who in asked.sides for ending in ("", " triton")}
     named = {f"{kind} {who}": run for (kind, who), run in runs.items()}
     times = take_rested_turns(named, k.device, repeats=asked.repeats, on_turn=asked.on_turn)
     for kind, who in runs:
         taken = times.get(f"{kind} {who}")
-        yield CostRow(kind, who, case, costs[kind, who], asked.machine, taken, "" if taken else NO_GRAPH)
+        note = "" if taken else NO_GRAPH
+        yield CostRow(kind, who, case, costs[kind, who], asked.machine, taken, note, peer=who not in ours)
 
 
 def _ours(
@@ -153,59 +135,3 @@ def almost_full(
     """A cache that holds in every layer all but a case's last token, and the batch of its new tokens."""
     cache, paging = filled(plan, config, case, k, v, new)
     return cache, paging.batch(range(case.batch), [new] * case.batch).to(k.device)
-
-
-def within(window: int | None, stored: int, new: int, device: torch.device) -> Any:
-    """Which keys each query of a prompt behind stored tokens sees, as SDPA takes it; None where it sees all before it."""
-    whole = stored + new
-    if window is None or window >= whole:
-        return causal_lower_right(new, whole) if stored else None
-    return torch.ones(new, whole, dtype=torch.bool, device=device).tril(stored).triu(stored + 1 - window)
-
-
-def prompt_rows(asked: Asked) -> Iterator[CostRow]:
-    """Attention of a whole prompt of every side, over its packed cache, then others'; all take turns."""
-    config, case, k, v, stored = asked.model.config, asked.case, asked.k, asked.v, asked.stored
-    q = random_queries(config, case.batch * case.context, k.device)
-    runs: dict[str, Callable[[], object]] = {}
-    costs: dict[str, Cost] = {}
-    for who, (executor, plan) in asked.sides.items():
-        costs[who] = prompt_attention_cost(config, case, token_bytes(plan, config)[0], stored)
-        cache, batch = almost_full(*first_layer(plan, config), Case(case.batch, stored + 1), k, v, case.context)
-        note = "" if executor.ops else NO_OPS
-        if cache.most_new_tokens and cache.most_new_tokens < case.context:
-            note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
-        if executor.ops is None or note:
-            yield CostRow("prefill", who, case, costs[who], asked.machine, None, note)
-            continue
-        executor.ops.store_kv(as_rows(k[:, :, stored:]), as_rows(v[:, :, stored:]), cache, 0, batch)
-        given = (q, cache, 0, batch, scale(config))
-
-        @torch.inference_mode()
-        def ours(attend: Callable[..., Tensor] = executor.ops.paged_attention, given: tuple[object, ...] = given) -> Tensor:
-            return attend(*given)
-
-        runs[who] = ours
-    if asked.peers:
-        shape = heads(config)
-        cost = prompt_attention_cost(config, case, 4.0 * shape.kv * shape.dim, stored)
-        rows = q.view(case.batch, case.context, shape.q, shape.dim)
-        rows_of_heads = rows.transpose(1, 2).contiguous()
-        mask = within(config.layers[0].attention.window, stored, case.context, k.device)
-
-        @torch.inference_mode()
-        def theirs() -> Tensor:
-            return scaled_dot_product_attention(
-                rows_of_heads, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=scale(config)
-            )  # fmt: skip
-
-        runs[PROMPT_PEER], costs[PROMPT_PEER] = theirs, cost
-        exact = theirs().transpose(1, 2).float()
-        for peer in decode_peers.packages(rows, k, v, exact) if k.device.type == "cuda" else ():
-            if peer.run is None:
-                yield CostRow("prefill", peer.name, case, cost, asked.machine, None, peer.note)
-            else:
-                runs[peer.name], costs[peer.name] = partial(peer.run, 0), cost
-    times = take_turns(runs, k.device, repeats=asked.repeats, warm_up=1, cold=False, on_turn=asked.on_turn)
-    for who, taken in times.items():
-        yield CostRow("prefill", who, case, costs[who], asked.machine, taken)

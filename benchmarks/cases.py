@@ -16,7 +16,7 @@ from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor, verify
 from haarkv.models import caches
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig, unknown_layer
+from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
@@ -74,13 +74,6 @@ def token_bytes(plan: KVPlan, config: ModelConfig) -> list[float]:
     return [
         sum(shape.num_kv_heads * f.bytes_per_vector(shape.head_dim) for f in pair) if shape else 0.0 for pair, shape in pairs
     ]
-
-
-def unlike_plain(config: ModelConfig) -> str | None:
-    """Why a model is none of equal plain layers with RoPE as it was trained, which peers are built of; None if it is one."""
-    if any(mixer.rope.scaling for mixer in config.attentions):
-        return "its RoPE is scaled"
-    return unknown_layer(config, knows=("head_norms",)) or ("its layers differ" if len(set(config.layers)) > 1 else None)
 
 
 def first_layer(plan: KVPlan, config: ModelConfig, times: int = 1) -> tuple[KVPlan, ModelConfig]:

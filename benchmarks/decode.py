@@ -1,7 +1,6 @@
-"""Decode latency: attention alone and whole steps, ours beside torch's SDPA and transformers' caches, on the same tensors.
+"""Decode latency: attention of a layer, a layer's call, whole steps and prompts, of executors and formats in turns.
 
     tq bench decode --model random:0.6b --contexts 4096,16384 --kv bf16,tq4 --executor cpu
-    tq bench prefill --model random:14b --layers 1 --kv tq4 --contexts 1024,4096,16384 --executor cpu
 
 A row says what was measured, how many bytes it must move (weights, KV, rest) and how far it is from the floor of this machine,
 measured in the same run: the longer of moving those bytes at a copy's speed and doing the operations at a matrix product's.
@@ -9,19 +8,16 @@ measured in the same run: the longer of moving those bytes at a copy's speed and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from functools import partial
 from typing import Literal
 
-from torch import Tensor
-
-from haarkv.benchmarks import cases, decode_peers, plots, whole
-from haarkv.benchmarks.attention import Asked, Sides, decode_rows, prompt_rows
-from haarkv.benchmarks.cases import Case, decode_step, filled, first_layer, kv_numbers, layer_call, random_kv, token_bytes
-from haarkv.benchmarks.decode_cost import Cost, CostRow, Kind, layer_cost, step_cost
-from haarkv.benchmarks.decode_peers import LLAMA, SDPA, TRANSFORMERS, HFCache
-from haarkv.benchmarks.llama_process import LlamaKV
+from haarkv.benchmarks import cases, whole
+from haarkv.benchmarks.attention import Asked, Sides, decode_rows
+from haarkv.benchmarks.beside import OURS_ALONE, Beside
+from haarkv.benchmarks.cases import Case, decode_step, filled, first_layer, layer_call, random_kv, token_bytes
+from haarkv.benchmarks.decode_cost import Cost, CostRow, layer_cost, step_cost
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
 from haarkv.executors import catalog
@@ -30,7 +26,6 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, maps_file, read_config, weights_of
 from haarkv.models.checkpoint import Progress
-from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.tq_ops.errors import InputError
 
@@ -45,11 +40,7 @@ class Request:
     Attributes:
         model, dtype, layers, device: as in `engine.loading.load`.
         executors, kvs: each executor is run with each cache that it supports; caches as `cases.parse_caches` reads them.
-        peers: of `decode_peers.PEERS`. transformers' caches are measured where they are installed; llama.cpp must be.
-        llama_kvs: kinds of llama.cpp's KV cache.
-        hf_caches: other caches for transformers' model, measured beside its own.
-        step_peers: others' whole steps of a model and case, over K and V [B, Hkv, context, D] in every layer.
-        stored: tokens before a prompt whose attention is measured.
+        beside: what takes turns with ours.
         isa: the instruction set of the CPU executor's kernels; the best unless given.
         activation_bits: as of `load_model`.
         mmap: as of `engine.loading.load`; decided alike, where one of the executors reads weights in place.
@@ -64,12 +55,8 @@ class Request:
     dtype: str = "bfloat16"
     layers: int | None = None
     device: str | None = None
-    peers: Sequence[str] = (SDPA, TRANSFORMERS)
-    llama_kvs: Sequence[LlamaKV] = ()
-    hf_caches: Callable[[ModelConfig], Sequence[HFCache]] = lambda _: ()
-    step_peers: Callable[[DecoderModel, Case, Tensor, Tensor], Iterable[decode_peers.Peer]] = lambda *_: ()
-    kinds: Sequence[Kind] = ("attention", "layer", "step")
-    stored: int = 0
+    beside: Beside = OURS_ALONE
+    kinds: Sequence[str] = ("attention", "layer", "step")
     repeats: int = 7
     isa: str | None = None
     activation_bits: int = 16
@@ -78,8 +65,8 @@ class Request:
 
     @property
     def on_prompts(self) -> bool:
-        """Whether steps follow a prompt that each side computes, since llama.cpp's cache cannot be filled otherwise."""
-        return LLAMA in self.peers or "prompt" in self.kinds
+        """Whether steps follow a prompt that each side computes."""
+        return self.beside.on_prompts or "prompt" in self.kinds
 
     @property
     def steps(self) -> int:
@@ -87,7 +74,7 @@ class Request:
         return self.repeats + 2
 
 
-def _model(request: Request, progress: Progress | None) -> DecoderModel:
+def model_of(request: Request, progress: Progress | None) -> DecoderModel:
     """A request's model, its weights where its executors are fastest with them."""
     kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
     ranks, config = request.ranks, read_config(request.model, request.layers)
@@ -111,10 +98,10 @@ def measure(
     Raises:
         InputError: a model, executor, format or device is not there, or a case is longer than the model's context.
     """
-    if request.ranks.size > 1 and (request.peers or tuple(request.kinds) != ("step",)):
-        raise InputError("ranks run whole steps together; attention alone and peers are measured on one")
+    if request.ranks.size > 1 and tuple(request.kinds) != ("step",):
+        raise InputError("ranks run whole steps together; all else is measured on one")
     if model is None:
-        model = _model(request, progress)
+        model = model_of(request, progress)
     longest, limit = max(request.contexts), model.config.max_position_embeddings - request.steps
     if {"layer", "prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(
@@ -127,17 +114,15 @@ def measure(
         )
     sides = sides_of(request, model, on_turn)
     if request.on_prompts:
-        whole.check(request, model, sides)
+        whole.check(request, sides)
     device = next(iter(sides.values()))[0].device
-    machine, peers = measure_machine(device), SDPA in request.peers
+    machine = measure_machine(device)
     rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
-        k, v = random_kv(model.config, Case(case.batch, case.context + request.stored), device)
-        asked = Asked(sides, model, case, k, v, machine, peers, request.repeats, on_turn, request.stored)
+        k, v = random_kv(model.config, case, device)
+        asked = Asked(sides, model, case, k, v, machine, request.beside, request.repeats, on_turn)
         if "attention" in request.kinds:
             rows += decode_rows(asked)
-        if "prefill" in request.kinds:
-            rows += prompt_rows(asked)
         if "layer" in request.kinds:
             rows += _call_rows("layer", request, asked)
         if "step" in request.kinds and not request.on_prompts:
@@ -177,7 +162,7 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
 
 
 def _call_rows(kind: Literal["layer", "step"], request: Request, asked: Asked) -> Iterator[CostRow]:
-    """One call of a layer, or a whole step, of every side in a case; beside steps those of transformers."""
+    """One call of a layer, or a whole step, of every side in a case; beside steps those of others."""
     model, case, k, v = asked.model, asked.case, asked.k, asked.v
     runs: dict[str, Callable[[], object]] = {}
     costs: dict[str, Cost] = {}
@@ -191,59 +176,59 @@ def _call_rows(kind: Literal["layer", "step"], request: Request, asked: Asked) -
         cache, paging = filled(*held, case, k, v, request.steps)
         runs[who] = decode_step(executor, cache, paging, case) if step else layer_call(executor, model, cache, paging, case)
     if kind == "step":
-        theirs = chain(
-            decode_peers.transformers_steps(model, case.batch, k, v, request.hf_caches(model.config))
-            if TRANSFORMERS in request.peers else (),
-            request.step_peers(model, case, k, v),
-        )  # fmt: skip
-        for peer in theirs:
-            costs[peer.name] = step_cost(model, case, [numbers * peer.bits / 8 for numbers in kv_numbers(model.config)])
-            if peer.run is None:
-                yield CostRow(kind, peer.name, case, costs[peer.name], asked.machine, None, peer.note)
+        for other in request.beside.steps(asked):
+            costs[other.name] = step_cost(model, case, other.kv_bytes)
+            if other.run is None:
+                yield CostRow(kind, other.name, case, costs[other.name], asked.machine, None, other.note, peer=True)
             else:
-                runs[peer.name] = peer.run
+                runs[other.name] = partial(other.run, 0)
     # Weights and caches of a step leave no cache warm.
     for who, taken in take_turns(runs, k.device, repeats=request.repeats, cold=False, on_turn=asked.on_turn).items():
         compiled = dict(asked.sides[who][0].compiled) if who in asked.sides else None
-        yield CostRow(kind, who, case, costs[who], asked.machine, taken, compiled=compiled or None)
+        yield CostRow(
+            kind, who, case, costs[who], asked.machine, taken, compiled=compiled or None, peer=who not in asked.sides
+        )  # fmt: skip
 
 
-_TITLES = {
+TITLES = {
     "attention": "decode attention of one layer, K and V from memory", "store": "storing one new token in one layer",
     "layer": "one call of one decoder layer", "prompt": "whole prompt, weights and all", "step": "whole decode step",
-    "prefill": "attention of one layer over a whole prompt",
 }  # fmt: skip
-_LEGEND = "speed-up: over the fastest peer of the same case; floor: its bytes at a copy's speed, or its operations if longer"
+_LEGEND = "floor: its bytes at a copy's speed, or its operations if longer"
 
 
-def report(name: str, request: Request, machine: Machine, rows: Sequence[CostRow]) -> Report:
-    """Everything that was measured: a table for each kind, and beneath it what explains its rows."""
+_FASTER = "speed-up: over the fastest peer of the same case; "
+
+
+def report(
+    name: str, request: Request, machine: Machine, rows: Sequence[CostRow], titles: Mapping[str, str] = TITLES
+) -> Report:
+    """Everything that was measured: a table for each kind that has a title, and beneath it what explains its rows."""
     limits = (
         f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
     )
     tables: list[Table] = []
+    faster = _FASTER if any(r.peer for r in rows) else ""
     notes: dict[int, list[str]] = {}
     ranks = f", one of {request.ranks.size} ranks" if request.ranks.size > 1 else ""
-    for kind, title in _TITLES.items():
+    for kind, title in titles.items():
         if not (chosen := [r for r in rows if r.kind == kind]):
             continue
-        columns = ("batch", "context", "who", "ms", "low … high", "tokens/s" if kind == "prompt" else "ms/token", "speed-up",
-                   "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
+        columns = ("batch", "context", "who", "ms", "low … high", "tokens/s" if kind == "prompt" else "ms/token",
+                   *["speed-up"] * bool(faster), "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
         counts = {r.runs or request.repeats for r in chosen}
         runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
         heading = f"{request.model}, {request.dtype}{ranks}: {title}, median of {runs}; {limits}"
         notes[len(tables)] = list(dict.fromkeys(_notes(chosen)))
-        tables.append(Table(heading, columns, [_cells(r, rows) for r in chosen]))
-    notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), _LEGEND]
+        tables.append(Table(heading, columns, [_cells(r, rows, bool(faster)) for r in chosen]))
+    notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), faster + _LEGEND]
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa", "activation_bits")}
-    values |= {"stored": request.stored} if request.stored else {}
     values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
-    packages = [name for name, peer in (("transformers", TRANSFORMERS), ("llama-cpp-python", LLAMA)) if peer in request.peers]
-    return Report(name, request.model, request.contexts, request.kvs, values, tables, notes, packages)
+    return Report(name, request.model, request.contexts, request.kvs, values, tables, notes)
 
 
 def _notes(rows: Sequence[CostRow]) -> Iterator[str]:
-    """Why rows have no time, each of ours beside its executor's first cache and llama.cpp's best, and what was compiled."""
+    """Why rows have no time, each of ours beside its executor's first cache, and what was compiled."""
     yield from (f"{r.who}: {r.note}" for r in rows if r.note)
     timed = [(r, r.ms) for r in rows if r.ms is not None]
     first: dict[tuple[str, Case], tuple[CostRow, float]] = {}
@@ -251,11 +236,6 @@ def _notes(rows: Sequence[CostRow]) -> Iterator[str]:
         other, others_ms = first.setdefault((r.who.split()[0], r.case), (r, ms))
         if not r.peer and other is not r:
             yield f"{r.who} at {r.case.context:,} tokens: {ms / others_ms:.2f} of {other.who}'s time"
-    for r, ms in timed:
-        theirs = [(p_ms, p.who) for p, p_ms in timed if p.who.startswith(LLAMA) and p.case == r.case]
-        if theirs and not r.peer:
-            best, who = min(theirs)
-            yield f"{r.who} at {r.case.context:,} tokens: {best / ms:.2f} times as fast as {who}, the fastest of llama.cpp's"
     for r, ms in timed:
         if r.compiled:
             said = ", ".join(f"{name} in {seconds:.1f} s" for name, seconds in r.compiled.items())
@@ -265,7 +245,7 @@ def _notes(rows: Sequence[CostRow]) -> Iterator[str]:
             yield f"{where}: first call {r.taken.first_ms / 1e3:.2f} s, counted in no figure"
 
 
-def _cells(r: CostRow, rows: Sequence[CostRow]) -> tuple[str, ...]:
+def _cells(r: CostRow, rows: Sequence[CostRow], peers: bool) -> tuple[str, ...]:
     figures = r.figures(rows)
 
     def shown(name: str, form: str) -> str:
@@ -275,19 +255,6 @@ def _cells(r: CostRow, rows: Sequence[CostRow]) -> tuple[str, ...]:
     spread = "–" if r.taken is None else f"{r.taken.low:{form}} … {r.taken.high:{form}}"
     rate = shown("tokens_per_s", ".1f") if r.kind == "prompt" else shown("ms_per_token", form)
     megabytes = (f"{r.cost.weights / 1e6:.1f}", f"{r.cost.kv / 1e6:.2f}")
-    return (str(r.case.batch), str(r.case.context), r.who, shown("ms", form), spread, rate, shown("speed_up", ".2f"),
-            *megabytes, shown("gbps", ".1f"), shown("of_copy", ".0%"), shown("floor_ms", form), shown("of_floor", ".2f"),
-            )  # fmt: skip
-
-
-def svg(request: Request, rows: Sequence[CostRow]) -> str:
-    """Milliseconds by context, a panel for each batch and kind; ours solid, others dashed; medians with their extremes."""
-    panels = []
-    for kind, batch in dict.fromkeys((r.kind, r.case.batch) for r in rows):
-        lines: dict[str, dict[int, plots.Point]] = {}
-        for r in rows:
-            if r.taken and (r.kind, r.case.batch) == (kind, batch):
-                lines.setdefault(r.who, {})[r.case.context] = (r.taken.ms, r.taken.low, r.taken.high)
-        title, dashed = f"{_TITLES[kind].split(',')[0]}, batch {batch}", frozenset(r.who for r in rows if r.peer)
-        panels.append(plots.Panel(title, "tokens in the cache", "ms", lines, dashed))
-    return plots.svg(f"Decode latency: {request.model}, {request.dtype}", panels)
+    speed_up = [shown("speed_up", ".2f")] if peers else []
+    return (str(r.case.batch), str(r.case.context), r.who, shown("ms", form), spread, rate, *speed_up, *megabytes,
+            shown("gbps", ".1f"), shown("of_copy", ".0%"), shown("floor_ms", form), shown("of_floor", ".2f"))  # fmt: skip

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from haarkv.benchmarks.cases import Case as Case
 from haarkv.benchmarks.cases import heads, seen
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Experts, ModelConfig
-
-Kind = Literal["attention", "store", "layer", "prompt", "step", "prefill"]
-_OTHERS = ("sdpa ", "torch ", "hf ", "llama.cpp ", "flash")
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,7 @@ class CostRow:
     """One variant in one case.
 
     Attributes:
+        kind: what was measured: attention, store, layer, step, prompt.
         who: executor and KV format, or a peer.
         taken: its times; None for the reason in `note`.
         machine: that ran it, for the floor: the least that it allows.
@@ -43,9 +41,10 @@ class CostRow:
         tokens: of a whole prompt, which is shorter than its context by the steps after it.
         runs: how many times the median is of, where not as many as were asked for.
         about: a peer's version, and how it was built.
+        peer: whether it is someone else's.
     """
 
-    kind: Kind
+    kind: str
     who: str
     case: Case
     cost: Cost
@@ -56,16 +55,12 @@ class CostRow:
     tokens: int | None = None
     runs: int | None = None
     about: str = ""
+    peer: bool = False
 
     @property
     def ms(self) -> float | None:
         """Median."""
         return None if self.taken is None else self.taken.ms
-
-    @property
-    def peer(self) -> bool:
-        """Whether it is someone else's."""
-        return self.who.startswith(_OTHERS)
 
     @property
     def floor_ms(self) -> float:
@@ -103,12 +98,12 @@ class CostRow:
         return {name: value for name, value in (values | self.figures(rows)).items() if value not in (None, "")}
 
 
-def _attention(mixer: Attention, pairs: float) -> float:
+def attention_flops(mixer: Attention, pairs: float) -> float:
     """Operations of both products of a layer, for so many pairs of a query and a key that it sees."""
     return 4 * pairs * mixer.num_heads * mixer.head_dim
 
 
-def _pairs(mixer: Attention, tokens: int) -> float:
+def pairs_seen(mixer: Attention, tokens: int) -> float:
     """Pairs of a query and a key in a prompt of so many tokens."""
     most = seen(mixer.window, tokens)
     return most * (most + 1) / 2 + (tokens - most) * most
@@ -118,18 +113,7 @@ def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) 
     """Decode attention of the first layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
     mixer, shape = config.layers[0].attention, heads(config)
     keys = case.batch * seen(mixer.window, case.context)
-    return Cost(0, keys * kv_bytes, 2 * case.batch * shape.q * shape.dim * item, _attention(mixer, keys))
-
-
-def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, stored: int = 0) -> Cost:
-    """Causal attention of every token of a prompt in the first layer; `kv_bytes` of one token's K and V, all heads.
-
-    Args:
-        stored: tokens before the prompt.
-    """
-    mixer, of, queries, whole = config.layers[0].attention, heads(config), case.batch * case.context, case.context + stored
-    flops = case.batch * _attention(mixer, _pairs(mixer, whole) - _pairs(mixer, stored))
-    return Cost(0, case.batch * whole * kv_bytes, 4 * queries * of.q * of.dim, flops)
+    return Cost(0, keys * kv_bytes, 2 * case.batch * shape.q * shape.dim * item, attention_flops(mixer, keys))
 
 
 def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
@@ -176,7 +160,7 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cos
     kv = sum(seen(window, case.context) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
     # A state is read and written.
     kv += sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
-    attention = sum(_attention(mixer, case.batch * seen(mixer.window, case.context)) for mixer in config.attentions)
+    attention = sum(attention_flops(mixer, case.batch * seen(mixer.window, case.context)) for mixer in config.attentions)
     flops = 2 * case.batch * multiplied + attention
     return Cost(read, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
 
@@ -189,7 +173,7 @@ def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: Sequence[float
     """
     config, all_at_once = model.config, step_cost(model, Case(tokens, 0), kv_bytes)
     heads_left_out = 2 * (tokens - 1) * config.vocab_size * config.hidden_size
-    attention = sum(_attention(mixer, _pairs(mixer, tokens)) for mixer in config.attentions)
+    attention = sum(attention_flops(mixer, pairs_seen(mixer, tokens)) for mixer in config.attentions)
     flops = all_at_once.flops - heads_left_out + attention
     states = sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
     return Cost(all_at_once.weights, tokens * sum(kv_bytes) + states, 4 * config.vocab_size, flops)

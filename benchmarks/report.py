@@ -23,6 +23,12 @@ from haarkv.tq_ops.memory import mapped_memory, peak_memory
 RESULTS = Path(__file__).parent / "results"
 
 
+def gpu_predictions() -> list[dict[str, Any]]:
+    """What was computed before a GPU was measured, from counted instructions and bytes: a row a kernel and case."""
+    lines = (RESULTS.parent / "gpu_predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def machine() -> dict[str, Any]:
     """The machine, and the versions and the commit that run on it."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -79,7 +85,6 @@ class Report:
     Attributes:
         name, model, context, kv, packages: of the line's header; `values` are the rest of the line.
         tables, notes: the same for people; a table is followed by the notes of its number.
-        waited: share of the run's time in which other processes had the processors; None where it is not known.
     """
 
     name: str
@@ -90,12 +95,10 @@ class Report:
     tables: Sequence[Table]
     notes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     packages: Sequence[str] = ()
-    waited: float | None = None
 
     def line(self) -> str:
         """As one JSON line; where both have a name the header's value counts."""
-        waited = {} if self.waited is None else {"waited": round(self.waited, 4)}
-        head = header(self.name, self.model, self.context, self.kv, self.packages) | self.memory | waited
+        head = header(self.name, self.model, self.context, self.kv, self.packages) | self.memory
         return json.dumps(head | {name: value for name, value in self.values.items() if name not in head})
 
     @property

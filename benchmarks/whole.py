@@ -1,6 +1,6 @@
-"""Whole prompts and the steps after them, on real tokens: ours, transformers and llama.cpp, in turns.
+"""Whole prompts and the steps after them, on real tokens, in turns.
 
-    tq bench decode --only prompt --only step --kv tq4 --contexts 1024,4096 --peers llama.cpp,transformers
+    tq bench decode --only prompt --only step --kv tq4 --contexts 1024,4096
 
 Every side computes the same prompt of random ids and goes on from its own cache. The prompt is so much shorter than the
 context that the last step ends with the context full. A time is of a whole call: from ids to the argmax of the last logits.
@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from haarkv.benchmarks import decode_peers, gguf_file, llama_process
-from haarkv.benchmarks.cases import Case, kv_numbers, new_pages, random_prompts, token_bytes
+from haarkv.benchmarks.beside import Side, SideError
+from haarkv.benchmarks.cases import Case, new_pages, random_prompts, token_bytes
 from haarkv.benchmarks.decode_cost import Cost, CostRow, step_cost, whole_prompt_cost
-from haarkv.benchmarks.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 from haarkv.benchmarks.timing import Machine, OnTurn, spread
 from haarkv.engine.generation import prefill_in_chunks, tail_chunk
 from haarkv.executors.base import Executor, verify
@@ -29,7 +26,6 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.caches import new_cache
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from haarkv.benchmarks.attention import Sides
@@ -42,31 +38,10 @@ _ENOUGH_S = 60.0
 _WARM_UP = 32  # tokens of a prompt that brings weights into memory, and does not count
 
 
-class Side:
-    """Someone with a cache of their own: name, bytes of a token's K and V by layer, and whose program it is if not ours."""
-
-    def __init__(self, name: str, token_bytes: Sequence[float], about: str = "") -> None:
-        self.name, self.token_bytes, self.about = name, token_bytes, about
-        self._cache: Any = None
-
-    def open(self, context: int) -> None:
-        """Make room for so many tokens."""
-
-    def prompt(self, ids: Sequence[int]) -> float:
-        """Forget everything, and compute a prompt; seconds."""
-        raise NotImplementedError
-
-    def steps(self, ids: Sequence[int]) -> list[float]:
-        """A step for each token; seconds of each."""
-        raise NotImplementedError
-
-    def shut(self) -> None:
-        """Give that room back."""
-        self._cache = None
-
-
 class Ours(Side):
     """An executor with a cache of a plan."""
+
+    peer = False
 
     def __init__(self, name: str, executor: Executor, plan: KVPlan) -> None:
         super().__init__(name, token_bytes(plan, executor.config))
@@ -94,98 +69,32 @@ class Ours(Side):
         return taken
 
 
-class Transformers(Side):
-    """transformers' own model with the same weights, and its `DynamicCache`; nothing of it is needed before `open`."""
-
-    def __init__(self, model: DecoderModel) -> None:
-        item = model.dtype.itemsize
-        super().__init__("hf DynamicCache bf16", [float(numbers * item) for numbers in kv_numbers(model.config)])
-        self._ours, self._model = model, cast(Any, None)
-
-    def open(self, context: int) -> None:
-        self._model = self._model or decode_peers.their_model(self._ours, "sdpa")
-        self.about = f"transformers {version('transformers')} with SDPA"
-
-    def prompt(self, ids: Sequence[int]) -> float:
-        self._cache = decode_peers.their_cache(self._model.config, package=None)
-        return self._call(ids)
-
-    def steps(self, ids: Sequence[int]) -> list[float]:
-        return [self._call([token]) for token in ids]
-
-    @torch.inference_mode()
-    def _call(self, ids: Sequence[int]) -> float:
-        began = time.perf_counter()
-        given = torch.tensor([list(ids)])
-        out = self._model(input_ids=given, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        out.logits[:, -1].argmax(-1).tolist()
-        return time.perf_counter() - began
-
-
-class Llama(Side):
-    """llama.cpp with one kind of KV cache."""
-
-    def __init__(self, process: LlamaProcess, kind: LlamaKV, model: DecoderModel) -> None:
-        nbytes = [numbers * BITS[kind.type] / 8 for numbers in kv_numbers(model.config)]
-        super().__init__(f"llama.cpp {kind.name}", nbytes, process.about)
-        for method in ("open", "prompt", "steps", "shut"):
-            setattr(self, method, partial(process.call, method, kind))
-
-
-def check(request: Request, model: DecoderModel, sides: Sides) -> None:
+def check(request: Request, sides: Sides) -> None:
     """Refuse, before any work, a request whose prompts and steps cannot be measured."""
     if tuple(request.batches) != (1,):
-        raise InputError("whole prompts, and llama.cpp, are measured with one sequence; leave out --batches")
+        raise InputError("whole prompts are measured with one sequence; leave out --batches")
     if min(request.contexts) <= _steps(request):
         raise InputError(f"a context of {min(request.contexts)} is too short for a prompt and {_steps(request)} steps")
     if all(executor.simulated for executor, _ in sides.values()):
         raise InputError("on a simulated device no prompt is timed; choose another --executor")
-    if decode_peers.LLAMA in request.peers:
-        llama_process.require()
-        if not gguf_file.source_file(request.model) and (reason := gguf_file.unsupported(model.config)):
-            raise InputError(f"llama.cpp is no peer of {request.model}: {reason}")
-        if any(executor.device.type != "cpu" for executor, _ in sides.values()):
-            raise InputError("llama.cpp is built for the CPU here; leave it out of --peers, or choose --executor cpu")
 
 
 def measure(request: Request, model: DecoderModel, sides: Sides, machine: Machine, on_turn: OnTurn) -> list[CostRow]:
-    """Prompts and steps of every side at every context; refused if llama.cpp cannot be measured."""
-    with ExitStack() as stack:
-        all_sides: list[Side] = [Ours(name, *pair) for name, pair in sides.items() if not pair[0].simulated]
-        failed: dict[str, str] = {}
-        if decode_peers.LLAMA in request.peers:
-            all_sides += _llama_sides(request, model, stack, on_turn)
-        if decode_peers.TRANSFORMERS in request.peers:
-            all_sides.append(Transformers(model))
-            if missing := decode_peers.transformers_missing(model.config):
-                failed[all_sides[-1].name] = missing
-        rows: list[CostRow] = []
-        for context in request.contexts:
-            at_context = AtContext(request, model, all_sides, context, failed)
-            at_context.measure(on_turn)
-            rows += at_context.rows(machine)
-        return rows
+    """Prompts and steps of every side at every context."""
+    all_sides: list[Side] = [Ours(name, *pair) for name, pair in sides.items() if not pair[0].simulated]
+    all_sides += request.beside.sides(model)
+    failed: dict[str, str] = {}
+    rows: list[CostRow] = []
+    for context in request.contexts:
+        at_context = AtContext(request, model, all_sides, context, failed)
+        at_context.measure(on_turn)
+        rows += at_context.rows(machine)
+    return rows
 
 
 def _steps(request: Request) -> int:
     """Tokens that steps append."""
     return (1 + _COUNTED) * request.repeats if "step" in request.kinds else 0
-
-
-def _llama_sides(request: Request, model: DecoderModel, stack: ExitStack, on_turn: OnTurn) -> list[Llama]:
-    with TemporaryFolder("gguf") as folder:
-        file = gguf_file.source_file(request.model)
-        if file is None:
-            on_turn("the GGUF being written")
-            gguf_file.write(file := folder / "model.gguf", model)
-        on_turn("llama.cpp loading it")
-        try:
-            # It maps the file into memory, so that one of ours can go.
-            process = LlamaProcess(file, torch.get_num_threads())
-        except LlamaError as error:
-            raise InputError(f"llama.cpp cannot be measured: {error}") from None
-    stack.callback(process.close)
-    return [Llama(process, kind, model) for kind in request.llama_kvs]
 
 
 class AtContext:
@@ -225,8 +134,8 @@ class AtContext:
         if side.name not in self.failed:
             try:
                 run()
-            except LlamaError as error:
-                self.failed[side.name] = f"at {self.context:,} tokens {error}"
+            except SideError as error:
+                self.failed[side.name] = f"at {self.context:,} tokens: {error}"
 
     def _prompt(self, side: Side) -> None:
         time.sleep(_REST_S)
@@ -240,10 +149,10 @@ class AtContext:
         """What was measured, of the kinds that were asked for."""
         case, tokens = Case(1, self.context), len(self.ids)
 
-        def made(kind: Literal["prompt", "step"], side: Side, cost: Cost, length: int | None) -> CostRow:
+        def made(kind: str, side: Side, cost: Cost, length: int | None) -> CostRow:
             times = self.seconds[kind, side.name]
             taken, note = (spread(times), "") if times else (None, self.failed.get(side.name, ""))
-            return CostRow(kind, side.name, case, cost, machine, taken, note, None, length, len(times), side.about)
+            return CostRow(kind, side.name, case, cost, machine, taken, note, None, length, len(times), side.about, side.peer)
 
         for side in self.sides if "prompt" in self.request.kinds else ():
             yield made("prompt", side, whole_prompt_cost(self.model, tokens, side.token_bytes), tokens)

@@ -29,10 +29,10 @@ ONLY_IN = {
     "pypto": ["tq_ops/npu/", "models/qwen3_14b/npu/"],
     "onnx": ["tq_ops/onnx/", "models/qwen3_14b/onnx/", "executors/onnx"],
     "onnxruntime": ["executors/onnx"],
-    "transformers": ["benchmarks/", "tq/hf/"],
-    "llama_cpp": ["benchmarks/llama_process.py"],
-    "gguf": ["benchmarks/gguf_file.py", "models/gguf_file.py", "models/gguf_quantize.py", "models/gguf_writer.py"],
-    "vllm": ["benchmarks/serve_process.py", "serving/"],
+    "transformers": ["tq/hf/"],
+    "llama_cpp": [],
+    "gguf": ["models/gguf_file.py", "models/gguf_quantize.py", "models/gguf_writer.py"],
+    "vllm": ["serving/"],
 }
 TABLES = [reference, CpuOps]
 if find_spec("triton"):
@@ -194,14 +194,13 @@ def test_a_commit_is_checked_by_what_lint_runs():
 
 
 def test_everything_imports_without_the_extras():
-    """Every module but those of a heavy library and benchmarks, in an interpreter that refuses those libraries."""
+    """Every module but those of a heavy library, in an interpreter that refuses those libraries."""
     modules = [
         module_name(p)
         for p in sources()
         if p.name != "__main__.py"
         and not set(imported(p)) & {"triton", "pypto", "transformers", "vllm"}
         and not p.relative_to(ROOT).as_posix().startswith(tuple(ONLY_IN["onnx"]))
-        and not p.relative_to(ROOT).as_posix().startswith("benchmarks/")
     ]
     code = (
         "import sys\n"

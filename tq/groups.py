@@ -38,8 +38,7 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
     "Drafts": ("--draft", "--draft-tokens", "--draft-kv"),
     "How much": (
         "--steps", "--repeat", "--repeats", "--contexts", "--batches", "--window", "--tokens", "--verify-tokens",
-        "--greedy-prompts", "--only", "--peers", "--no-peers", "--peer-kv", "--users", "--output-tokens", "--memory", "--cold",
-        "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context", "--stored",
+        "--greedy-prompts", "--only", "--memory", "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
     ),
     "Results": (
         "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--plot", "--save", "--out",

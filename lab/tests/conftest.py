@@ -5,3 +5,7 @@ from process_setup import set_up
 
 __all__ = ["golden", "published_rotation"]
 set_up()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--real", metavar="FOLDER", help="pretrained checkpoints, as GGUF files")

@@ -2,18 +2,11 @@
 
 import pytest
 from checkpoints import write_checkpoint
+from glances import glance
 
-from haarkv.benchmarks import attention, timing, whole
 from tq.cli import main
 
-
-@pytest.fixture
-def glance(monkeypatch):
-    for module, name, value in (
-        (timing, "_COPY_BYTES", 2**16), (timing, "_FLUSH_BYTES", 2**16), (timing, "_MATRIX", 16), (timing, "_REST_S", 0.0),
-        (attention, "_COLD_BYTES", 2**16), (whole, "_REST_S", 0.0),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+__all__ = ["glance"]
 
 
 @pytest.fixture

@@ -2,25 +2,20 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from machines import has_only
 from refusals import assert_refused
-from small_models import SMALL, gemma_config, resized, small_model, without_numbers
+from small_models import SMALL, gemma_config, small_model, without_numbers
 
-from haarkv.benchmarks import attention, cases, decode_peers, neighbours, report, timing
+from haarkv.benchmarks import attention, cases, decode, report, timing
+from haarkv.benchmarks.beside import OURS_ALONE, Beside, Variant
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.engine.plans import shape_of
-from haarkv.executors.base import verify
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.config import QWEN3_14B
 from haarkv.tq_ops import reference
@@ -63,7 +58,8 @@ def test_the_floor_is_the_longer_of_bytes_and_operations():
 
 def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
     def made(who, ms, context=64, kind="step"):
-        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms))
+        peer = not who.startswith("cpu")
+        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms), peer=peer)
 
     ours = made("cpu tq4", 2.0)
     others = [made("sdpa bf16 rows", 5.0), made("hf DynamicCache bf16", 3.0), made("cpu bf16", 1.0)]
@@ -105,10 +101,10 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     model, case = small_model(), Case(2, 40)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
     q = torch.randn(2, SMALL.heads.num_heads, SMALL.heads.head_dim)
-    asked = attention.Asked({}, model, case, k, v, MACHINE, False, 1, print)
+    asked = attention.Asked({}, model, case, k, v, MACHINE, OURS_ALONE, 1, print)
     layers = cases.layers_in_turn(KVSpec(kv).plan(SMALL.num_layers), SMALL, attention.copies(1))
     attends, _ = attention._ours({"": reference}, *layers, asked, q)
-    exact = next(iter(decode_peers.attention(q, k, v))).run(0).view(q.shape).float()
+    exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k.float(), v.float(), enable_gqa=True)[:, :, 0]
     found = [attends[""](number) for number in range(4)]
     assert torch.equal(found[0], found[3])
     if kv == "fp32":
@@ -134,19 +130,6 @@ def test_layers_that_are_stored_unlike_take_turns_themselves():
     assert plan.layers == (mixed.layers[0], mixed.layers[2], mixed.layers[1])
 
 
-def test_torch_gets_the_same_attention_in_every_form():
-    q, k, v = torch.randn(2, 10, 64), *(torch.randn(2, 2, 33, 64).bfloat16() for _ in "kv")
-    peers = {peer.name: peer for peer in decode_peers.attention(q, k, v, lambda _: 2)}
-    assert set(peers) == {"sdpa bf16 rows", "sdpa bf16 gqa", "sdpa fp32 rows", "torch bf16 products"}
-    scores = torch.einsum("bgrd,bgsd->bgrs", q.bfloat16().double().view(2, 2, 5, 64), k.double()) / 8
-    expected = (scores.softmax(-1) @ v.double()).view(2, 10, 64)
-    for peer in peers.values():
-        for number in range(2):
-            torch.testing.assert_close(peer.run(number).view(2, 10, 64).double(), expected, rtol=0, atol=2e-2)
-    rows, whole = peers["sdpa bf16 rows"].run(0).view(2, 10, 64), peers["sdpa bf16 gqa"].run(0).view(2, 10, 64)
-    torch.testing.assert_close(rows.float(), whole.float(), rtol=0, atol=2e-2)
-
-
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=5), KVSpec("k=tq4,v=bf16", skip_layers=(1,))])
 def test_every_layer_of_a_filled_cache_holds_the_case(spec):
     case, plan = Case(2, 70), spec.plan(SMALL.num_layers)
@@ -162,22 +145,34 @@ def test_every_layer_of_a_filled_cache_holds_the_case(spec):
             assert ((ratio - 1).abs() < 0.02).all()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_transformers_steps_continue_the_same_cache(kind):
-    """Their logits after the same K and V are ours, so both sides of the comparison do the same work."""
-    pytest.importorskip("transformers")
-    import tq
-    from haarkv.executors.reference import ReferenceExecutor
+class Others(Beside):
+    """A call that is told its numbers, and one that cannot be made."""
 
-    model, case = small_model(resized(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
-    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
-    ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
-    own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
-    peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
-    assert peers["hf DynamicCache bf16"].run() == peers["hf TQCache fp32"].run() == ours
-    for name in ("hf quanto 4-bit", "hf hqq 4-bit"):
-        assert peers[name].run is not None or peers[name].note
+    def __init__(self):
+        self.numbers = []
+
+    def attention(self, asked):
+        yield Variant("theirs", self.numbers.append, [32.0])
+        yield Variant("none", None, [32.0], "it is not installed")
+
+    def steps(self, asked):
+        yield Variant("theirs", self.numbers.append, [32.0] * asked.model.config.num_layers)
+
+
+def test_others_take_turns_with_ours_and_say_why_they_cannot(glance):
+    beside, model = Others(), small_model()
+    request = decode.Request("small", ["reference"], ["tq4"], [20], [1], beside=beside, kinds=("attention", "step"), repeats=2)
+    _, rows = decode.measure(request, model=model)
+    assert {(r.kind, r.who, r.peer) for r in rows} == {
+        ("attention", "none", True), ("attention", "theirs", True), ("attention", "reference tq4", False),
+        ("store", "reference tq4", False), ("step", "theirs", True), ("step", "reference tq4", False),
+    }  # fmt: skip
+    assert len(set(beside.numbers)) > 2
+    noted = {r.who: r for r in rows if r.note}
+    assert (noted.keys(), noted["none"].ms) == ({"none"}, None)
+    said = decode.report("decode", request, MACHINE, rows)
+    assert all("speed-up" in table.columns for table in said.tables)
+    assert "none: it is not installed" in said.notes[0]
 
 
 # -- The commands ----------------------------------------------------------------------------------------------------------
@@ -188,18 +183,14 @@ def test_bench_decode_measures_what_it_names(run):
     assert all(r["ms"] > 0 and r["low"] <= r["ms"] <= r["high"] and r["context"] == 40 for r in result["rows"])
     assert [r["who"] for r in result["rows"] if r["kind"] == "store"] == ["reference tq4"]
     sizes = {r["who"]: r["cost"]["kv"] for r in result["rows"] if r["kind"] == "attention"}
-    bf16 = 40 * 2 * 2 * 64
-    assert sizes == {
-        "reference tq4": 40 * 2 * 2 * 18, "sdpa bf16 rows": bf16, "sdpa bf16 gqa": bf16, "sdpa fp32 rows": 2 * bf16,
-        "torch bf16 products": bf16,
-    }  # fmt: skip
+    assert sizes == {"reference tq4": 40 * 2 * 2 * 18}
     assert result["limits"]["copy_gbps"] > 0
     assert (result["context"], result["kv"], set(result["versions"]) >= {"python", "torch"}) == ([40], ["tq4"], True)
 
 
 def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
     """Layers that differ and tokens in BF16: what a plan has, without one having been chosen."""
-    code, out, _ = run("decode", "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,k=lr3,v=tq4", "--only", "step", "--no-peers")
+    code, out, _ = run("decode", "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,k=lr3,v=tq4", "--only", "step")
     assert code == 0
     for who in ("tq4/k=tq4,v=tq3+tail8", "k=lr3,v=tq4"):
         assert f"reference {who} at 40 tokens: " in out
@@ -212,11 +203,11 @@ def test_the_file_of_a_plan_is_a_cache(run, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(plan_file.dumps(plan, shape_of(config)), encoding="utf-8")
     assert plan_of(str(file), config) == plan
-    code, out, _ = run("decode", "--kv", f"tq4,{file}", "--only", "step", "--no-peers")
+    code, out, _ = run("decode", "--kv", f"tq4,{file}", "--only", "step")
     assert code == 0
     assert "reference mine.json at 40 tokens: " in out
     assert str(file) not in out
-    code, out, err = run("decode", "--kv", f"{tmp_path / 'none.json'}", "--only", "step", "--no-peers")
+    code, out, err = run("decode", "--kv", f"{tmp_path / 'none.json'}", "--only", "step")
     assert_refused((code, out, err), "none.json cannot be read")
 
 
@@ -230,21 +221,6 @@ def test_a_cache_of_the_benchmark_becomes_its_plan():
     for wrong in ("tq4+head3", "tq4+tail", "k=tq4", "", "tq4/", "tq9/tq4"):
         with pytest.raises(InputError):
             parse_caches([wrong])
-
-
-def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
-    code, out, _ = run("prefill", "--kv", "tq4,bf16", "--json")
-    result = json.loads(out)
-    assert (code, result["benchmark"]) == (0, "prefill")
-    assert {r["who"]: r["cost"]["kv"] for r in result["rows"]} == {
-        "reference tq4": 40 * 2 * 2 * 18, "reference bf16": 40 * 2 * 2 * 64, "sdpa bf16 causal": 40 * 2 * 2 * 64,
-    }  # fmt: skip
-    assert all(r["ms"] > 0 and r["kind"] == "prefill" for r in result["rows"])
-    code, out, _ = run("prefill", "--kv", "tq4", "--no-peers", "--stored", "10", "--json")
-    assert code == 0
-    (row,) = json.loads(out)["rows"]
-    assert (row["who"], row["cost"]["kv"]) == ("reference tq4", 50 * 2 * 2 * 18)
-    assert row["cost"]["flops"] * sum(range(1, 41)) == result["rows"][0]["cost"]["flops"] * sum(range(11, 51))
 
 
 GIVEN = {"contexts": (8,), "batches": (1,), "dtype": "bfloat16", "layers": 1, "repeats": 1, "isa": None}
@@ -275,7 +251,7 @@ def test_auto_is_the_fastest_executor_that_reads_one_of_the_formats(device, exec
 
 
 def test_a_step_and_a_layers_call_are_timed_and_named(run):
-    code, out, _ = run("decode", "--kv", "tq4", "--no-peers", "--json", "--batches", "2")
+    code, out, _ = run("decode", "--kv", "tq4", "--json", "--batches", "2")
     rows = {r["kind"]: r for r in json.loads(out)["rows"] if r["kind"] in ("layer", "step")}
     assert (code, set(rows)) == (0, {"layer", "step"})
     assert rows["step"]["ms_per_token"] == rows["step"]["ms"] / 2
@@ -285,7 +261,7 @@ def test_a_step_and_a_layers_call_are_timed_and_named(run):
 
 
 def test_steps_of_a_model_with_states_count_them_and_no_layer_is_measured_alone(run):
-    given = ["decode", "--model", "tiny-hybrid", "--kv", "tq4", "--no-peers", "--json"]
+    given = ["decode", "--model", "tiny-hybrid", "--kv", "tq4", "--json"]
     code, out, _ = run(*given, "--only", "step")
     (row,) = json.loads(out)["rows"]
     config = read_config("tiny-hybrid")
@@ -329,48 +305,10 @@ def test_lines_are_appended_and_no_value_takes_the_place_of_the_header(tmp_path,
         assert result["threads"] == torch.get_num_threads()
 
 
-# -- A busy machine --------------------------------------------------------------------------------------------------------
-def test_a_processor_that_another_process_takes_is_noticed():
-    here = os.sched_getaffinity(0)
-    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", spin, str(min(here))], stdout=subprocess.PIPE) as other:
-        try:
-            other.stdout.readline()
-            os.sched_setaffinity(0, {min(here)})  # of this thread alone
-            before, until = neighbours.turns(), time.monotonic() + 0.5
-            while time.monotonic() < until:
-                pass
-            share = neighbours.share_waited(before, neighbours.turns())
-        finally:
-            other.kill()
-            os.sched_setaffinity(0, here)
-    assert share > neighbours.MOST_WAITED
-    assert "the machine was busy" in neighbours.warning(share)
-    assert neighbours.warning(0.01) is None
-
-
-def test_where_the_system_does_not_count_nothing_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(neighbours, "TASKS", tmp_path)
-    assert neighbours.turns() is None
-    assert neighbours.share_waited(None, neighbours.Turns(1, 1)) is None
-    assert neighbours.warning(None) is None
-
-
-@pytest.mark.parametrize(("waited", "said"), [(50, True), (5, False)])
-def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, waited, said):
-    counts = iter([neighbours.Turns(0, 0), neighbours.Turns(100 - waited, waited)])
-    monkeypatch.setattr(neighbours, "turns", lambda: next(counts))
-    code, out, err = run("decode", "--kv", "tq4", "--only", "attention", "--no-peers", "--json")
-    assert (code, json.loads(out)["waited"]) == (0, waited / 100)
-    assert (f"tq: warning: the machine was busy: this run waited for a processor {waited} % of its time" in err) == said
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--contexts", "0"], ["--contexts", "positive integers"]),
-        (["--peers", "vllm"], ["vllm", "choose from sdpa, transformers, llama.cpp"]),
-        (["--peers", "llama.cpp", "--peer-kv", "q8_0:plain"], ["q8_0:flash"]),
         (["--only", "prompt", "--batches", "2"], ["one sequence", "--batches"]),
         (["--only", "step", "--only", "prompt", "--contexts", "4"], ["too short"]),
         (["--batches", "x"], ["--batches", "positive integers"]),
@@ -378,11 +316,9 @@ def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, waited, sai
         (["--executor", "gpu"], ["gpu", "choose from"]),
         (["--executor", "npu", "--kv", "q8_0", "--device", "sim"], ["cannot run"]),
         (["--contexts", "999999"], ["room for", "999999", "lower --contexts"]),
-        (["--no-peers", "--peers", "sdpa"], ["leave out --peers"]),
         (["--contexts", "999999", "--only", "layer"], ["room for", "999999"]),
         (["--executor", "cpu", "--isa", "sse9"], ["sse9", "choose from"]),
         (["--isa", "avx2"], ["reference", "--isa"]),
-        (["--plot", "absent/p.svg"], ["absent/p.svg", "does not exist"]),
     ],
 )
 def test_bad_input_is_one_line_and_2(run, args, words):

@@ -5,15 +5,14 @@ import math
 
 import pytest
 import torch
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, small_model
 
-from haarkv.benchmarks import decode_peers, gguf_file, llama_process, whole
-from haarkv.benchmarks.decode import Request, sides_of
+from haarkv.benchmarks import whole
+from haarkv.benchmarks.beside import SideError
+from haarkv.benchmarks.decode import Request
 from haarkv.benchmarks.decode_cost import Case, attention_cost, step_cost, whole_prompt_cost
-from haarkv.benchmarks.llama_process import LlamaError
 from haarkv.benchmarks.timing import Machine
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 
 pytestmark = pytest.mark.usefixtures("glance")
@@ -37,18 +36,18 @@ class FakeSide(whole.Side):
     def prompt(self, ids):
         self.log.append((self.name, "prompt", len(ids)))
         if self.fails_at == "prompt" and len(ids) > whole._WARM_UP:
-            raise LlamaError("no room")
+            raise SideError("no room")
         return next(self.prompts) if len(ids) > whole._WARM_UP else 99.0
 
     def steps(self, ids):
         self.log.append((self.name, "steps", len(ids)))
         if self.fails_at == "step":
-            raise LlamaError("its process ended with signal SIGABRT")
+            raise SideError("its process ended with signal SIGABRT")
         return [50.0] + [0.001 * (k + 1) for k in range(len(ids) - 1)]
 
 
 def request(kinds=BOTH, repeats=2, **more):
-    return Request("small", ["reference"], ["tq4"], [64], [1], kinds=kinds, repeats=repeats, peers=(), **more)
+    return Request("small", ["reference"], ["tq4"], [64], [1], kinds=kinds, repeats=repeats, **more)
 
 
 def case(sides):
@@ -115,75 +114,12 @@ def test_our_side_computes_the_prompt_and_goes_on_from_it():
     torch.testing.assert_close(stored[:, :, :20], expected[:, :, :20])
 
 
-def test_transformers_side_holds_the_same_tokens():
-    pytest.importorskip("transformers")
-    side = whole.Transformers(small_model())
-    side.open(24)
-    side.prompt(list(range(16)))
-    side.steps([16, 17])
-    assert side._cache.get_seq_length() == 18
-    # FP32, as the model
-    assert side.token_bytes == [2 * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4] * SMALL.num_layers
-
-
-def test_without_transformers_its_rows_say_so(run, monkeypatch):
-    monkeypatch.setattr(decode_peers, "find_spec", lambda _: None)
-    code, out, _ = run("decode", "--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
-    rows = {r["who"]: r for r in json.loads(out)["rows"]}
-    assert code == 0
-    assert rows["hf DynamicCache bf16"]["note"] == "transformers is not installed"
-    assert "ms" not in rows["hf DynamicCache bf16"]
-    assert rows["reference tq4"]["ms"] > 0
-
-
-# -- Kinds of llama.cpp's cache, and what cannot be measured ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("f16", ["f16 flash", "f16 plain"]),
-        ("q8_0,q4_0", ["q8_0 flash", "q4_0 flash"]),
-        ("f16:plain, f16:plain,bf16:flash", ["f16 plain", "bf16 flash"]),
-        ("q2_k", "q2_k"),
-        ("", "choose from"),
-        ("q8_0:plain", "q8_0:flash"),
-    ],
-)
-def test_a_quantized_cache_is_read_by_flash_attention_alone(text, expected):
-    if isinstance(expected, list):
-        assert [kind.name for kind in llama_process.parse_kinds(text)] == expected
-    else:
-        with pytest.raises(InputError, match=expected):
-            llama_process.parse_kinds(text)
-
-
 def test_prompts_are_measured_without_llama_as_well(run):
-    code, out, _ = run("decode", "--only", "prompt", "--only", "step", "--no-peers", "--kv", "tq4,bf16", "--json")
+    code, out, _ = run("decode", "--only", "prompt", "--only", "step", "--kv", "tq4,bf16", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0
     assert [(r["kind"], r["who"]) for r in rows] == [(kind, f"reference {kv}") for kind in BOTH for kv in ("tq4", "bf16")]
     assert all(r["tokens_per_s"] > 0 and r["tokens"] == 36 for r in rows if r["kind"] == "prompt")
-    code, out, _ = run("decode", "--only", "prompt", "--no-peers", "--kv", "tq4")
+    code, out, _ = run("decode", "--only", "prompt", "--kv", "tq4")
     assert code == 0
     assert "tokens/s" in out
-
-
-def test_without_the_package_the_line_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(llama_process, "find_spec", lambda _: None)
-    code, out, error = run("decode", "--peers", "llama.cpp", "--kv", "tq4")
-    assert (code, out, len(error.strip().splitlines())) == (2, "", 1)
-    assert "pip install 'haarkv[peers]'" in error
-
-
-def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
-    from dataclasses import replace
-
-    monkeypatch.setattr(llama_process, "require", lambda: None)
-    model = small_model()
-    asked = request()
-    asked = replace(asked, model="random:small", peers=(decode_peers.LLAMA,))
-    other = replace(model, config=resized(model.config, model_type="llama"))
-    with pytest.raises(InputError, match="no peer of random:small: a GGUF is written of qwen3"):
-        whole.check(asked, other, sides_of(asked, model))
-    assert gguf_file.unsupported(model.config) is None

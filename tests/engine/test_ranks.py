@@ -127,4 +127,4 @@ def test_a_decode_step_of_ranks_is_measured():
 
 def test_what_is_not_measured_on_ranks_is_refused():
     with pytest.raises(InputError, match="ranks run whole steps together"):
-        measure(Request("tiny", ["cpu"], ["tq4"], [64], [1], kinds=("attention",), peers=(), ranks=Alone(0, 2)))
+        measure(Request("tiny", ["cpu"], ["tq4"], [64], [1], kinds=("attention",), ranks=Alone(0, 2)))

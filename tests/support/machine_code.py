@@ -246,7 +246,7 @@ def decode_kernel() -> str:
 
 
 def predictions(text: str, tokens: int, warps: int, launches: int, kernel: str, who: str) -> list[dict[str, Any]]:
-    """The lines of benchmarks/gpu/predictions.jsonl that follow from a kernel's hottest loop, but for their date."""
+    """The lines of benchmarks/gpu_predictions.jsonl that follow from a kernel's hottest loop, but for their date."""
     load = load_of(hottest_loop(text), warps)
     rows = [predict(load, tokens, case, Shape(), launches) for case in CASES]
     return [{"kernel": kernel, "who": who, **row, "drawn": who == "tq4"} for row in rows]

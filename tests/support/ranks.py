@@ -172,7 +172,7 @@ def validated(
 def benched(ranks: Ranks) -> list[dict[str, Any]]:
     """Rows of `tq bench decode` on `tiny`."""
     request = Request(
-        "tiny", ["cpu"], ["tq4"], [64], [1], repeats=1, peers=(), kinds=("step",), dtype="float32", ranks=ranks
+        "tiny", ["cpu"], ["tq4"], [64], [1], repeats=1, kinds=("step",), dtype="float32", ranks=ranks
     )  # fmt: skip
     # The machine's limits take a gigabyte to measure, and are not what is asked for.
     with patch("haarkv.benchmarks.decode.measure_machine", lambda _: Machine(10.0, 100.0, 100.0)):

@@ -81,6 +81,16 @@ def small_config(
     )
 
 
+def windowed(*windows: int | None) -> ModelConfig:
+    """A small model whose layers see so many tokens."""
+    of = SMALL.heads
+    layers = dense_layers(
+        len(windows), num_heads=of.num_heads, num_kv_heads=of.num_kv_heads, head_dim=of.head_dim, intermediate_size=80,
+        head_norms=True, windows=windows,
+    )  # fmt: skip
+    return replace(SMALL, layers=layers)
+
+
 def gemma_config(
     *, num_layers: int = 2, hidden_size: int = 48, num_heads: int = 4, head_dim: int = 256, window: int = 12
 ) -> ModelConfig:

@@ -77,25 +77,3 @@ def test_chat_drafts_as_well(run, monkeypatch):
         assert code == 0, err
         said.append(out)
     assert said[0] == said[1]
-
-
-def test_bench_drafts_promises_no_cache_that_it_does_not_take(run):
-    said = " ".join(run("bench", "drafts", "--help").out.split())
-    assert "auto: the smallest cache" not in said
-    assert "A format of `tq formats`, or k=NAME,v=NAME. [default: tq4]" in said
-
-
-def test_bench_drafts_measures_both_in_one_run(run):
-    code, out, err = run(
-        "bench", "drafts", "--model", "tiny", "--draft", "ngram", "--executor", "cpu", "--dtype", "float32", "--contexts", 40,
-        "--repeats", 1, "--threads", 1, "--json",
-    )  # fmt: skip
-    assert code == 0, err
-    none, first, known = json.loads(out)["rows"]
-    assert (none["draft"], none["drafting"], none["speed_up"]) == ("none", None, None)
-    for row in (first, known):
-        assert row["draft"] == "ngram, up to 4"
-        assert row["same_text"]
-        assert row["speed_up"] > 0 < row["cpu_speed_up"]
-        assert row["drafting"]["proposed"] > 0
-    assert (first["known"], known["known"]) == (False, True)

@@ -26,20 +26,16 @@ ORDER = (
 OWN = {
     ("eval", "--kv"): "a list",
     ("bench decode", "--kv"): "a list",
-    ("bench prefill", "--kv"): "a list",
     ("export", "--kv"): "one format only",
     ("cache convert", "--kv"): "another default",
     ("dev compile", "--kv"): "another default",
     ("eval", "--kv-plan"): "another row, not the cache",
     ("dev bringup", "--kv-plan"): "one more cache",
     ("bench decode", "--executor"): "several",
-    ("bench prefill", "--executor"): "several",
     ("export", "--dtype"): "float16 too, and a default by target",
     ("export", "--layers"): "a slice",
     ("bench decode", "--dtype"): "another default",
-    ("bench prefill", "--dtype"): "another default",
     ("bench decode", "--model"): "another default",
-    ("bench prefill", "--model"): "another default",
     ("info", "--context"): "also the bytes of that many",
     ("diff", "--prompt"): "without one there are four",
     ("plan", "--text"): "to choose by, not to score",
@@ -56,31 +52,10 @@ OWN = {
     ("plan", "--tokens"): "4096 unless given",
     ("eval", "--plot"): "of KL",
     ("quantize", "--out"): "a GGUF file",
-    ("bench drafts", "--contexts"): "another default",
-    ("bench drafts", "--repeats"): "another default",
-    ("bench drafts", "--text"): "to continue; tiny's own unless given",
-    ("bench long-context", "--model"): "another default",
-    ("bench long-context", "--kv"): "a list",
-    ("bench long-context", "--dtype"): "another default",
-    ("bench long-context", "--threads"): "one, whose CPU time is measured",
-    ("bench long-context", "--contexts"): "another default",
-    ("bench long-context", "--steps"): "that count",
-    ("bench weights", "--tokens"): "the first ones, which follow each other",
-    ("bench weights", "--threads"): "of llama.cpp as well",
-    ("bench serve", "--model"): "another default",
-    ("bench serve", "--prompt-tokens"): "a list",
-    ("bench serve", "--kv"): "a list",
-    ("bench serve", "--kv-plan"): "one more storage",
-    ("bench serve", "--layers"): "four unless given",
-    ("bench serve", "--memory"): "of each server",
-    ("bench serve", "--repeats"): "rounds",
-    ("bench npu", "--contexts"): "another default",
-    ("bench npu", "--batches"): "another default",
     ("plan", "--out"): "a file",
     ("export", "--out"): "a folder",
     ("plan", "--force"): "writes a plan",
     ("export", "--force"): "replaces a folder",
-    ("bench drafts", "--kv"): "no auto, and another default",
     ("serve", "--kv"): "tq4 or vLLM's own",
     ("dev bringup", "--kv"): "a list",
     ("dev bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
@@ -189,8 +164,7 @@ def test_auto_is_the_default_wherever_there_is_an_executor():
     defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
     assert defaults.pop("dev bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
     assert defaults.keys() == {
-        "generate", "chat", "cache save", "validate", "dev replay", "eval", "calibrate", "plan", "bench decode",
-        "bench prefill", "bench drafts", "bench long-context", "info",
+        "generate", "chat", "cache save", "validate", "dev replay", "eval", "calibrate", "plan", "bench decode", "info",
     }  # fmt: skip
     assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
@@ -220,11 +194,10 @@ NEEDED = {
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
     "quantize": ("tiny", "--out", "x.gguf"),
-    "bench drafts": ("--draft", "ngram"), "bench weights": ("--text", "text.txt"), "bench long-context": ("--model", "tiny"),
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {
-    "cache info", "cache convert", "serve", "bench serve", "dev replay", "dev bringup", "dev self-test", "dev sensitivity",
+    "cache info", "cache convert", "serve", "dev replay", "dev bringup", "dev self-test", "dev sensitivity",
 }  # fmt: skip
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 ASKED = [
@@ -247,13 +220,11 @@ def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypat
 
 
 LEAST = {
-    "--cold": 1, "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--head-dim": 2, "--imatrix-tokens": 64,
-    "--kv-sink": 0, "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--memory": 1, "--output-tokens": 1,
-    "--prefill": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0, "--repeats": 1, "--seed": 0, "--steps": 0,
-    "--stored": 0, "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
+    "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--head-dim": 2, "--imatrix-tokens": 64, "--kv-sink": 0,
+    "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0,
+    "--repeats": 1, "--seed": 0, "--steps": 0, "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
 }  # fmt: skip
 """The smallest number that each option takes."""
-OTHER_LEAST = {("bench long-context", "--steps"): 1}
 
 
 def test_every_number_has_its_least(capsys):
@@ -263,7 +234,7 @@ def test_every_number_has_its_least(capsys):
     ]  # fmt: skip
     assert {option.opts[0] for _, option in ranges} == LEAST.keys()
     for name, option in ranges:
-        least = OTHER_LEAST.get((name, option.opts[0]), LEAST[option.opts[0]])
+        least = LEAST[option.opts[0]]
         assert option.type.min == least, f"{option.opts[0]} of {name}"
         for wrong in (str(least - 1), "many"):
             assert_refused((main([*name.split(), option.opts[0], wrong]), *capsys.readouterr()), option.opts[0])

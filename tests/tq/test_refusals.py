@@ -106,11 +106,6 @@ REFUSED = {
     "quantize m --out new.gguf": [
         ("--imatrix-tokens 100", "give --imatrix as well"),
     ],
-    "bench drafts": [
-        ("", "name what guesses the tokens"),
-        ("--draft ngram --kv bf16,tq4", "bf16,tq4"),
-        ("--draft ngram --kv auto", "unknown KV format 'auto'"),
-    ],
     "info": [
         ("nothing/here", "no such model"),
         ("random:99b", "random:99b"),

@@ -15,7 +15,7 @@ import pytest
 from cuda_rows import rows_of
 from places import ROOT
 
-from haarkv.benchmarks.gpu import predictions
+from haarkv.benchmarks.report import gpu_predictions
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
@@ -247,7 +247,7 @@ def test_what_is_predicted_of_triton_is_what_its_kernel_gives(other_triton, tmp_
     """The lines of predictions.jsonl, with the Triton that they name."""
     (row,) = rows_of("cuda_compile.py", "90", "decode 128", "--keep", str(tmp_path), triton=other_triton)
     kernel = f"Triton {row['triton'].rpartition('.')[0]}"
-    written = [one for one in predictions() if one["kernel"] == kernel]
+    written = [one for one in gpu_predictions() if one["kernel"] == kernel]
     if not written:
         pytest.skip(f"nothing is predicted of {kernel}")
     text = machine_code.disassemble(tmp_path / "decode_128_sm90.cubin")

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 
 from triton.backends import nvidia
 
-from haarkv.benchmarks.gpu import predictions
+from haarkv.benchmarks.report import gpu_predictions
 from haarkv.tq_ops.cuda import decode, nvrtc
 
 if reason := nvrtc.missing():
@@ -193,7 +193,7 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
 def test_what_is_predicted_is_what_this_kernel_gives():
     """The lines of predictions.jsonl, from the kernel as it is now."""
     text = machine_code.decode_kernel()
-    written = [row for row in predictions() if row["kernel"] == "CUDA C++"]
+    written = [row for row in gpu_predictions() if row["kernel"] == "CUDA C++"]
     found = machine_code.predictions(text, decode.TILE, WARPS, 2, "CUDA C++", "tq4")
     assert found == [{k: v for k, v in row.items() if k != "date"} for row in written] != []
     memory = machine_code.load_of(machine_code.hottest_loop(text), WARPS).units["memory"]

@@ -5,7 +5,7 @@ import pytest
 from machine_code import Load, Shape, load_of, parse, predict
 
 from haarkv.benchmarks.cases import Case
-from haarkv.benchmarks.gpu import predictions
+from haarkv.benchmarks.report import gpu_predictions
 
 # A loop that copies, then one that multiplies, then the jump to itself that ends every kernel.
 CODE = """
@@ -84,7 +84,7 @@ def test_a_prediction_is_the_slower_of_bytes_and_the_busiest_unit():
 
 
 def test_what_is_predicted_is_what_the_page_compares_with():
-    rows = predictions()
+    rows = gpu_predictions()
     assert {(row["batch"], row["context"]) for row in rows if row["drawn"]} == {
         (case.batch, case.context) for case in machine_code.CASES
     }

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from haarkv.benchmarks.beside import SideError
 from haarkv.tq_ops.errors import InputError
 
 BITS = {
@@ -31,7 +32,7 @@ _PROCESSES = multiprocessing.get_context("spawn")
 _LOG_ERROR = 4  # ggml's number of an error
 
 
-class LlamaError(Exception):
+class LlamaError(SideError):
     """llama.cpp refused, or its process has ended; the message says why."""
 
 
@@ -68,7 +69,7 @@ def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
 def require() -> None:
     """Refuse where llama.cpp is not installed."""
     if not find_spec("llama_cpp"):
-        raise InputError("llama.cpp needs the package llama-cpp-python: pip install 'haarkv[peers]'")
+        raise InputError("llama.cpp needs the package llama-cpp-python: pip install -r lab/requirements.txt")
 
 
 class LlamaProcess:

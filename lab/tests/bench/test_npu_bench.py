@@ -2,7 +2,7 @@
 
 import json
 
-from haarkv.benchmarks.npu import Point, report
+from lab.bench.npu import Point, report
 
 
 def test_each_variant_is_compared_with_bf16_of_its_case():

@@ -1,6 +1,6 @@
 """Gated DeltaNet on a CPU: a decode step beside copying the bytes of its states, a prompt beside transformers' own torch.
 
-    python -m haarkv.benchmarks.delta --value-heads 16,32,48
+    python -m lab.bench.delta --value-heads 16,32,48
 
 Times are CPU time of one thread, which other programs on the machine disturb least; with more threads, of the clock.
 """

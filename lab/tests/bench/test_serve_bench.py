@@ -10,17 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from haarkv.benchmarks import serve
-from haarkv.benchmarks.serve_process import Child, Server, ending, last_reason, parse_metrics
-from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
-from haarkv.benchmarks.serve_setup import model_folder, names_in, storages
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import TINY, read_config
 from haarkv.models.hf_config import read_hf_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from tq.cli import main
+from lab.bench import serve
+from lab.bench.__main__ import main
+from lab.bench.serve_process import Child, Server, ending, last_reason, parse_metrics
+from lab.bench.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
+from lab.bench.serve_setup import model_folder, names_in, storages
 
 CASE = Case(users=3, prompt=128, output=5)
 METRICS = """# HELP vllm:num_preemptions_total Times.
@@ -91,7 +91,7 @@ def test_arguments_become_cases_prompts_outside_users_inside():
 )
 def test_what_cannot_be_measured_is_one_line(argv, word, capsys, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda _: None)
-    assert main(["bench", "serve", "--model", "tiny", *argv]) == 2
+    assert main(["serve", "--model", "tiny", *argv]) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.strip().splitlines())) == ("", 1)
     assert word in err

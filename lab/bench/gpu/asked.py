@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from haarkv.benchmarks.decode import Request
-from haarkv.benchmarks.decode_peers import SDPA
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.table import OP_NAMES
 
@@ -55,10 +54,17 @@ def checks(dry: bool) -> Mapping[str, Sequence[str]]:
 
 @dataclass(frozen=True)
 class Timing:
-    """A group of cases in one process, and the seconds that it may take."""
+    """A group of cases in one process, and the seconds that it may take.
+
+    Attributes:
+        stored: tokens before a prompt whose attention is measured; None where steps are.
+        peers: whether SDPA is measured, too.
+    """
 
     request: Request
     seconds: float
+    stored: int | None = None
+    peers: bool = True
 
 
 _WHOLE_BYTES = 112 * 2**30
@@ -72,28 +78,30 @@ def timings(dry: bool, memory: int) -> dict[str, Timing]:
     Args:
         memory: bytes of the GPU's; too few for the whole model, and a few of its layers are run.
     """
-    layer = Request("random:14b", ["cuda"], ["tq4"], (1024, 4096, 16384, 32768), (1,), layers=1, peers=(SDPA,), repeats=11,
+    layer = Request("random:14b", ["cuda"], ["tq4"], (1024, 4096, 16384, 32768), (1,), layers=1, repeats=11,
                     kinds=("attention",))  # fmt: skip
     every = [name for name in formats.names() if not formats.needs_calibration(name)]
-    prompt = replace(layer, kinds=("prefill",), contexts=(2048,))
+    prompt = replace(layer, contexts=(2048,))
     steps = replace(layer, kinds=("step",), layers=None if memory >= _WHOLE_BYTES else _FEW_LAYERS)
     groups = {
         **{f"attention of {batch}": Timing(replace(layer, batches=(batch,)), 45) for batch in (1, 8, 32)},
         "attention of every format": Timing(
-            replace(layer, kvs=[*every, "k=tq6,v=tq4+tail124+sink4"], contexts=(4096, 32768), batches=(1, 8), peers=()), 45
+            replace(layer, kvs=[*every, "k=tq6,v=tq4+tail124+sink4"], contexts=(4096, 32768), batches=(1, 8)),
+            45,
+            peers=False,
         ),
-        "a prompt": Timing(prompt, 25),
-        "a prompt behind 32768": Timing(replace(prompt, stored=32768), 25),
+        "a prompt": Timing(prompt, 25, stored=0),
+        "a prompt behind 32768": Timing(prompt, 25, stored=32768),
         "steps at 4096": Timing(replace(steps, contexts=(4096,), batches=(1, 8)), 60),
         "steps at 32768": Timing(replace(steps, contexts=(32768,), batches=(8,)), 60),
     }
     if not dry:
         return groups
     small: dict[str, Any] = {"model": "tiny", "layers": None, "executors": ["reference"], "kvs": ["tq4"], "contexts": (32,)}
-    rehearsed = {name: groups[name].request for name in ("attention of 1", "a prompt behind 32768", "steps at 4096")}
+    rehearsed = {name: groups[name] for name in ("attention of 1", "a prompt behind 32768", "steps at 4096")}
     return {
-        name: Timing(replace(request, **small, batches=(1,), repeats=1, stored=min(request.stored, 16)), 120)
-        for name, request in rehearsed.items()
+        name: Timing(replace(one.request, **small, batches=(1,), repeats=1), 120, one.stored and 16)
+        for name, one in rehearsed.items()
     }
 
 
@@ -121,6 +129,6 @@ class Pretrained:
     def timings(self) -> dict[str, Timing]:
         """Attention and steps, without peers."""
         kvs = ["tq4", *filter(None, [self.plan])]
-        kinds: tuple[Any, ...] = ("attention", "step")
-        request = Request(self.model, ["cuda"], kvs, (1024, 4096), (1, 8), repeats=11, kinds=kinds, peers=())
-        return {"the model": Timing(request, PRETRAINED_S)}
+        kinds = ("attention", "step")
+        request = Request(self.model, ["cuda"], kvs, (1024, 4096), (1, 8), repeats=11, kinds=kinds)
+        return {"the model": Timing(request, PRETRAINED_S, peers=False)}

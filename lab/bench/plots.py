@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
-from haarkv.tq_ops.errors import InputError
+from haarkv.benchmarks.decode import TITLES, Request
+from haarkv.benchmarks.decode_cost import CostRow
 
 _COLORS = ("#2563a8", "#c2571a", "#2b8a5a", "#8a4fb5", "#b8336a", "#6b7280", "#0e7490", "#92400e")
 
@@ -29,16 +29,6 @@ class Panel:
     y: str
     lines: Mapping[str, Mapping[int, Point]]
     dashed: frozenset[str] = frozenset()
-
-
-def require_matplotlib() -> None:
-    """Refuse early.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise InputError("matplotlib is not installed, so nothing can be drawn; run pip install 'haarkv[plot]'")
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
@@ -74,3 +64,17 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
     return text.getvalue()
+
+
+def latency_svg(request: Request, rows: Sequence[CostRow]) -> str:
+    """Milliseconds by context, a panel for each batch and kind; ours solid, others dashed; medians with their extremes."""
+    panels = []
+    for kind, batch in dict.fromkeys((r.kind, r.case.batch) for r in rows):
+        lines: dict[str, dict[int, Point]] = {}
+        for r in rows:
+            if r.taken and (r.kind, r.case.batch) == (kind, batch):
+                lines.setdefault(r.who, {})[r.case.context] = (r.taken.ms, r.taken.low, r.taken.high)
+        title = f"{TITLES.get(kind, 'attention of a prompt').split(',')[0]}, batch {batch}"
+        dashed = frozenset(r.who for r in rows if r.peer)
+        panels.append(Panel(title, "tokens in the cache", "ms", lines, dashed))
+    return svg(f"Decode latency: {request.model}, {request.dtype}", panels)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from haarkv.benchmarks import plots
 from haarkv.benchmarks.cases import heads
 from haarkv.benchmarks.report import Report, Table
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.npu.scopes import VARIANTS as VARIANTS
 from haarkv.tq_ops.npu.scopes import AttentionProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, pipe_shares
+from lab.bench import plots
 
 MODEL, LONGEST_STEP = "random:14b", 2048
 _PIPES = ("cube", "vector", "load", "store")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from small_models import CONFIGS, small_model
 
-from haarkv.benchmarks import cases, gguf_file, whole
-from haarkv.benchmarks.llama_process import LlamaError, LlamaKV, LlamaProcess
+from haarkv.benchmarks import cases
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
@@ -19,13 +18,15 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.temporary import TemporaryFolder
+from lab.bench import gguf_file, peers
+from lab.bench.llama_process import LlamaError, LlamaKV, LlamaProcess
 
-needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs the peers extra: no gguf")
+needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs lab/requirements.txt: no gguf")
 
 
 def needs_llama(test):
-    installed = pytest.mark.skipif(not find_spec("llama_cpp"), reason="needs the peers extra: no llama-cpp-python")
-    return pytest.mark.peers(needs_gguf(installed(test)))
+    installed = pytest.mark.skipif(not find_spec("llama_cpp"), reason="needs lab/requirements.txt: no llama-cpp-python")
+    return needs_gguf(installed(test))
 
 
 @needs_gguf
@@ -134,9 +135,9 @@ def test_what_it_refuses_and_how_it_ends_are_said(tmp_path):
 
 @needs_llama
 def test_the_command_measures_it_in_turns_and_leaves_no_file(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole, "TemporaryFolder", lambda kind: TemporaryFolder(kind, tmp_path))
-    peers = ["--kv", "tq4", "--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
-    code, out, _ = run("decode", *peers, "--json")
+    monkeypatch.setattr(peers, "TemporaryFolder", lambda kind: TemporaryFolder(kind, tmp_path))
+    asked = ["--kv", "tq4", "--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
+    code, out, _ = run("decode", *asked, "--json")
     rows = json.loads(out)["rows"]
     names = ["reference tq4", *(f"llama.cpp {kind}" for kind in ("f16 flash", "f16 plain", "q8_0 flash", "q4_0 flash"))]
     assert code == 0
@@ -145,7 +146,7 @@ def test_the_command_measures_it_in_turns_and_leaves_no_file(run, tmp_path, monk
     (q4,) = [r["cost"]["kv"] for r in rows if r["who"] == "llama.cpp q4_0 flash" and r["kind"] == "step"]
     assert q4 == 40 * 2 * 2 * 2 * 32 * 4.5 / 8
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    code, out, _ = run("decode", *peers)
+    code, out, _ = run("decode", *asked)
     assert code == 0
-    assert "reference tq4 at 40 tokens:" in out
+    assert "step of reference tq4 at 40 tokens:" in out
     assert "the fastest of llama.cpp's" in out

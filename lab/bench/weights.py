@@ -1,4 +1,6 @@
-"""What multiplying with a GGUF file's blocks changes, ours and llama.cpp's: `tq bench weights --model FILE.gguf --text TEXT`.
+"""What multiplying with a GGUF file's blocks changes, ours and llama.cpp's.
+
+    python -m lab.bench weights --model FILE.gguf --text TEXT
 
 The yardstick is the reference with every block restored to FP32 and K and V in FP32. Each side is fed the same tokens of a
 text, and its next-token distributions are compared with the yardstick's: KL(yardstick || side) in nats. A side rounds
@@ -22,9 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks import gguf_file
 from haarkv.benchmarks.cases import new_cache, new_pages
-from haarkv.benchmarks.llama_process import LlamaProcess, parse_kinds, require
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.executors.base import Executor, verify
@@ -35,6 +35,8 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
+from lab.bench import gguf_file
+from lab.bench.llama_process import LlamaProcess, parse_kinds, require
 
 _CHUNK, _ROWS = 128, 16
 """Tokens that a side is fed at a time, and rows of logits that are compared at a time."""

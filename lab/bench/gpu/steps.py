@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from haarkv.benchmarks import decode_peers
-from haarkv.benchmarks.cases import Case, filled, next_tokens, random_queries
+from haarkv.benchmarks.attention import Asked
+from haarkv.benchmarks.beside import Beside, Variant
+from haarkv.benchmarks.cases import Case, filled, kv_numbers, next_tokens, random_queries
 from haarkv.benchmarks.timing import take_rested_turns
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderModel, tables_of
@@ -30,9 +31,10 @@ from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from lab.bench import decode_peers, peers
 
 _SLOTS_LEFT = 4
-Sdpa = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, Hq, D], K and V [B, Hkv, context, D] to [B, Hq, D]."""
 
 
@@ -43,7 +45,7 @@ def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
     return fuse(DecoderModel(config, weights, tables_of(config, device)), device).model
 
 
-def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator[decode_peers.Peer]:
+def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator[Variant]:
     """The step as a peer, of a model from `random_model`; K and V [B, Hkv, context, D] bf16 are copied for each layer."""
     device, layers = k.device, model.config.num_layers
     cache, paging = filled(KVSpec("tq4").plan(layers), model.config, case, k, v, _SLOTS_LEFT)
@@ -51,10 +53,20 @@ def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator
     kv = [(k.clone(), v.clone()) for _ in range(layers)]
     tokens = next_tokens(model.config, case.batch, device)
     run = dense_step(fuse(model, device), cache, paging, tokens, kv, attend)
-    yield decode_peers.Peer(f"{form} in our step", run, 16.0)
+    yield Variant(f"{form} in our step", lambda _: run(), [2.0 * numbers for numbers in kv_numbers(model.config)])
 
 
-def _fastest_sdpa(config: ModelConfig, k: Tensor, v: Tensor) -> tuple[Sdpa, str]:
+class Sdpa(Beside):
+    """SDPA beside ours: attention in every way that there is, and the fastest in our step."""
+
+    def attention(self, asked: Asked) -> list[Variant]:
+        return peers.attention(asked)
+
+    def steps(self, asked: Asked) -> Iterator[Variant]:
+        return sdpa_step(asked.model, asked.case, asked.k, asked.v)
+
+
+def _fastest_sdpa(config: ModelConfig, k: Tensor, v: Tensor) -> tuple[Attend, str]:
     """How torch attends fastest to K and V of this shape, and its name."""
     peers = decode_peers.attention(random_queries(config, len(k), k.device), k, v)
     forms = {peer.name: peer.run for peer in peers if peer.run and peer.name.startswith("sdpa bf16")}
@@ -80,7 +92,7 @@ class DenseOps(CudaFused):
     """
 
     kv: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
-    attend: Sdpa = field(kw_only=True)
+    attend: Attend = field(kw_only=True)
 
     def attention(
         self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
@@ -97,7 +109,7 @@ class DenseOps(CudaFused):
 
 def dense_step(
     model: FusedModel, cache: PagedKVCache, paging: PagedSequences, tokens: Tensor, kv: Sequence[tuple[Tensor, Tensor]],
-    attend: Sdpa,
+    attend: Attend,
 ) -> Callable[[], object]:  # fmt: skip
     """A captured step of `DenseOps` and its head; as `decode_step` it is over when the host has its tokens.
 

@@ -1,4 +1,4 @@
-"""Decoding with drafts beside decoding without, in turns: `tq bench drafts --draft NAME`.
+"""Decoding with drafts beside decoding without, in turns: `python -m lab.bench drafts --draft NAME`.
 
 A row continues a text greedily behind a context: without drafts, with a draft of which nothing is known yet, as in the
 first run of a session, and with one that was measured in earlier runs. Times are of the decode steps, from the first new token

@@ -8,9 +8,9 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from haarkv.benchmarks.long_context import Held, Request, loaded, measure, memory_row
 from haarkv.tq_ops.errors import InputError
-from tq.cli import main
+from lab.bench.__main__ import main
+from lab.bench.long_context import Held, Request, loaded, measure, memory_row
 
 SMALL = {"head_dim": 64, "max_position_embeddings": 256}
 
@@ -45,13 +45,12 @@ def test_a_case_stores_its_history_and_goes_on(request_of):
     assert held.paging.length(held.sequence) == 701
 
 
-@pytest.mark.slow
 def test_memory_is_what_was_predicted(tmp_path, capsys):
     """A cache of 78 MiB beside small weights, in a process of its own."""
     folder = write_checkpoint(tmp_path / "m", config=SMALL | {"head_dim": 128})
     args = ["--model", str(folder), "--dtype", "float32", "--kv", "bf16", "--contexts", "40000", "--prefill", "300",
             "--steps", "1", "--json"]  # fmt: skip
-    assert main(["bench", "long-context", *args]) == 0
+    assert main(["long-context", *args]) == 0
     line = json.loads(capsys.readouterr().out)
     (row,) = line["rows"]
     assert (line["context"], line["kv"]) == ([40000], ["bf16"])
@@ -62,7 +61,6 @@ def test_memory_is_what_was_predicted(tmp_path, capsys):
     assert row["peak_bytes"] > row["kv_bytes"]
 
 
-@pytest.mark.long
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one(tmp_path):
     """Layers as wide as the 0.6B shape's, whose chunks hold 18 MB of numbers at a time; in processes of their own.
 
@@ -91,5 +89,5 @@ def test_what_cannot_be_measured_is_refused(request_of, capsys):
     with pytest.raises(InputError, match="lower --prefill"):
         list(measure([request_of(context=100)]))
     for args in (["--contexts", "a"], ["--steps", "0"]):
-        assert main(["bench", "long-context", *args]) == 2
+        assert main(["long-context", *args]) == 2
     assert capsys.readouterr().out == ""

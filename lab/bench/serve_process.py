@@ -148,7 +148,7 @@ class Client(Child):
     """vLLM's benchmark client in a process of its own."""
 
     def __init__(self, log: Path) -> None:
-        super().__init__(["-m", "haarkv.benchmarks.serve_process"], log, piped=True)
+        super().__init__(["-m", "lab.bench.serve_process"], log, piped=True)
 
     def round(self, args: list[str]) -> dict[str, object]:
         """Run one round to its end; what the client would save. Refused with what it said last if it ended."""

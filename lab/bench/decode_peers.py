@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import heads, next_tokens, unlike_plain
+from haarkv.benchmarks.beside import Variant
+from haarkv.benchmarks.cases import heads, kv_numbers, next_tokens
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import ModelConfig, unknown_layer
 
 SDPA, TRANSFORMERS, LLAMA = PEERS = ("sdpa", "transformers", "llama.cpp")
 """Who can be measured beside ours: torch's attention, transformers' model with its caches, llama.cpp."""
@@ -29,20 +30,7 @@ _NOT_ATTENTION = 2.0**-4
 """An output that is off by more of the largest number is not attention's, and its time says nothing."""
 
 
-class AttentionPeer(NamedTuple):
-    """One way of computing attention, over one of its copies of K and V, or why it cannot be asked here.
-
-    Attributes:
-        token_bytes: of one token's K and V.
-    """
-
-    name: str
-    run: Callable[[int], Tensor] | None
-    token_bytes: float
-    note: str = ""
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = lambda _: 1) -> Iterator[AttentionPeer]:
+def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = lambda _: 1) -> Iterator[Variant]:
     """Every way of asking torch for decode attention that this device takes.
 
     `rows` hands over the query heads that share a KV head as rows of one head, which reads K and V once. `gqa` is the
@@ -67,22 +55,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = 
             run = _sdpa(queries, half, gqa=form == "gqa", backend=backend)
             with suppress(RuntimeError):  # this backend does not take this form
                 run(0)
-                yield AttentionPeer(f"sdpa bf16 {form}{word}", run, half_bytes)
+                yield Variant(f"sdpa bf16 {form}{word}", run, [half_bytes])
     if q.device.type == "cpu":
         single, scale = copied(torch.float32), dim**-0.5
-        yield AttentionPeer("sdpa fp32 rows", _sdpa(rows.float(), single), 2 * half_bytes)
+        yield Variant("sdpa fp32 rows", _sdpa(rows.float(), single), [2 * half_bytes])
 
         @torch.inference_mode()
         def products(number: int) -> Tensor:
             keys, values = half[number % len(half)]
             return torch.matmul(torch.softmax(torch.matmul(rows, keys.transpose(-1, -2)) * scale, dim=-1), values)
 
-        yield AttentionPeer("torch bf16 products", products, half_bytes)
+        yield Variant("torch bf16 products", products, [half_bytes])
 
 
 def packages(
     q: Tensor, k: Tensor, v: Tensor, exact: Tensor, copies: Callable[[float], int] = lambda _: 1
-) -> Iterator[AttentionPeer]:
+) -> Iterator[Variant]:
     """FlashAttention 3 and 2 and FlashInfer, and of each that cannot be asked why not.
 
     Args:
@@ -105,7 +93,7 @@ def packages(
                     run, note = None, f"its result is off by {off:.3g} of the largest: not attention"
             except Exception as error:  # whatever the package raises: one peer must not take the others with it
                 run, note = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-        yield AttentionPeer(name, run, token_bytes, note)
+        yield Variant(name, run, [token_bytes], note)
 
 
 def _flash_attention(package: Any, q: Tensor, k: Tensor, v: Tensor, count: int) -> Callable[[int], Tensor]:
@@ -163,15 +151,6 @@ def _sdpa(
     return run
 
 
-class Peer(NamedTuple):
-    """One of transformers' caches: a decode step, or why there is none; bits of a stored value that it reads, with scales."""
-
-    name: str
-    run: Callable[[], object] | None
-    bits: float
-    note: str = ""
-
-
 class HFCache(NamedTuple):
     """A cache for transformers' model.
 
@@ -189,7 +168,9 @@ class HFCache(NamedTuple):
     implementation: str = "sdpa"
 
 
-def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, more: Sequence[HFCache] = ()) -> Iterator[Peer]:
+def transformers_steps(
+    model: DecoderModel, batch: int, k: Tensor, v: Tensor, more: Sequence[HFCache] = ()
+) -> Iterator[Variant]:
     """transformers' own model with the same weights, its caches filled with the same K and V in every layer; `more` beside."""
     caches = (
         HFCache("DynamicCache bf16", partial(their_cache, package=None), 16.0),
@@ -211,7 +192,14 @@ def transformers_steps(model: DecoderModel, batch: int, k: Tensor, v: Tensor, mo
                 run = _their_step(theirs[kind.implementation], cache, batch)
             except (ImportError, RuntimeError, OSError, AttributeError, TypeError) as error:
                 note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-        yield Peer(f"hf {kind.name}", run, kind.bits, note)
+        yield Variant(f"hf {kind.name}", run, [numbers * kind.bits / 8 for numbers in kv_numbers(model.config)], note)
+
+
+def unlike_plain(config: ModelConfig) -> str | None:
+    """Why a model is none of equal plain layers with RoPE as it was trained, which peers are built of; None if it is one."""
+    if any(mixer.rope.scaling for mixer in config.attentions):
+        return "its RoPE is scaled"
+    return unknown_layer(config, knows=("head_norms",)) or ("its layers differ" if len(set(config.layers)) > 1 else None)
 
 
 def transformers_missing(config: ModelConfig) -> str:
@@ -253,11 +241,11 @@ def their_cache(config: Any, package: str | None) -> Any:
     return QuantizedCache(package, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64, residual_length=128)
 
 
-def _their_step(theirs: Any, cache: Any, batch: int) -> Callable[[], object]:
+def _their_step(theirs: Any, cache: Any, batch: int) -> Callable[[int], object]:
     tokens = next_tokens(theirs.config, batch, theirs.device).unsqueeze(1)
 
     @torch.inference_mode()
-    def run() -> object:
+    def run(_number: int) -> object:
         return theirs(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1).tolist()
 
     return run

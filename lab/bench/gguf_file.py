@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks.cases import heads, unlike_plain
+from haarkv.benchmarks.cases import heads
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import path_of
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import dense
+from lab.bench.decode_peers import unlike_plain
 
 _ARCHITECTURES = {"qwen3": "QWEN3"}
 """Families whose layer is one of llama.cpp's with the same order of RoPE's coordinates, by gguf's own name."""
@@ -45,7 +46,7 @@ def write(path: Path, model: DecoderModel) -> None:
     Without gguf, for a model that has no such file, or with too little room, it is refused.
     """
     if not find_spec("gguf"):
-        raise InputError("writing a GGUF needs the package gguf: pip install 'haarkv[peers]'")
+        raise InputError("writing a GGUF needs the package gguf: pip install -r lab/requirements.txt")
     if reason := unsupported(model.config):
         raise InputError(reason)
     needed, free = model.weights.nbytes + _MARGIN, shutil.disk_usage(path.parent).free

@@ -1,8 +1,8 @@
 """Load on vLLM's server: its own benchmark client, several storages of K and V, the same users, prompts and memory.
 
-    tq bench serve                                          # the 0.6B's shapes, 4 of 28 layers, random weights
-    tq bench serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
-    tq bench serve --kv bf16,tq4,k=lr4,v=tq3             # learned keys, of made-up coordinates
+    python -m lab.bench serve                                          # the 0.6B's shapes, 4 of 28 layers, random weights
+    python -m lab.bench serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
+    python -m lab.bench serve --kv bf16,tq4,k=lr4,v=tq3             # learned keys, of made-up coordinates
 
 One server for each storage, with the same flags and the same bytes for its KV cache; both are up and take turns round by
 round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. Cold rounds send prompts
@@ -22,14 +22,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from haarkv.benchmarks import serve_rounds
 from haarkv.benchmarks.report import Report, Table
-from haarkv.benchmarks.serve_process import Child, Client, Server, ending
-from haarkv.benchmarks.serve_rounds import Case, Round, Rounds, Row
-from haarkv.benchmarks.serve_setup import Served, model_folder, names_in, storages
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+from lab.bench import serve_rounds
+from lab.bench.serve_process import Child, Client, Server, ending
+from lab.bench.serve_rounds import Case, Round, Rounds, Row
+from lab.bench.serve_setup import Served, model_folder, names_in, storages
 
 _COLUMNS = ("users", "prompt", "KV", "out tok/s", "low … high", "TPOT", "p99", "CPU", "found", "TTFT", "p99", "cold tok/s",
             "cold CPU", "fits", "preempted", "failed")  # fmt: skip

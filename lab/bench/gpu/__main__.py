@@ -1,12 +1,12 @@
 """Everything that needs an NVIDIA GPU, in one call of less than nine minutes.
 
-    python -m haarkv.benchmarks.gpu OUT              measure; run it again with the same OUT to go on after a cut
-    python -m haarkv.benchmarks.gpu OUT --only model --model FILE --kv-plan FILE     a pretrained model alone: validate, time
-    TRITON_INTERPRET=1 python -m haarkv.benchmarks.gpu OUT --dry-run     rehearse at tiny sizes, on a CPU
+    python -m lab.bench.gpu OUT              measure; run it again with the same OUT to go on after a cut
+    python -m lab.bench.gpu OUT --only model --model FILE --kv-plan FILE     a pretrained model alone: validate, time
+    TRITON_INTERPRET=1 python -m lab.bench.gpu OUT --dry-run     rehearse at tiny sizes, on a CPU
 
-First the kernels are checked against the reference; then attention, storing, prompts and whole steps are timed, as `tq bench
-decode` and `prefill` do, a process for each group of cases: what breaks one takes no other with it. Each is a line of
-OUT/rows.jsonl as soon as it is done. OUT/index.md has the same tables as the command, and what was predicted beside them;
+First the kernels are checked against the reference; then attention, storing, prompts and whole steps are timed, a process
+for each group of cases: what breaks one takes no other with it. Each is a line of OUT/rows.jsonl as soon as it is done.
+ OUT/index.md has the same tables as the command, and what was predicted beside them;
 OUT/NAME.svg are drawn where matplotlib is installed. OUT/log.txt holds what was said on the way.
 
 It needs no installation: run it in the folder of a checkout. Exit code: 0 if every check passed and every figure is there, 1
@@ -31,16 +31,18 @@ from typing import IO, Any
 
 import torch
 
-from haarkv.benchmarks.decode import measure, report, svg
-from haarkv.benchmarks.gpu import predictions
-from haarkv.benchmarks.gpu.asked import CHECKS_S, PRETRAINED_S, Pretrained, Timing, checks, timings
-from haarkv.benchmarks.report import Table
+from haarkv.benchmarks import decode
+from haarkv.benchmarks.beside import Beside
+from haarkv.benchmarks.report import Table, gpu_predictions
 from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
+from lab.bench import prefill
+from lab.bench.gpu.asked import CHECKS_S, PRETRAINED_S, Pretrained, Timing, checks, timings
+from lab.bench.plots import latency_svg
 
 Row = dict[str, Any]
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 """Where processes run: behind the links of `haarkv/`, so that a checkout which is not installed is found."""
 ROWS, PAGE, LOG = "rows.jsonl", "index.md", "log.txt"
 _INTERRUPTED = 130
@@ -52,17 +54,24 @@ _POLL_S = 0.2
 def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
     """Measure a group in this process; its row is printed as the last line, and its plot written."""
     # What follows imports Triton, which the process that starts this one may lack.
-    from haarkv.benchmarks.gpu.steps import random_model, sdpa_step
+    from lab.bench.gpu.steps import Sdpa, random_model
 
     request, model = timing.request, None
     if request.model.startswith("random:") or dry:
-        request = replace(request, step_peers=sdpa_step)
+        request = replace(request, beside=Sdpa() if timing.peers else Beside())
         model = None if dry else random_model(read_config(request.model, request.layers), open_gpu(None))
-    machine, rows = measure(request, on_turn=lambda who: print(f"timing {who}", flush=True), model=model)
-    kind = "prefill" if "prefill" in request.kinds else "decode"
-    found = report(kind, request, machine, rows)
+
+    def on_turn(who: str) -> None:
+        print(f"timing {who}", flush=True)
+
+    if timing.stored is None:
+        machine, rows = decode.measure(request, on_turn=on_turn, model=model)
+        found = decode.report("decode", request, machine, rows)
+    else:
+        machine, rows = prefill.measure(request, timing.stored, timing.peers, on_turn=on_turn, model=model)
+        found = prefill.report(request, timing.stored, machine, rows)
     if find_spec("matplotlib"):
-        (folder / f"{name.replace(' ', '-')}.svg").write_text(svg(request, rows), encoding="utf-8")
+        (folder / f"{name.replace(' ', '-')}.svg").write_text(latency_svg(request, rows), encoding="utf-8")
     shown = [[*table, list(found.notes.get(number, ()))] for number, table in enumerate(found.tables)]
     print(json.dumps({"result": json.loads(found.line()), "tables": shown}))
 
@@ -71,7 +80,7 @@ def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="haarkv.benchmarks.gpu", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(prog="lab.bench.gpu", description=__doc__, formatter_class=form)
     parser.add_argument("folder", metavar="OUT", type=Path, help="where the results go; made if need be")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, in Triton's interpreter; the figures mean nothing")
     parser.add_argument(
@@ -103,15 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run({name: command for name, command in own_check.items() if name not in done}, PRETRAINED_S, folder)
             again = [*["--dry-run"] * dry, *(own.words() if own else ())]
             for name, timing in groups.items():
-                command = ["-m", "haarkv.benchmarks.gpu", str(folder), "--one", name, *again]
+                command = ["-m", "lab.bench.gpu", str(folder), "--one", name, *again]
                 _run({name: command} if name not in done else {}, timing.seconds, folder)
         except KeyboardInterrupt:
             code = _INTERRUPTED
         rows = read_rows(folder)
-        (folder / PAGE).write_text(page(rows, predictions(), dry=dry), encoding="utf-8")
+        (folder / PAGE).write_text(page(rows, gpu_predictions(), dry=dry), encoding="utf-8")
     except (InputError, OSError) as error:
         why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
-        print(f"haarkv.benchmarks.gpu: {why}", file=sys.stderr)
+        print(f"lab.bench.gpu: {why}", file=sys.stderr)
         return 2
     wrong = [key for key in (*checked, *own_check, *groups) if "error" in rows.get(key, {"error": ""})]
     print(f"{len(rows)} rows in {folder / ROWS}, {len(wrong)} of them wrong or missing", folder / PAGE, sep="\n")

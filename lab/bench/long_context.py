@@ -1,6 +1,6 @@
 """Long contexts: the memory of a process that holds one, a chunked prefill at its far end, and the steps behind it.
 
-    tq bench long-context --model random:14b --layers 2 --kv tq4 --contexts 200000 --threads 1
+    python -m lab.bench long-context --model random:14b --layers 2 --kv tq4 --contexts 200000 --threads 1
 
 The history is random K and V of a normed head's scale, quantized as any other: computing it would take hours. All that comes
 after it is really run. A model with fewer positions is extended by YaRN. Each format and context has a process of its own:

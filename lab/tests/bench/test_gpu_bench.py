@@ -11,16 +11,15 @@ import pytest
 import torch
 from places import ROOT
 
-from haarkv.benchmarks import attention, decode_peers
-from haarkv.benchmarks.gpu import __main__ as command
-from haarkv.benchmarks.gpu import predictions
+from haarkv.benchmarks import attention
+from haarkv.benchmarks.report import gpu_predictions
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OP_NAMES
+from lab.bench import decode_peers, prefill
+from lab.bench.gpu import __main__ as command
 
 
-# Two minutes; `make test-cuda-long` runs it.
-@pytest.mark.cuda_long
 def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
     pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
     folder = tmp_path / "out"
@@ -52,7 +51,7 @@ def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
 
 def rehearse(folder):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    words = [sys.executable, "-m", "haarkv.benchmarks.gpu", str(folder), "--dry-run"]
+    words = [sys.executable, "-m", "lab.bench.gpu", str(folder), "--dry-run"]
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -75,15 +74,13 @@ def test_without_a_gpu_it_is_one_clear_line(tmp_path, capfd, monkeypatch):
 
 
 def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
-    assert command.ROOT == ROOT
+    assert ROOT.resolve() == command.ROOT
     assert (command.ROOT / "haarkv" / "__init__.py").exists()
 
 
 def test_the_checks_need_no_zstd():
     """A machine with a card may lack it, and only stored conversations are packed."""
-    program = (
-        "import sys; sys.modules['zstandard'] = None; import haarkv.benchmarks.gpu.__main__, haarkv.validation.ops.__main__"
-    )
+    program = "import sys; sys.modules['zstandard'] = None; import lab.bench.gpu.__main__, haarkv.validation.ops.__main__"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
@@ -141,7 +138,7 @@ def test_words_that_name_nothing_are_refused_with_the_names_there_are(tmp_path, 
 
 
 def test_the_page_compares_with_what_was_predicted():
-    predicted = [row for row in predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
+    predicted = [row for row in gpu_predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
 
     def page(us):
         timed = {"kind": "attention", "who": "cuda tq4", "batch": 8, "context": 32768, "ms": us / 1e3}
@@ -160,7 +157,7 @@ def test_an_op_table_is_itself_where_there_is_no_gpu():
 @pytest.mark.parametrize(("window", "stored"), [(None, 0), (None, 5), (3, 5), (3, 0), (20, 5)])
 def test_a_prompt_behind_stored_tokens_sees_them(window, stored):
     new, whole = 4, 4 + stored
-    mask = attention.within(window, stored, new, torch.device("cpu"))
+    mask = prefill.within(window, stored, new, torch.device("cpu"))
     q, k = torch.randn(1, 1, new, 8), torch.randn(1, 1, whole, 8)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, is_causal=mask is None)
     last, first = stored + torch.arange(new).unsqueeze(1), stored + torch.arange(new).unsqueeze(1) - (window or whole)
@@ -216,7 +213,7 @@ def test_flash_attention_and_flash_infer_are_asked_as_their_signatures_want(new,
     exact = fake_flash(q, *(x.transpose(1, 2) for x in (k, v)), torch.tensor([32]), causal=True)
     found = {peer.name: peer for peer in decode_peers.packages(q, k, v, exact, lambda _: 2)}
     for name in ("flash-attention 3", "flashinfer"):
-        assert (found[name].note, found[name].token_bytes) == ("", 4 * 2 * 64)
+        assert (found[name].note, found[name].kv_bytes) == ("", [4 * 2 * 64])
         torch.testing.assert_close(found[name].run(1).view(exact.shape), exact)
     assert (found["flash-attention 2"].run, found["flash-attention 2"].note) == (None, "flash_attn is not installed")
     wrong = {peer.name: peer for peer in decode_peers.packages(q, k, v, -exact)}

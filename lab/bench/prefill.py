@@ -1,0 +1,130 @@
+"""Attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
+
+    python -m lab.bench prefill --model random:14b --layers 1 --kv tq4 --contexts 1024,4096,16384 --executor cpu
+
+Storing the prompt is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from haarkv.benchmarks import decode
+from haarkv.benchmarks.attention import NO_OPS, Asked, almost_full
+from haarkv.benchmarks.beside import Beside
+from haarkv.benchmarks.cases import Case, as_rows, first_layer, heads, random_kv, random_queries, scale, token_bytes
+from haarkv.benchmarks.decode import Request, model_of, sides_of
+from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_flops, pairs_seen
+from haarkv.benchmarks.report import Report
+from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
+from haarkv.models.base import DecoderModel
+from haarkv.models.checkpoint import Progress
+from haarkv.models.config import ModelConfig
+from haarkv.tq_ops.errors import InputError
+from lab.bench import decode_peers
+
+PROMPT_PEER = "sdpa bf16 causal"
+TITLES = {"prefill": "attention of one layer over a whole prompt"}
+
+
+def measure(
+    request: Request, stored: int, peers: bool, progress: Progress | None = None, on_turn: OnTurn = lambda _: None,
+    model: DecoderModel | None = None,
+) -> tuple[Machine, list[CostRow]]:  # fmt: skip
+    """Every row of a request, whose contexts are the prompts' lengths, behind so many `stored` tokens.
+
+    Raises:
+        InputError: as `decode.measure`.
+    """
+    model = model or model_of(request, progress)
+    if model.config.state_shapes:
+        raise InputError(f"{request.model} has layers with a state, and attention is measured of one kind of layer")
+    sides = sides_of(request, model, on_turn)
+    device = next(iter(sides.values()))[0].device
+    machine, rows = measure_machine(device), list[CostRow]()
+    for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
+        k, v = random_kv(model.config, Case(case.batch, case.context + stored), device)
+        asked = Asked(sides, model, case, k, v, machine, Beside(), request.repeats, on_turn)
+        rows += prompt_rows(asked, stored, peers)
+    return machine, rows
+
+
+def report(request: Request, stored: int, machine: Machine, rows: list[CostRow]) -> Report:
+    """As `decode.report`, with the number of stored tokens."""
+    found = decode.report("prefill", request, machine, rows, TITLES)
+    return replace(found, values={**found.values, "stored": stored})
+
+
+def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, stored: int = 0) -> Cost:
+    """Causal attention of every token of a prompt in the first layer; `kv_bytes` of one token's K and V, all heads.
+
+    Args:
+        stored: tokens before the prompt.
+    """
+    mixer, of, queries, whole = config.layers[0].attention, heads(config), case.batch * case.context, case.context + stored
+    flops = case.batch * attention_flops(mixer, pairs_seen(mixer, whole) - pairs_seen(mixer, stored))
+    return Cost(0, case.batch * whole * kv_bytes, 4 * queries * of.q * of.dim, flops)
+
+
+def within(window: int | None, stored: int, new: int, device: torch.device) -> Any:
+    """Which keys each query of a prompt behind stored tokens sees, as SDPA takes it; None where it sees all before it."""
+    whole = stored + new
+    if window is None or window >= whole:
+        return causal_lower_right(new, whole) if stored else None
+    return torch.ones(new, whole, dtype=torch.bool, device=device).tril(stored).triu(stored + 1 - window)
+
+
+def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
+    """Attention of a whole prompt of every side, over its packed cache, then others'; all take turns."""
+    config, case, k, v = asked.model.config, asked.case, asked.k, asked.v
+    q = random_queries(config, case.batch * case.context, k.device)
+    runs: dict[str, Callable[[], object]] = {}
+    costs: dict[str, Cost] = {}
+    for who, (executor, plan) in asked.sides.items():
+        costs[who] = prompt_attention_cost(config, case, token_bytes(plan, config)[0], stored)
+        cache, batch = almost_full(*first_layer(plan, config), Case(case.batch, stored + 1), k, v, case.context)
+        note = "" if executor.ops else NO_OPS
+        if cache.most_new_tokens and cache.most_new_tokens < case.context:
+            note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
+        if executor.ops is None or note:
+            yield CostRow("prefill", who, case, costs[who], asked.machine, None, note)
+            continue
+        executor.ops.store_kv(as_rows(k[:, :, stored:]), as_rows(v[:, :, stored:]), cache, 0, batch)
+        given = (q, cache, 0, batch, scale(config))
+
+        @torch.inference_mode()
+        def ours(attend: Callable[..., Tensor] = executor.ops.paged_attention, given: tuple[object, ...] = given) -> Tensor:
+            return attend(*given)
+
+        runs[who] = ours
+    if peers:
+        shape = heads(config)
+        cost = prompt_attention_cost(config, case, 4.0 * shape.kv * shape.dim, stored)
+        rows = q.view(case.batch, case.context, shape.q, shape.dim)
+        rows_of_heads = rows.transpose(1, 2).contiguous()
+        mask = within(config.layers[0].attention.window, stored, case.context, k.device)
+
+        @torch.inference_mode()
+        def theirs() -> Tensor:
+            return scaled_dot_product_attention(
+                rows_of_heads, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=scale(config)
+            )  # fmt: skip
+
+        runs[PROMPT_PEER], costs[PROMPT_PEER] = theirs, cost
+        exact = theirs().transpose(1, 2).float()
+        for peer in decode_peers.packages(rows, k, v, exact) if k.device.type == "cuda" else ():
+            if peer.run is None:
+                yield CostRow("prefill", peer.name, case, cost, asked.machine, None, peer.note, peer=True)
+            else:
+                runs[peer.name], costs[peer.name] = partial(peer.run, 0), cost
+    times = take_turns(runs, k.device, repeats=asked.repeats, warm_up=1, cold=False, on_turn=asked.on_turn)
+    for who, taken in times.items():
+        yield CostRow("prefill", who, case, costs[who], asked.machine, taken, peer=who not in asked.sides)

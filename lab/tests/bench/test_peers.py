@@ -1,0 +1,242 @@
+"""Peers beside ours: the same attention and the same steps, why a model has none, and a machine that is busy."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from small_models import SMALL, resized, small_model, windowed
+
+from haarkv.benchmarks import attention, cases
+from haarkv.benchmarks.cases import Case
+from haarkv.benchmarks.timing import Machine
+from haarkv.executors.base import verify
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.rope import LinearScaling
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
+from lab.bench import decode_peers, gguf_file, llama_process, neighbours, prefill
+from lab.bench.peers import Peers, Transformers
+
+MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
+
+
+def test_torch_gets_the_same_attention_in_every_form():
+    q, k, v = torch.randn(2, 10, 64), *(torch.randn(2, 2, 33, 64).bfloat16() for _ in "kv")
+    peers = {peer.name: peer for peer in decode_peers.attention(q, k, v, lambda _: 2)}
+    assert set(peers) == {"sdpa bf16 rows", "sdpa bf16 gqa", "sdpa fp32 rows", "torch bf16 products"}
+    scores = torch.einsum("bgrd,bgsd->bgrs", q.bfloat16().double().view(2, 2, 5, 64), k.double()) / 8
+    expected = (scores.softmax(-1) @ v.double()).view(2, 10, 64)
+    for peer in peers.values():
+        for number in range(2):
+            torch.testing.assert_close(peer.run(number).view(2, 10, 64).double(), expected, rtol=0, atol=2e-2)
+    rows, whole = peers["sdpa bf16 rows"].run(0).view(2, 10, 64), peers["sdpa bf16 gqa"].run(0).view(2, 10, 64)
+    torch.testing.assert_close(rows.float(), whole.float(), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_transformers_steps_continue_the_same_cache(kind):
+    """Their logits after the same K and V are ours, so both sides of the comparison do the same work."""
+    pytest.importorskip("transformers")
+    import tq
+
+    model, case = small_model(resized(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
+    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
+    cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
+    ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
+    own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
+    peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
+    assert peers["hf DynamicCache bf16"].run(0) == peers["hf TQCache fp32"].run(0) == ours
+    for name in ("hf quanto 4-bit", "hf hqq 4-bit"):
+        assert peers[name].run is not None or peers[name].note
+
+
+def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
+    code, out, _ = run("prefill", "--kv", "tq4,bf16", "--json")
+    result = json.loads(out)
+    assert (code, result["benchmark"]) == (0, "prefill")
+    assert {r["who"]: r["cost"]["kv"] for r in result["rows"]} == {
+        "reference tq4": 40 * 2 * 2 * 18, "reference bf16": 40 * 2 * 2 * 64, "sdpa bf16 causal": 40 * 2 * 2 * 64,
+    }  # fmt: skip
+    assert all(r["ms"] > 0 and r["kind"] == "prefill" for r in result["rows"])
+    code, out, _ = run("prefill", "--kv", "tq4", "--no-peers", "--stored", "10", "--json")
+    assert code == 0
+    (row,) = json.loads(out)["rows"]
+    assert (row["who"], row["cost"]["kv"]) == ("reference tq4", 50 * 2 * 2 * 18)
+    assert row["cost"]["flops"] * sum(range(1, 41)) == result["rows"][0]["cost"]["flops"] * sum(range(11, 51))
+
+
+def test_a_processor_that_another_process_takes_is_noticed():
+    here = os.sched_getaffinity(0)
+    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin, str(min(here))], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            os.sched_setaffinity(0, {min(here)})  # of this thread alone
+            before, until = neighbours.turns(), time.monotonic() + 0.5
+            while time.monotonic() < until:
+                pass
+            share = neighbours.share_waited(before, neighbours.turns())
+        finally:
+            other.kill()
+            os.sched_setaffinity(0, here)
+    assert share > neighbours.MOST_WAITED
+    assert "the machine was busy" in neighbours.warning(share)
+    assert neighbours.warning(0.01) is None
+
+
+def test_where_the_system_does_not_count_nothing_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(neighbours, "TASKS", tmp_path)
+    assert neighbours.turns() is None
+    assert neighbours.share_waited(None, neighbours.Turns(1, 1)) is None
+    assert neighbours.warning(None) is None
+
+
+@pytest.mark.parametrize(("waited", "said"), [(50, True), (5, False)])
+def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, waited, said):
+    counts = iter([neighbours.Turns(0, 0), neighbours.Turns(100 - waited, waited)])
+    monkeypatch.setattr(neighbours, "turns", lambda: next(counts))
+    code, out, err = run("decode", "--kv", "tq4", "--only", "attention", "--json")
+    assert (code, json.loads(out)["waited"]) == (0, waited / 100)
+    assert (f"tq: warning: the machine was busy: this run waited for a processor {waited} % of its time" in err) == said
+
+
+def test_peers_of_plain_layers_say_why_a_model_is_none():
+    assert decode_peers.unlike_plain(SMALL) is None
+    assert (
+        decode_peers.unlike_plain(windowed(24, 24, 24)) == "layer 0 of this qwen3 model is another than it knows: window is 24"
+    )
+    far = resized(SMALL, rope_scaling=LinearScaling(2.0))
+    uneven = replace(SMALL, layers=(*SMALL.layers[1:], *resized(SMALL, rope_theta=1e6).layers[1:]))
+    for config, why in ((far, "its RoPE is scaled"), (uneven, "its layers differ")):
+        assert decode_peers.unlike_plain(config) == why
+        assert why in decode_peers.transformers_missing(config)
+        assert why in gguf_file.unsupported(config)
+
+
+@pytest.mark.parametrize("window", [24, 150, None])
+def test_attention_within_a_window_is_timed_beside_the_same_by_torch(window, outputs, monkeypatch):
+    """The case is longer than the ring that keeps what a decode step sees; a prompt comes whole."""
+    monkeypatch.setattr(attention, "MOST_COPIES", 2)
+    model, case = small_model(windowed(window, None)), Case(2, 1000)
+    sides = {"reference fp32": (ReferenceExecutor(model), KVSpec("fp32").plan(2))}
+    k, v = cases.random_kv(model.config, case, torch.device("cpu"))
+    asked = attention.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
+    costs = {(row.kind, row.who): row.cost for row in attention.decode_rows(asked)}
+    ours, theirs = (outputs[f"attention {who}"].reshape(2, 10, 128) for who in ("reference fp32", "sdpa fp32 rows"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
+    assert costs["attention", "sdpa bf16 rows"].kv == 2 * (window or 1000) * 2 * 2 * 128 * 2
+    rows = list(prefill.prompt_rows(asked, 0, peers=True))
+    assert [row.note for row in rows] == ["", ""]
+    ours = outputs["reference fp32"].view(2, 1000, 10, 128).float()
+    torch.testing.assert_close(ours, outputs[prefill.PROMPT_PEER].transpose(1, 2).float(), rtol=0, atol=3e-2)
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """What each run of `attention` gives, in place of its time."""
+    found = {}
+
+    def called(runs, *_, **__):
+        found.update({who: run(0) if who.startswith(("attention", "store")) else run() for who, run in runs.items()})
+        return dict.fromkeys(runs)
+
+    monkeypatch.setattr(attention, "take_rested_turns", called)
+    monkeypatch.setattr(prefill, "take_turns", called)
+    return found
+
+
+def test_transformers_side_holds_the_same_tokens():
+    pytest.importorskip("transformers")
+    side = Transformers(small_model())
+    side.open(24)
+    side.prompt(list(range(16)))
+    side.steps([16, 17])
+    assert side._cache.get_seq_length() == 18
+    # FP32, as the model
+    assert side.token_bytes == [2 * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4] * SMALL.num_layers
+
+
+def test_without_transformers_its_rows_say_so(run, monkeypatch):
+    monkeypatch.setattr(decode_peers, "find_spec", lambda _: None)
+    code, out, _ = run("decode", "--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
+    rows = {r["who"]: r for r in json.loads(out)["rows"]}
+    assert code == 0
+    assert rows["hf DynamicCache bf16"]["note"] == "at 40 tokens: transformers is not installed"
+    assert "ms" not in rows["hf DynamicCache bf16"]
+    assert rows["reference tq4"]["ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f16", ["f16 flash", "f16 plain"]),
+        ("q8_0,q4_0", ["q8_0 flash", "q4_0 flash"]),
+        ("f16:plain, f16:plain,bf16:flash", ["f16 plain", "bf16 flash"]),
+        ("q2_k", "q2_k"),
+        ("", "choose from"),
+        ("q8_0:plain", "q8_0:flash"),
+    ],
+)
+def test_a_quantized_cache_is_read_by_flash_attention_alone(text, expected):
+    if isinstance(expected, list):
+        assert [kind.name for kind in llama_process.parse_kinds(text)] == expected
+    else:
+        with pytest.raises(InputError, match=expected):
+            llama_process.parse_kinds(text)
+
+
+def test_without_the_package_the_line_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr(llama_process, "find_spec", lambda _: None)
+    code, out, error = run("decode", "--peers", "llama.cpp", "--kv", "tq4")
+    assert (code, out, len(error.strip().splitlines())) == (2, "", 1)
+    assert "pip install -r lab/requirements.txt" in error
+
+
+def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
+    monkeypatch.setattr(llama_process, "require", lambda: None)
+    model = small_model()
+    other = replace(model, config=resized(model.config, model_type="llama"))
+    with pytest.raises(InputError, match="no peer of random:small: a GGUF is written of qwen3"):
+        list(Peers(["llama.cpp"], "random:small", None).sides(other))
+    assert gguf_file.unsupported(model.config) is None
+
+
+def test_a_prompt_within_a_window_counts_what_its_queries_see():
+    config, one = windowed(512), 4 * 256
+    cost = prefill.prompt_attention_cost(config, Case(2, 4096), one)
+    pairs, heads = sum(min(tokens, 512) for tokens in range(1, 4097)), cases.heads(config)
+    assert (cost.kv, cost.flops) == (2 * 4096 * one, 2 * pairs * 4 * heads.q * heads.dim)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--peers", "vllm"], ["vllm", "choose from sdpa, transformers, llama.cpp"]),
+        (["--peer-kv", "q8_0:plain"], ["q8_0:flash"]),
+        (["--plot", "absent/p.svg"], ["absent/p.svg", "does not exist"]),
+        (["--kv", "tq9"], ["tq9", "choose from"]),
+    ],
+)
+def test_bad_input_is_one_line_and_2(run, args, words):
+    code, out, error = run("decode", *args)
+    assert (code, out, len(error.strip().splitlines())) == (2, "", 1)
+    assert all(word in error for word in words)
+
+
+def test_torch_is_timed_beside_ours_with_its_bytes(run):
+    code, out, _ = run("decode", "--kv", "tq4", "--only", "attention", "--json")
+    rows = json.loads(out)["rows"]
+    sizes = {r["who"]: r["cost"]["kv"] for r in rows if r["kind"] == "attention"}
+    bf16 = 40 * 2 * 2 * 64
+    assert code == 0
+    assert sizes == {
+        "reference tq4": 40 * 2 * 2 * 18, "sdpa bf16 rows": bf16, "sdpa bf16 gqa": bf16, "sdpa fp32 rows": 2 * bf16,
+        "torch bf16 products": bf16,
+    }  # fmt: skip
+    assert [r["who"] for r in rows if "speed_up" in r] != []
