@@ -17,7 +17,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-aicore test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lab lint wheels tables bench clean
+.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lab lab-aicore lint wheels tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -27,7 +27,6 @@ help:
 	@echo "make test-judge  the validator: every fault of its self-test, and a thousand clean runs"
 	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
-	@echo "make test-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for four kinds of GPU; no GPU needed"
 	@echo "make test-cuda-long  more of the GPU kernels in Triton's interpreter"
@@ -36,6 +35,7 @@ help:
 	@echo "make test-peers  llama.cpp beside ours: compiles it for this CPU first, minutes; REAL=FOLDER takes GGUF files, too"
 	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers"
 	@echo "make lab     the laboratory's tests: studies, rivals and emulators, minutes"
+	@echo "make lab-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
 	@echo "make lint    linters and types only"
 	@echo "make wheels  the sdist and wheels for x86-64, ARM and any machine, in dist; needs g++-aarch64-linux-gnu for ARM"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
@@ -69,13 +69,6 @@ test-drafts: $(VENV)/dev.stamp
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
 
-# SHORT=1: a small layer, the store and the head, two minutes. LONG=1: also type-check the kernel functions of Qwen3-14B, half
-# an hour.
-# CLANG: a clang of version 19 or newer with libc++; without it clang++-19 or clang++ of the path.
-test-aicore: $(VENV)/dev.stamp
-	@test -n "$(PTO_ISA)" || { echo "name a checkout of pto-isa: make test-aicore PTO_ISA=FOLDER" >&2; exit 2; }
-	$(BIN)/pytest --no-header -rs -m 'aicore$(if $(LONG),, and not npu_long)$(if $(SHORT), and not aicore_long)' --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") tests/tq_ops/npu/aicore
-
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py tests/executors/test_cuda_step.py tests/executors/test_cuda_hybrid.py tests/executors/test_cuda_experts.py tests/engine/test_sampling.py
 
@@ -106,7 +99,13 @@ test-peers: $(VENV)/dev.stamp
 	$(BIN)/pytest -c lab/pytest.ini --no-header -rs $(if $(REAL),--real "$(REAL)") lab/tests/bench
 
 lab: $(VENV)/dev.stamp
-	$(BIN)/pytest -c lab/pytest.ini -n 2 --dist worksteal --no-header -rs lab/tests
+	$(BIN)/pytest -c lab/pytest.ini -n 2 --dist worksteal --no-header -rs -m 'not long' lab/tests
+
+# LONG=1: also whole layers of `tiny`, orders of tasks, and Qwen3-14B, hours.
+# CLANG: a clang of version 19 or newer with libc++; without it clang++-19 or clang++ of the path.
+lab-aicore: $(VENV)/dev.stamp
+	@test -n "$(PTO_ISA)" || { echo "name a checkout of pto-isa: make lab-aicore PTO_ISA=FOLDER" >&2; exit 2; }
+	$(BIN)/pytest -c lab/pytest.ini --no-header -rs $(if $(LONG),,-m 'not long') --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") lab/tests/npu
 
 wheels: $(VENV)/dev.stamp
 	$(BIN)/python hatch_build.py dist

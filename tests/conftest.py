@@ -9,9 +9,5 @@ set_up()
 
 def pytest_addoption(parser):
     group = parser.getgroup("haarkv")
-    group.addoption(
-        "--pto-isa", metavar="FOLDER", help="a checkout of pto-isa: execute the C++ of NPU programs with its CPU backend"
-    )
     group.addoption("--real", metavar="FOLDER", help="with -m real: pretrained checkpoints, as GGUF files")
     group.addoption("--triton", metavar="FOLDER", help="with -m cuda_compile: compile with the Triton unpacked there")
-    group.addoption("--clang", metavar="COMMAND", help="with --pto-isa: the compiler, a clang 19 or newer with libc++")

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from haarkv.benchmarks.cases import heads
 from haarkv.benchmarks.report import Report, Table
 from haarkv.models.catalog import read_config
-from haarkv.tq_ops.npu.scopes import VARIANTS as VARIANTS
-from haarkv.tq_ops.npu.scopes import AttentionProgram
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, pipe_shares
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from lab.bench import plots
+from lab.npu.attention import VARIANTS as VARIANTS
+from lab.npu.attention import AttentionProgram, pipe_shares
 
 MODEL, LONGEST_STEP = "random:14b", 2048
 _PIPES = ("cube", "vector", "load", "store")

@@ -1,4 +1,4 @@
-"""The NPU executor: what goes into its programs, whom it refuses, and layers in PyPTO's interpreter."""
+"""The NPU executor: what goes into its programs, and whom it refuses."""
 
 import sys
 from dataclasses import replace
@@ -6,19 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from npu_checked import CONFIG, DECODE, LAYER_CASES, PREFILL, TQ4_SPEC, check_layer, filled
+from npu_checked import CONFIG, TQ4_SPEC, filled
+from npu_families import CONFIGS
 from npu_programs import with_pypto
-from small_models import new_cache, resized, small_model
+from small_models import cache_tensors, new_cache, resized, small_config, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
+from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import device
 from haarkv.tq_ops.npu.sides import fixed_sides
 from haarkv.tq_ops.npu.sim import simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from haarkv.tq_ops.npu.versions import SIMULATED, installed
 
 TQ4 = TQ4_SPEC.plan(CONFIG.num_layers)
@@ -93,6 +97,32 @@ def test_the_cache_is_handed_over_as_it_is():
     assert cache.k_fields(1)["scale"][1, 1, 7] == 2.0
 
 
+@with_pypto
+def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
+    """4,096 rows in slices of at most 1,500: three of 1,408, the last padded, each in pieces of 1,024 that overlap."""
+    model = load_model("tiny", "bfloat16")
+    program = replace(programs.head_program(model.config, 1500), piece=1024)
+    parts = inputs.head_constants(model, program)
+    assert (program.vocab_size, len(parts)) == (1408, 3)
+    hidden = torch.randn(16, model.config.hidden_size, generator=torch.Generator().manual_seed(4)).bfloat16()
+    slices = []
+    with Simulator() as simulator:
+        for constants in parts:
+            arguments, logits = inputs.head_call(program, constants, hidden)
+            simulator.run(program, arguments, Mode.NUMBERS)
+            slices.append(logits)
+    logits = torch.cat(slices, dim=1)
+    normed = reference.rms_norm(hidden, model.weights.final_norm, model.config.final_norm.eps)
+    assert torch.allclose(logits[:, :4096], reference.linear(normed, model.weights.lm_head), atol=1e-3)
+    assert not logits[:, 4096:].any()
+
+
+def test_cache_tensors_are_what_the_goldens_cover():
+    cache = new_cache(load_model("tiny", "bfloat16").config, block_size=128, num_blocks=2)
+    fields = {side + "_" + name for layer, side, name, _ in cache_tensors(cache) if layer == 0}
+    assert fields == set(inputs.cache_arguments(cache, 0))
+
+
 # -- Refusals ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("config", "said"),
@@ -105,6 +135,26 @@ def test_the_cache_is_handed_over_as_it_is():
 def test_a_model_without_programs_is_refused_by_name(config, said):
     with pytest.raises(InputError, match=said):
         catalog.create("npu", small_model(config, dtype=torch.bfloat16), TQ4, "sim")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("random:qwen3.5-27b", "layer 0 of this qwen3_5 model is another than it knows: it mixes tokens by DeltaNet"),
+        ("random:30b-a3b", "layer 0 of this qwen3_moe model is another than it knows: it has experts"),
+    ],
+)
+def test_experts_and_states_are_refused_by_name(model, reason):
+    assert programs.unsupported(read_config(model)) == f"its programs are those of dense layers with attention, and {reason}"
+
+
+def test_sizes_that_no_tile_holds_are_refused_by_name():
+    config = CONFIGS["llama"]
+    assert programs.unsupported(config) is None
+    odd = replace(config, hidden_size=200)
+    assert programs.unsupported(odd) == "its programs need a hidden_size that is a multiple of 64, not 200"
+    of_96 = small_config(hidden_size=192, head_dim=96, intermediate_size=192)
+    assert programs.unsupported(of_96) == "its programs are made for a head_dim of 64, 128 or 256, not 96"
 
 
 def test_fp32_is_refused():
@@ -197,41 +247,6 @@ def test_the_simulator_compiles_nothing_ahead():
     announced = []
     catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim", announced.append)
     assert announced == []
-
-
-# -- Layers in the interpreter -------------------------------------------------------------------------------------------
-# Prefill runs with a tail in `test_npu_kept.py` and across a border in `test_npu_stretches.py`.
-SHORT = [LAYER_CASES["decode, GQA 5"]]
-
-
-@with_pypto
-@pytest.mark.parametrize(
-    ("heads", "new", "stored"),
-    [pytest.param(*case, id=name, marks=[] if case in SHORT else pytest.mark.npu_long) for name, case in LAYER_CASES.items()],
-)
-def test_a_layer_stores_the_same_bytes_and_gives_the_same_hidden_state(heads, new, stored):
-    check_layer(heads, new, stored)
-
-
-@with_pypto
-@pytest.mark.parametrize(
-    ("kv", "case"),
-    [
-        ("k=bf16,v=tq4", DECODE),
-        *(
-            pytest.param(kv, case, marks=pytest.mark.npu_long)
-            for kv, case in (
-                ("bf16", DECODE),
-                ("k=tq4,v=tq4_seed", DECODE),
-                ("tq4_seed", DECODE),
-                ("tq4_seed", PREFILL),
-                ("bf16", PREFILL),
-            )
-        ),
-    ],
-)
-def test_a_layer_of_other_formats_does_so_too(kv, case):
-    check_layer(*case, KVSpec(kv))
 
 
 def test_no_two_arguments_of_a_program_share_a_name():

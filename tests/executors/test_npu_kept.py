@@ -1,12 +1,9 @@
 """Tokens that stay in BF16 on the NPU programs: what the host hands over, whom it refuses, and layers in the interpreter."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from npu_checked import CONFIG, DECODE, PREFILL, check_layer, filled
-from npu_learned import learned_spec
-from npu_programs import needs_pypto, with_pypto
+from npu_checked import CONFIG, filled
+from npu_programs import with_pypto
 from small_models import random_tokens, resized, small_model
 
 from haarkv.executors import catalog
@@ -20,11 +17,6 @@ from haarkv.tq_ops.npu.scopes import AttentionShape
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation import bounds
 from haarkv.validation.layers.runner import validate
-
-
-def lr4(case, **kept):
-    return replace(learned_spec(resized(CONFIG, num_heads=case[0][0], num_kv_heads=case[0][1])), **kept)
-
 
 KEPT = [{"tail": 20, "sink": 3}, {"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
 
@@ -103,38 +95,6 @@ def test_a_layer_without_loss_keeps_nothing():
 
 
 # -- Layers in the interpreter -----------------------------------------------------------------------------------------------
-@with_pypto
-@pytest.mark.parametrize(
-    "case", [pytest.param(DECODE, id="decode", marks=pytest.mark.npu_long), pytest.param(PREFILL, id="prefill")]
-)
-def test_a_layer_keeps_the_same_bytes_and_attends_to_them(case):
-    """What is to be the default: 128 tokens and 4 sinks beside learned keys. Some sequences fill neither."""
-    check_layer(*case, lr4(case, tail=128, sink=4))
-
-
-@needs_pypto[1]
-@pytest.mark.npu_long
-@pytest.mark.parametrize("kept", KEPT, ids=str)
-@pytest.mark.parametrize("kv", ["tq4", "k=tq4,v=tq4_seed"])
-@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_a_layer_of_fixed_formats_does_so_too(kv, kept, case):
-    check_layer(*case, KVSpec(kv, **kept))
-
-
-@with_pypto
-@pytest.mark.npu_long
-def test_a_validation_passes():
-    """Prompts in chunks of 64, decode, and drafted tokens that are taken back out of the ring."""
-    config = resized(CONFIG, num_layers=1)
-    model, plan = small_model(config, dtype=torch.bfloat16), replace(learned_spec(config), tail=20, sink=4).plan(1)
-    candidate = catalog.create("npu", model, plan, "sim")
-    prompts = [random_tokens(config, 100, 1), random_tokens(config, 5, 2)]
-    report = validate(ReferenceExecutor(model), candidate, model, prompts, 1, plan, modes=("teacher-forced", "free-running"))
-    assert report.passed, report.first_divergence
-    assert {row.phase for row in report.rows} == {"prefill", "decode", "verify"}
-    assert "sinks that an earlier forward stored" in report.exercised
-
-
 @with_pypto
 def test_a_mask_that_ends_one_key_too_late_beside_a_tail_is_found(monkeypatch):
     """Of 132 tokens the last few see one of their keys twice: as it is packed, and in BF16."""

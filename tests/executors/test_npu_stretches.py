@@ -1,4 +1,4 @@
-"""Learned keys by stretches on the NPU programs: what the host hands over, layers in the interpreter, and planted faults."""
+"""Learned keys by stretches on the NPU programs: what the host hands over, what is stored, and planted faults."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from npu_checked import CONFIG as SHORT
-from npu_checked import check_layer, error_of_layer, filled
+from npu_checked import error_of_layer, filled
 from npu_learned import learned_spec
 from npu_programs import needs_pypto, with_pypto
 from planted_programs import PlantedKeys
@@ -23,25 +23,13 @@ from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import turns
 from haarkv.tq_ops.npu.device import open_runner
-from haarkv.tq_ops.npu.first_programs import StoreByProgram
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.layers.runner import validate
 
 CONFIG = resized(SHORT, max_position_embeddings=4096)
 SMALLER = resized(CONFIG, num_heads=4)
-# New tokens and stored ones. Sequences of 1,023, 1,024 and 1,025 tokens and a short one; later steps of 2,048 keys, the second
-# of two stretches and of one; prompts that cross a border within a unit, stand at one, and end before one.
-AT_THE_BORDER = [1, 1, 1, 1], [1022, 1023, 1024, 5]
-BEYOND_A_STEP = [1, 1], [2100, 3080]
-PREFILL = [40, 3, 2], [1000, 1024, 7]
-FAR_PREFILL = [3, 2], [2300, 1500]
-CASES = {
-    "decode": AT_THE_BORDER,
-    "decode, two steps": BEYOND_A_STEP,
-    "prefill": PREFILL,
-    "prefill, three stretches": FAR_PREFILL,
-}
 
 
 def spec_of(kv="k=lr4,v=tq4", config=SMALLER, **kept):
@@ -86,11 +74,12 @@ def test_keys_that_turn_in_part_are_refused_by_name():
 
 # -- In the interpreter ------------------------------------------------------------------------------------------------------
 @with_pypto
+@pytest.mark.parametrize("turning", [True, pytest.param(False, marks=pytest.mark.npu_long)])
 @pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.npu_long) for bits in (2, 3, 5))])
-def test_the_store_alone_turns_keys_as_the_reference_does(bits):
-    """Tokens around two borders: every byte."""
+def test_the_store_alone_turns_keys_as_the_reference_does(bits, turning):
+    """What `tq dev bringup` runs before a whole layer. Tokens around two borders: every byte."""
     generator = torch.Generator().manual_seed(0)
-    spec = spec_of(f"k=lr{bits},v=tq4", CONFIG)
+    spec = learned_spec(CONFIG, f"k=lr{bits},v=tq4", turning=turning)
     k, v = (torch.randn(25, 2, 128, generator=generator) for _ in "kv")
     stored = []
     for store in (StoreByProgram(open_runner("sim")), lambda k, v, cache, layer, batch: cache.write(layer, k, v, batch)):
@@ -98,35 +87,6 @@ def test_the_store_alone_turns_keys_as_the_reference_does(bits):
         store(k, v, cache, 1, paging.batch(sequences, [15, 10]))
         stored.append([tensor for *_, tensor in cache_tensors(cache)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*stored, strict=True))
-
-
-@with_pypto
-@pytest.mark.parametrize(
-    ("case", "kept"),
-    [
-        pytest.param(AT_THE_BORDER, {"tail": 20, "sink": 3}, id="decode with a tail"),
-        pytest.param(PREFILL, {}, id="prefill packed"),
-        pytest.param(AT_THE_BORDER, {}, id="decode packed", marks=pytest.mark.npu_long),
-        pytest.param(PREFILL, {"tail": 20, "sink": 3}, id="prefill with a tail", marks=pytest.mark.npu_long),
-    ],
-)
-def test_a_layer_across_a_border_has_the_bytes_and_the_hidden_state_of_the_reference(case, kept):
-    check_layer((4, 2), *case, spec_of(**kept), config=CONFIG)
-
-
-@needs_pypto[1]
-@pytest.mark.npu_long
-@pytest.mark.parametrize("kv", ["k=lr2,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4_seed", "k=lr4,v=tq4"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_layer_of_other_widths_does_so_too(case, kv):
-    check_layer((4, 2), *case, spec_of(kv), config=CONFIG)
-
-
-@needs_pypto[1]
-@pytest.mark.npu_long
-@pytest.mark.parametrize("case", [BEYOND_A_STEP, FAR_PREFILL], ids=["decode", "prefill"])
-def test_a_layer_keeps_its_default_tail_in_far_stretches(case):
-    check_layer((10, 2), *case, spec_of(config=resized(CONFIG, num_heads=10), tail=128, sink=4), config=CONFIG)
 
 
 # -- Faults ------------------------------------------------------------------------------------------------------------------
@@ -209,22 +169,12 @@ def test_a_fault_in_what_queries_meet_is_far_beyond_the_bound(name):
 
 
 # -- As `tq validate` runs ---------------------------------------------------------------------------------------------------
-def validated(kept=None):
+def validated():
     config = resized(SMALLER, num_layers=1)
-    model, plan = small_model(config, dtype=torch.bfloat16), spec_of(config=config, **(kept or {})).plan(1)
+    model, plan = small_model(config, dtype=torch.bfloat16), spec_of(config=config).plan(1)
     candidate = catalog.create("npu", model, plan, "sim")
     prompts = [random_tokens(config, STRETCH + 3, 1), random_tokens(config, 5, 2)]
     return validate(ReferenceExecutor(model), candidate, model, prompts, 1, plan, modes=("teacher-forced",))
-
-
-@needs_pypto[1]
-@pytest.mark.npu_long
-@pytest.mark.parametrize("kept", [{}, {"tail": 20, "sink": 3}], ids=["packed", "with a tail"])
-def test_a_validation_across_a_border_passes(kept):
-    report = validated(kept)
-    assert report.passed, report.first_divergence
-    assert f"keys of a second stretch (over {STRETCH:,} tokens)" in report.exercised
-    assert sum(row.unexplained for row in report.rows) == 0
 
 
 @needs_pypto[1]

@@ -1,10 +1,10 @@
-"""What restores centroids of learned keys, and what chooses levels, alone: as PyPTO programs."""
+"""What restores centroids, and what chooses levels, alone: as PyPTO programs."""
 
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.learned import restored
-from haarkv.tq_ops.npu.kernels.tq4 import book, levels_of
+from haarkv.tq_ops.npu.kernels.tq4 import book, levels_of, restore
 from haarkv.tq_ops.npu.reads import HEAD_DIM
 
 
@@ -20,7 +20,25 @@ def build_levels(program, options):
     return levels
 
 
-def _restore(codes, out, layout):
+def build_look_up(program, options):
+    rows, width = program.rows, program.width
+
+    @pypto.frontend.jit(**options)
+    def look_up(codes: pypto.Tensor([rows, width // 2], pypto.DT_INT8), out: pypto.Tensor([rows, width], pypto.DT_FP16)):
+        for _ in pypto.loop(1, name="LOOK_UP", idx_name="i"):
+            _look_up(codes, out, rows, width)
+
+    return look_up
+
+
+def _look_up(codes, out, rows, width):
+    pypto.set_pass_options(sg_set_scope=1)
+    blocks = [pypto.view(codes, [BLOCK, width // 2], [row, 0]) for row in range(0, rows, BLOCK)]
+    restore(blocks, lambda values, column: pypto.assemble(values, [0, column], out))
+    pypto.set_pass_options(sg_set_scope=-1)
+
+
+def _restored(codes, out, layout):
     pypto.set_pass_options(sg_set_scope=1)
     restored(codes, layout, HEAD_DIM, lambda values, row: pypto.assemble(values, [row, 0], out))
     pypto.set_pass_options(sg_set_scope=-1)
@@ -31,8 +49,8 @@ def build_restored(program, options):
     nbytes, width = layout.nbytes(HEAD_DIM), layout.width(HEAD_DIM)
 
     @pypto.frontend.jit(**options)
-    def restore(codes: pypto.Tensor([BLOCK, nbytes], pypto.DT_INT8), out: pypto.Tensor([width, BLOCK], pypto.DT_FP16)):
+    def restored_keys(codes: pypto.Tensor([BLOCK, nbytes], pypto.DT_INT8), out: pypto.Tensor([width, BLOCK], pypto.DT_FP16)):
         for _ in pypto.loop(1, name="RESTORE", idx_name="i"):
-            _restore(codes, out, layout)
+            _restored(codes, out, layout)
 
-    return restore
+    return restored_keys

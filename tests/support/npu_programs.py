@@ -1,4 +1,4 @@
-"""Inputs, goldens and the full verification of NPU programs, for the tests of the `npu` room."""
+"""Inputs and goldens of NPU programs, for the tests of the `npu` room."""
 
 import os
 import time
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from npu_verify import check_verified
 from torch.nn.functional import pad
 
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import Layout, coordinates_of
-from haarkv.tq_ops.npu.program import Argument, ordered
+from haarkv.tq_ops.npu.program import Argument
+from haarkv.tq_ops.npu.reads import HEAD_DIM
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import side_of
-from haarkv.tq_ops.npu.sim.simulator import Mode, unavailable
+from haarkv.tq_ops.npu.sim.simulator import unavailable
 from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
 
 needs_pypto = [
@@ -37,19 +37,6 @@ class Case:
     program: object
     tensors: dict
     goldens: dict
-    atol: float = 0.0
-
-    def indexed(self, named):
-        position = {a.name: i for i, a in enumerate(self.program.arguments)}
-        return {position[name]: tensor for name, tensor in named.items()}
-
-
-def verify(simulator, case):
-    """Every pass verified by PyPTO, then our own comparison. The largest difference of a float output."""
-    goldens = case.indexed(case.goldens)
-    tensors = ordered(case.program, case.tensors)
-    run = simulator.run(case.program, tensors, Mode.VERIFY, goldens)
-    return check_verified(case.program, run, {i: tensors[i] for i in goldens}, goldens, case.atol), run
 
 
 CPU = torch.device("cpu")
@@ -154,6 +141,21 @@ class Broken:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Codes of `tq4`, [rows, width / 2] INT8, to the centroids they stand for, [rows, width] FP16."""
+
+    rows: int
+    width: int = HEAD_DIM
+    name: str = "look_up"
+    arguments: tuple = (Argument("codes"), Argument("out", output=True))
+
+    def build(self, **options):
+        import look_up_kernel
+
+        return look_up_kernel.build_look_up(self, options)
 
 
 @dataclass(frozen=True)

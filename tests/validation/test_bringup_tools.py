@@ -1,4 +1,4 @@
-"""What a bring-up makes of the tools of an NPU's host: the device's compiler, npu-smi, plog and msprof, as scripts of the same
+"""What a bring-up makes of the tools of an NPU's host: the device's compiler, npu-smi and plog, as scripts of the same
 names."""
 
 import json
@@ -12,8 +12,8 @@ from npu_programs import with_pypto
 
 from haarkv.tq_ops.npu import versions
 from haarkv.validation.bringup import compiler
-from haarkv.validation.bringup.collected import collected
 from haarkv.validation.bringup.environment import environment
+from haarkv.validation.bringup.report import collected
 from haarkv.validation.bringup.workbench import Request, Workbench
 from tq.cli import main
 
@@ -126,40 +126,22 @@ def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypa
 def test_what_is_not_there_says_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert collected(0.0, ["true"]) == {}
+    assert collected(0.0) == {}
 
 
-def test_npu_smi_plog_and_a_profile_are_collected(tool, tmp_path, monkeypatch):
-    tool("npu-smi", 'echo "| 0 910B2 | OK |"')
-    tool("msprof", 'for w; do case "$w" in --output=*) d=${w#--output=};; --application=*) a=${w#*=};; esac; done\n'
-                   'mkdir -p "$d/PROF_1/out"; echo "$a" > "$d/PROF_1/out/op_statistic_1.csv"')  # fmt: skip
+def test_npu_smi_and_plog_stand_in_the_report_without_paths(tool, tmp_path, capsys, monkeypatch):
+    """Of a request that ends at its first rung as well; a log of another run does not."""
+    monkeypatch.setattr(versions, "unsimulated", lambda _: "not here")
+    tool("npu-smi", "echo '/home/anna/npu <OK>'; exit 3")
     monkeypatch.setenv("HOME", str(tmp_path))
     log = tmp_path / "ascend/log/debug/plog/plog-77_20261126.log"
     log.parent.mkdir(parents=True)
     log.write_text("\n".join(f"[ERROR] line {n}" for n in range(99)))
-    found = collected(time.time() - 60, ["python", "-m", "tq", "generate", "--prompt", "import os"])
-    assert found["npu-smi"] == ["| 0 910B2 | OK |"]
-    assert (len(found["plog"]), found["plog"][-1]) == (60, "[ERROR] line 98")
-    assert found["msprof"] == ["python -m tq generate --prompt 'import os'"]
-    assert "plog" not in collected(time.time() + 60)
-
-
-def test_a_tool_that_fails_says_so_in_its_place(tool, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    tool("npu-smi", "echo dcmi module initialize failed; exit 255")
-    tool("msprof", "echo no permission >&2; exit 1")
-    assert collected(0.0, ["true"]) == {
-        "npu-smi": ["exit code 255", "dcmi module initialize failed"],
-        "msprof": ["it left no op_statistic; it said:", "exit code 1", "no permission"],
-    }
-
-
-def test_they_stand_in_the_report_and_on_the_page_without_paths(tool, tmp_path, capsys, monkeypatch):
-    """A request that ends at its first rung has them as well."""
-    monkeypatch.setattr(versions, "unsimulated", lambda _: "not here")
-    tool("npu-smi", "echo '/home/anna/npu <OK>'")
+    os.utime(log, (later := time.time() + 60, later))
     out = tmp_path / "out"
     assert main(["dev", "bringup", "--device", "sim", "--out", str(out)]) == 1
     capsys.readouterr()
-    assert json.loads((out / "report.json").read_text(encoding="utf-8"))["collected"] == {"npu-smi": ["…/npu <OK>"]}
-    assert "<h2>npu-smi</h2><pre>/home/anna/npu &lt;OK&gt;</pre>" in (out / "index.html").read_text(encoding="utf-8")
+    found = json.loads((out / "report.json").read_text(encoding="utf-8"))["collected"]
+    assert found["npu-smi"] == ["exit code 3", "…/npu <OK>"]
+    assert (len(found["plog"]), found["plog"][-1]) == (60, "[ERROR] line 98")
+    assert "plog" not in collected(later + 1)

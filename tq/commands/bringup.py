@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +40,7 @@ _FIRST = "environment"
 @options.threads_option
 @options.numbers("--contexts", "Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].")
 @options.count("--max-new-tokens", "Of greedy text [default: 32; 3 in the simulator].", metavar="N")
-@options.file("--out", "Where results, logs and page go.", metavar="FOLDER", required=True)
+@options.file("--out", "Where results and logs go.", metavar="FOLDER", required=True)
 @click.option("--any-versions", is_flag=True, help="Go on with versions that nobody published together; it is recorded.")
 @click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
 @options.json_option
@@ -55,7 +54,7 @@ def command(context: click.Context, /, **given: Any) -> int:
       tq dev bringup --out first --resume           # after a failed rung was mended
 
     The first rung that fails ends it: the output names the rung, and the layer and stage if there is one. FOLDER holds a JSON
-    file a rung, the whole messages of failures, index.html to look at, and report.json to send home, in which no path is left.
+    file a rung, the whole messages of failures, and report.json to send home, in which no path is left.
 
     Exit code 0 if every rung passed that this executor has, 1 if one failed, 2 if nothing could be tried.
     """
@@ -63,7 +62,7 @@ def command(context: click.Context, /, **given: Any) -> int:
         options.set_threads(given["threads"])
         from haarkv.validation.bringup.climb import climb, ladder
         from haarkv.validation.bringup.environment import require_executor
-        from haarkv.validation.bringup.report import verdict
+        from haarkv.validation.bringup.report import REPORT, verdict
 
         require_executor(given["executor"])
         out: Path = given["out"]
@@ -77,28 +76,26 @@ def command(context: click.Context, /, **given: Any) -> int:
             finally:
                 # Failed or interrupted: what is known so far is worth looking at, and sending home.
                 kept = _leave(folder, show.results, context, given, began)
-        print(
-            kept if given["as_json"] else f"{verdict(results)}\nlook at {out / 'index.html'}; send home {out / 'report.json'}"
-        )
+        print(kept if given["as_json"] else f"{verdict(results)}\nsend home {out / REPORT}")
         return int(any(result.verdict == "failed" for result in results))
 
 
 def _folder(path: Path, *, resume: bool) -> Folder:
     """An empty folder, or one to go on in, or one in which no more than versions were looked at: a slip in the command."""
     from haarkv.tq_ops.errors import InputError
-    from haarkv.validation.bringup.report import PAGE, REPORT
+    from haarkv.validation.bringup.report import REPORT
     from haarkv.validation.bringup.result import Folder
 
     if path.is_dir() and any(path.iterdir()):
         if not (path / f"{_FIRST}.json").is_file():
             raise InputError(f"{path} holds something else than a bring-up; name a folder that does not exist")
-        if not resume and {file.name for file in path.iterdir()} - {f"{_FIRST}.json", f"{_FIRST}.log", PAGE, REPORT}:
+        if not resume and {file.name for file in path.iterdir()} - {f"{_FIRST}.json", f"{_FIRST}.log", REPORT}:
             raise InputError(f"{path} holds a bring-up; add --resume to go on, or name another folder")
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"{path} cannot be made: {error.strerror}") from None
-    return Folder(path, write_whole)
+    return Folder(path)
 
 
 def _bench(given: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Workbench]:
@@ -133,33 +130,25 @@ def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
 def _latency(bench: Workbench) -> Found:
     """The highest rung: every call is timed by the device's own clock; in a simulator it is only run."""
     from haarkv.benchmarks.latency import measure_latency
-    from haarkv.validation.bringup.result import Found, Table
+    from haarkv.validation.bringup.result import Found
 
     executor = bench.executor(bench.model, next(iter(bench.plans.values())))
-    measured = measure_latency(executor, bench.model, bench.plans, bench.contexts, on_turn=bench.tell)
-
-    def shown(value: float | None, scale: float = 1.0) -> str:
-        return "–" if value is None else f"{value * scale:.3f}"
-
-    rows = []
-    for kind, kv, context, tokens, t in measured:
-        spread = "–" if t is None else f"{t.low:.3f} … {t.high:.3f}"
-        per_token = None if t is None or kind == "layer" else t.ms / tokens
-        ms, first = (None, None) if t is None else (t.ms, t.first_ms)
-        rows.append((kind, str(context), kv, shown(ms), spread, shown(per_token), shown(first, 1e-3)))
-    columns = ("call", "context", "format", "ms", "low … high", "ms/token", "first call, s")
-    said = f"{len(rows)} calls of {', '.join(bench.plans)} at {', '.join(map(str, bench.contexts))} tokens"
+    facts = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
+    calls = 0
+    for kind, kv, context, _, t in measure_latency(executor, bench.model, bench.plans, bench.contexts, on_turn=bench.tell):
+        calls += 1
+        if t is not None:
+            first = "" if t.first_ms is None else f", first call {t.first_ms / 1e3:.3f} s"
+            facts[f"{kind} {kv} at {context}"] = f"{t.ms:.3f} ms ({t.low:.3f} to {t.high:.3f}){first}"
+    said = f"{calls} calls of {', '.join(bench.plans)} at {', '.join(map(str, bench.contexts))} tokens"
     if executor.simulated:
         said += " ran; simulated, so that their times mean nothing and none is given"
-    title = "Batch 1; the first call, with what it compiles, counts in no other figure"
-    compiled = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
-    return Found(True, said, len(rows), "calls", facts=compiled, tables=(Table(title, columns, tuple(rows)),))
+    return Found(True, said, calls, "calls", facts=facts)
 
 
 def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any], began: float) -> str:
-    """Write the page and the file to send home; the latter's text."""
-    from haarkv.validation.bringup.collected import collected
-    from haarkv.validation.bringup.report import PAGE, REPORT, page, report
+    """Write the file to send home; its text."""
+    from haarkv.validation.bringup.report import REPORT, collected, report
     from tq import __version__
 
     if not results:
@@ -177,23 +166,9 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
         from haarkv.benchmarks.report import machine
 
         about |= {name: str(value) for name, value in machine().items()}
-    said = collected(began, _profiled(given, results)) if given["executor"] == "npu" else {}
-    kept = report(results, about, folder, said)
-    folder.write(folder.path / PAGE, page(results, about, said))
-    folder.write(folder.path / REPORT, kept)
+    kept = report(results, about, folder, collected(began) if given["executor"] == "npu" else {})
+    write_whole(folder.path / REPORT, kept)
     return kept
-
-
-def _profiled(given: dict[str, Any], results: list[Result]) -> list[str]:
-    """The command that is worth a profile: two tokens of a model that passed on a card; else none."""
-    from haarkv.validation.bringup.environment import SIMULATOR
-    from haarkv.validation.bringup.result import RUNGS
-
-    if given["device"] == SIMULATOR or len(results) < len(RUNGS) or any(result.verdict == "failed" for result in results):
-        return []
-    device = ["--device", given["device"]] if given["device"] else []
-    command = [sys.executable, "-m", "tq", "generate", "--model", given["model"], "--executor", "npu", *device]
-    return [*command, "--kv", "tq4", "--max-new-tokens", "2", "--prompt", "import os"]
 
 
 class _Show:

@@ -104,10 +104,6 @@ def one_line(error: Exception) -> str:
 
 
 # -- The ladder --------------------------------------------------------------------------------------------------------
-_OPS = ("tq_ops",)
-_MODEL = ("codebooks", "tq_ops", "models", "executors", "engine", "validation")
-
-
 def ladder(
     bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], Found],
     any_versions: bool = False,
@@ -129,20 +125,17 @@ def ladder(
     yield Rung("environment", lambda: environment(executor, device, load, any_versions), versions(executor), always=True)
     from haarkv.validation.bringup import compiler, rungs
 
-    workbench = bench()
-    below = workbench.below_a_model(*_OPS)
-    by_compiler = {**below, "formats": workbench.described, "device's compiler": compiler.found_compiler() or "none"}
-    yield Rung("compiler", lambda: compiler.by_the_device(workbench), by_compiler)
-    yield Rung("add", lambda: rungs.smallest_kernel(workbench), below)
-    yield Rung("cube", lambda: rungs.smallest_product(workbench), below)
-    yield Rung("look-up", lambda: rungs.every_byte(workbench), below)
-    yield Rung("store", lambda: rungs.store(workbench), {**below, "formats": workbench.described})
-    whole = workbench.of_the_model(*_MODEL, prompts=workbench.prompts_digest)
-    yield Rung("layer", lambda: rungs.held(workbench, workbench.first_layer, "teacher-forced"), whole)
-    yield Rung("long-decode", lambda: rungs.long_decode(workbench), whole)
-    yield Rung("head", lambda: rungs.held(workbench, workbench.first_layer, "free-running"), whole)
-    yield Rung("teacher-forced", lambda: rungs.held(workbench, workbench.model, "teacher-forced"), whole)
-    yield Rung("free-running", lambda: rungs.held(workbench, workbench.model, "free-running"), whole)
-    yield Rung("text", lambda: rungs.greedy_text(workbench), {**whole, "new tokens": str(workbench.new_tokens)})
-    timed = workbench.of_the_model(*_MODEL, "benchmarks", contexts=", ".join(map(str, workbench.contexts)))
-    yield Rung("latency", lambda: latency(workbench), timed)
+    work = bench()
+    below = work.inputs
+    by_compiler = {**below, "device's compiler": compiler.found_compiler() or "none"}
+    yield Rung("compiler", lambda: compiler.by_the_device(work), by_compiler)
+    yield Rung("store", lambda: rungs.store(work), below)
+    whole = work.inputs_of_model
+    yield Rung("layer", lambda: rungs.validated(work, work.first_layer, "teacher-forced"), whole)
+    yield Rung("long-decode", lambda: rungs.long_decode(work), whole)
+    yield Rung("head", lambda: rungs.validated(work, work.first_layer, "free-running"), whole)
+    yield Rung("teacher-forced", lambda: rungs.validated(work, work.model, "teacher-forced"), whole)
+    yield Rung("free-running", lambda: rungs.validated(work, work.model, "free-running"), whole)
+    yield Rung("text", lambda: rungs.greedy_text(work), {**whole, "new tokens": str(work.new_tokens)})
+    contexts = ", ".join(map(str, work.contexts))
+    yield Rung("latency", lambda: latency(work), {**whole, "contexts": contexts})

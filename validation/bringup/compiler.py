@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.emitted.folder import KERNELS, written
+from haarkv.tq_ops.npu.cpp_folder import KERNELS, written
 from haarkv.tq_ops.npu.versions import sourced_from
 from haarkv.tq_ops.temporary import TemporaryFolder
 from haarkv.validation.bringup.result import Found

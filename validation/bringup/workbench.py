@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import haarkv
 from haarkv.engine.plans import plan_for
-from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
@@ -190,63 +189,32 @@ class Workbench:
         """Of the model."""
         return str(self.model.dtype).removeprefix("torch.")
 
-    def session(self, executor: Executor, plan: KVPlan) -> Session:
-        """An executor ready to generate."""
-        return Session(self.request.model, self.config, executor, load_tokenizer(self.request.model, self.config), plan)
-
     def token_ids(self) -> list[list[int]]:
         """Of the prompts."""
         tokenizer = load_tokenizer(self.request.model, self.config)
         return [tokenizer.encode(prompt) for prompt in self.prompts]
 
     # -- What a verdict depends on -------------------------------------------------------------------------------------------
-    def below_a_model(self, *rooms: str) -> dict[str, str]:
-        """What the verdict of a rung depends on that runs no model.
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Of a rung that runs no model: versions and sources, for a program that was changed is another program."""
+        name, root = self.request.executor, Path(haarkv.__file__).parent
+        files = (file for room in root.iterdir() for file in sorted(room.resolve().rglob("*")) if file.suffix in _SOURCES)
+        code = _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
+        return {**versions(name), "executor": name, "device": self.device, "code": code, "formats": self.described}
 
-        Args:
-            rooms: whose code runs.
-        """
-        name = self.request.executor
-        return {**versions(name), "executor": name, "device": self.device, "code": code_of(rooms)}
-
-    def of_the_model(self, *rooms: str, **asked: str) -> dict[str, str]:
-        """The same, of a rung that runs the model in every format.
-
-        Args:
-            asked: what else matters, by name.
-        """
-        model = _model_digest(self.request.model, self.request.layers)
-        return {**self.below_a_model(*rooms), "model": model, "formats": self.described, **asked}
-
-    @property
-    def prompts_digest(self) -> str:
-        """Of all texts."""
-        return _digest(map(str.encode, self.prompts))
-
-
-@cache
-def code_of(rooms: Sequence[str]) -> str:
-    """A digest of the sources of some rooms: a program that was changed is another program."""
-    root = Path(haarkv.__file__).parent
-    files = [file for room in rooms for file in sorted((root / room).resolve().rglob("*")) if file.suffix in _SOURCES]
-    return _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
+    @cached_property
+    def inputs_of_model(self) -> dict[str, str]:
+        """The same, of a rung that runs the model: its files by name, size and date, and the small ones' contents."""
+        source, parts = source_of(self.request.model), [f"{self.request.model} {self.request.layers}".encode()]
+        for file in source.files() if source else ():
+            stat = file.stat()
+            parts.append(f"{file.name} {stat.st_size}".encode())
+            parts.append(file.read_bytes() if file.suffix == ".json" else str(stat.st_mtime_ns).encode())
+        return {**self.inputs, "model": _digest(parts), "prompts": _digest(map(str.encode, self.prompts))}
 
 
 _SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
-
-
-@cache
-def _model_digest(name: str, layers: int | None) -> str:
-    """A digest of a model's files by name, size and date, and of the small ones' contents."""
-    source = source_of(name)
-    if source is None:
-        return f"{name} {layers}"
-    parts: list[bytes] = []
-    for file in source.files():
-        stat = file.stat()
-        parts.append(f"{file.name} {stat.st_size}".encode())
-        parts.append(file.read_bytes() if file.suffix == ".json" else str(stat.st_mtime_ns).encode())
-    return _digest(parts)
 
 
 def _digest(parts: Iterable[bytes]) -> str:

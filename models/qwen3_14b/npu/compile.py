@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import ELSEWHERE, unsupported
-from haarkv.tq_ops.npu.emitted.checks import Report, check
+from haarkv.tq_ops.npu.cpp_folder import KERNELS
 from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.kept import unsupported as unkept
 from haarkv.tq_ops.npu.program import Program
@@ -41,21 +41,24 @@ class Compiled:
         name: of `PROGRAMS`; where the plan needs several programs of a kind, such as `decode-layer3`, the first layer of one.
         seconds: tracing, every pass and code generation.
         sources: path -> C++: kernel functions, one a file, in `kernel_aicore/`; what they include in `kernel_aicpu/`.
-        report: what the checks of the text found.
         layers: that run it; none of the head.
     """
 
     name: str
     seconds: float
     sources: dict[str, str]
-    report: Report
     layers: tuple[int, ...] = ()
+
+    @property
+    def functions(self) -> list[str]:
+        """The text of each kernel function."""
+        return [text for path, text in self.sources.items() if path.startswith(KERNELS)]
 
 
 def compile_programs(
     config: ModelConfig, names: tuple[str, ...], on_begin: Callable[[str], None], plan: KVPlan = PLAN
 ) -> Iterator[Compiled]:
-    """Compile programs one after the other, and check the C++ they become.
+    """Compile programs one after the other.
 
     Args:
         names: kinds of `PROGRAMS`.
@@ -72,7 +75,7 @@ def compile_programs(
             program, arguments = PROGRAMS[kind](model, plan, layers[0] if layers else 0)
             on_begin(name)
             run = simulator.run(program, arguments, Mode.COMPILE)
-            yield Compiled(name, run.seconds, run.sources, check(name, run.sources), layers)
+            yield Compiled(name, run.seconds, run.sources, layers)
 
 
 def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:

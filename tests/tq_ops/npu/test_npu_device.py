@@ -130,10 +130,11 @@ def test_pypto_itself_writes_where_it_is_told(tmp_path):
 from haarkv.tq_ops.npu.folders import send_pypto_output_away
 print(send_pypto_output_away())
 import pypto
-from haarkv.tq_ops.npu.scopes import AttentionProgram
-program = AttentionProgram.tuned("bf16", 2, 1, 128)
+from haarkv.models.catalog import read_config
+from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, blank_model
+program, arguments = PROGRAMS["head"](blank_model(read_config("tiny")))
 options = {"runtime_options": {"run_mode": 1}, "host_options": {"compile_stage": pypto.CompStage.TENSOR_GRAPH}}
-program.build(**options)(*program.blank_call(1, 100))
+program.build(**options)(*arguments)
 """
     (tmp_path / "here").mkdir()
     done = fake_npu.run(tmp_path, tmp_path, "-c", code, cwd=tmp_path / "here")

@@ -7,36 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 from npu_files import Listing
-from npu_programs import Broken, needs_pypto
+from npu_programs import Broken, needs_pypto, store_case
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.scopes import AttentionProgram
+from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sim import quiet
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, SimulatorError, pipe_shares
+from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, SimulatorError
 
 pytestmark = needs_pypto
-GOOD = AttentionProgram.tuned("bf16", 2, 1, 128)
 
 
-def numbers(simulator):
-    arguments = GOOD.blank_call(1, 100)
-    arguments[3].fill_(1.5)
-    simulator.run(GOOD, arguments, Mode.NUMBERS)
-    return arguments[-1]
+def right(simulator):
+    """Whether a program runs and gives its numbers."""
+    case = store_case(2)
+    simulator.run(case.program, ordered(case.program, case.tensors), Mode.NUMBERS)
+    return all(torch.equal(case.tensors[name], golden) for name, golden in case.goldens.items())
 
 
-def test_a_compilers_complaint_is_passed_on_and_the_next_program_runs():
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", "broken: RuntimeError: the compiler's own words"), ("dies", "process died")]
+)
+def test_what_breaks_is_said_and_the_next_program_runs(how, said):
     with Simulator() as simulator:
-        with pytest.raises(SimulatorError, match="broken: RuntimeError: the compiler's own words"):
-            simulator.run(Broken("raises"), [], Mode.NUMBERS)
-        assert (numbers(simulator)[:2] == 1.5).all()
-
-
-def test_a_worker_that_dies_is_an_error_and_the_next_call_starts_another():
-    with Simulator() as simulator:
-        with pytest.raises(SimulatorError, match="process died"):
-            simulator.run(Broken("dies"), [], Mode.NUMBERS)
-        assert (numbers(simulator)[:2] == 1.5).all()
+        with pytest.raises(SimulatorError, match=said):
+            simulator.run(Broken(how), [], Mode.NUMBERS)
+        assert right(simulator)
 
 
 @pytest.fixture
@@ -50,18 +45,18 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_leaves_no_answer_for_the_next():
     with Simulator() as simulator:
-        numbers(simulator)
+        assert right(simulator)
         main = threading.main_thread().ident
         threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             simulator.run(Broken("hangs"), [], Mode.NUMBERS)
-        assert (numbers(simulator)[:2] == 1.5).all()
+        assert right(simulator)
 
 
 def test_nothing_is_left_behind():
     simulator = Simulator()
     folder = Path(simulator._folder)
-    numbers(simulator)
+    assert right(simulator)
     # Of a call's own tensors nothing stays; what is constant does, once.
     assert not list(folder.glob("*.bin"))
     constant = torch.ones(3)
@@ -78,21 +73,17 @@ def test_a_compilers_complaint_is_something_a_user_can_read():
 
 
 def test_a_graph_is_written_as_json_only_where_it_is_read():
+    case = store_case(2)
     with Listing() as simulator:
         for mode, written in ((Mode.NUMBERS, False), (Mode.COST, True), (Mode.NUMBERS, False)):
-            files = simulator.run(GOOD, GOOD.blank_call(1, 100), mode).sources
+            files = simulator.run(case.program, ordered(case.program, case.tensors), mode).sources
             assert files
             assert ("program.json" in files) is written
 
 
 def test_tensors_that_cannot_be_handed_over_are_refused():
     with Simulator() as simulator, pytest.raises(ValueError, match="contiguous"):
-        simulator.run(GOOD, [torch.zeros(4, 4).T], Mode.NUMBERS)
-
-
-def test_pipe_shares_are_read_off_the_report():
-    report = "Average Cube Usage...............................:    325.55    0.11%\nAverage MTE_IN Usage....: 1.0  26.07%\n"
-    assert pipe_shares(report) == {"cube": 0.11, "load": 26.07}
+        simulator.run(store_case(2).program, [torch.zeros(4, 4).T], Mode.NUMBERS)
 
 
 def test_without_a_compiler_graphs_are_written_and_nothing_fails(monkeypatch, tmp_path):

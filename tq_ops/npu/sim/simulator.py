@@ -1,4 +1,4 @@
-"""Runs PyPTO programs without an NPU, in a worker process: numbers, verification of the passes, cost, emitted C++.
+"""Runs PyPTO programs without an NPU, in a worker process: numbers, cost, emitted C++.
 
 PyPTO 0.2.0 keeps no compilation between calls in simulation: every call compiles anew. What makes a sim fast here is what is
 left out: numbers come from the tensor graph alone, before any pass, and the graph is not written as JSON; tensors cross
@@ -8,7 +8,6 @@ between the processes as files of a memory file system, constants only once.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,18 +34,13 @@ from haarkv.tq_ops.temporary import TemporaryFolder
 class Mode(Enum):
     """What a call is for.
 
-    NUMBERS: interpret the tensor graph with torch and fill the outputs. VERIFY: run every pass and interpret the graph
-    before and after six of them against goldens; fills the outputs as well. COST: every pass, then the cost model;
-    numbers are not computed. COMPILE: every pass, then the AICore C++.
+    NUMBERS: interpret the tensor graph with torch and fill the outputs. COST: every pass, then the cost model; numbers are not
+    computed. COMPILE: every pass, then the AICore C++.
     """
 
     NUMBERS = "numbers"
-    VERIFY = "verify"
     COST = "cost"
     COMPILE = "compile"
-
-
-_WITHOUT_NUMBERS = (Mode.COST, Mode.COMPILE)
 
 
 @dataclass(frozen=True)
@@ -67,24 +61,12 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class VerifyRow:
-    """One comparison that PyPTO made: of one output, after one pass."""
-
-    pass_name: str
-    kind: str
-    argument: int
-    verdict: str
-    zero_ratio: float
-
-
-@dataclass(frozen=True)
 class Request:
     """One call, as the worker gets it."""
 
     program: Program
     mode: Mode
     arguments: tuple[StoredTensor, ...]
-    goldens: dict[int, StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -103,14 +85,11 @@ class Execution:
 
     Attributes:
         seconds: wall time of the call in the worker.
-        rows: PyPTO's comparisons, in VERIFY.
-        cycles, report, tasks: of the cost model, in COST; relative figures, not a latency. `report` is the interpreter's
-            own complaints in VERIFY.
+        cycles, report, tasks: of the cost model, in COST; relative figures, not a latency.
         sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
     """
 
     seconds: float
-    rows: list[VerifyRow] = field(default_factory=list)
     cycles: int | None = None
     report: str = ""
     tasks: list[Task] = field(default_factory=list)
@@ -157,7 +136,7 @@ class Simulator:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def __enter__(self) -> Simulator:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -174,42 +153,37 @@ class Simulator:
             self._constants[tensor] = self._store(tensor, constant=True)
         return tensor
 
-    def run(
-        self, program: Program, tensors: Sequence[Tensor], mode: Mode, goldens: dict[int, Tensor] | None = None
-    ) -> Execution:
+    def run(self, program: Program, tensors: Sequence[Tensor], mode: Mode) -> Execution:
         """Call a program once.
 
         Args:
-            tensors: its arguments, contiguous, on the CPU; outputs are filled in place in NUMBERS and VERIFY.
-            goldens: argument index -> what PyPTO should compare that output with, in VERIFY.
+            tensors: its arguments, contiguous, on the CPU; outputs are filled in place in NUMBERS.
         Raises:
             SimulatorError: it did not compile or run, or an output was not filled.
         """
         stored = [self._constants[t] if t in self._constants else self._store(t) for t in tensors]
-        golden_files = {index: self._store(t) for index, t in (goldens or {}).items()}
         try:
-            answer = self._call(Request(program, mode, tuple(stored), golden_files))
+            answer = self._call(Request(program, mode, tuple(stored)))
             if "error" in answer:
                 everything = f"{answer['trace']}\n\n{self._log()}"
                 self._stop()  # after a refusal PyPTO takes the next program for one nested in this
                 raise SimulatorError(refusal(program.name, program.name, answer["error"], everything))
-            self._take_outputs(program, tensors, stored, mode, answer)
+            if mode is Mode.NUMBERS:
+                self._take_outputs(program, tensors, stored, answer)
         finally:
-            for file in (*stored, *golden_files.values()):
+            for file in stored:
                 if not file.constant:
                     Path(file.path).unlink(missing_ok=True)
         return Execution(
-            answer["seconds"], answer["rows"], answer["cycles"], answer["report"],
+            answer["seconds"], answer["cycles"], answer["report"],
             [Task(*task) for task in answer["tasks"]], answer["sources"],
         )  # fmt: skip
 
     def _take_outputs(
-        self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], mode: Mode, answer: dict[str, Any]
+        self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], answer: dict[str, Any]
     ) -> None:
-        if mode in _WITHOUT_NUMBERS:
-            return
         outputs = [index for index, argument in enumerate(program.arguments) if argument.output]
-        if mode is Mode.NUMBERS and set(outputs) != set(answer["filled"]):
+        if set(outputs) != set(answer["filled"]):
             raise SimulatorError(f"{program.name}: the interpreter left outputs unwritten: {answer['report'][-500:]}")
         for index in outputs:
             tensors[index].copy_(stored[index].map())
@@ -304,12 +278,3 @@ def _environment(tools: Path) -> dict[str, str]:
         "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
         "ASCEND_GLOBAL_LOG_LEVEL": "3",
     }
-
-
-_PIPES = {"cube": "Cube", "vector": "Vector", "load": "MTE_IN", "load L0": "MTE1", "store": "MTE_OUT"}
-
-
-def pipe_shares(report: str) -> dict[str, float]:
-    """Percent of all cycles in which the average pipe of a kind is busy, from the cost model's report."""
-    found = {name: re.search(rf"Average {pipe} Usage\.*:\s*[\d.]+\s+([\d.]+)%", report) for name, pipe in _PIPES.items()}
-    return {name: float(match[1]) for name, match in found.items() if match}

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from aicore.toolchain import KINDS, digest
 from haarkv.tq_ops.errors import InputError
+from lab.npu.aicore.toolchain import KINDS, digest
 
 _FUNCTION = re.compile(r'extern "C" \[aicore\] void (\w+)\(')
 _HASH = re.compile(r"^// funcHash: (\d+)$", re.MULTILINE)

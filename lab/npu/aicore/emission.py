@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from aicore.build import compile_leaves
-from aicore.leaf import Leaf, read_leaves
-from aicore.machine import Machine
-from aicore.order import TaskOrder, read_order
-from aicore.schedule import Schedule, read_schedule
-from aicore.toolchain import Toolchain
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, Simulator
+from lab.npu.aicore.build import compile_leaves
+from lab.npu.aicore.leaf import Leaf, read_leaves
+from lab.npu.aicore.machine import Machine
+from lab.npu.aicore.order import TaskOrder, read_order
+from lab.npu.aicore.schedule import Schedule, read_schedule
+from lab.npu.aicore.toolchain import Toolchain
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Emission:
 class Recorder(Simulator):
     """A simulator that can say how a call would be scheduled."""
 
-    worker = "aicore.record"
+    worker = "lab.npu.aicore.record"
 
     def schedule(self, program: Program, arguments: Sequence[Tensor]) -> tuple[list[TaskOrder], Schedule]:
         """PyPTO's table of the tasks of a call, and the record of its scheduler."""

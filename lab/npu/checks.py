@@ -1,16 +1,21 @@
 """What can be wrong in emitted C++ that PyPTO's interpreter cannot see: strides, places in a core's memory, the stack.
 
-The interpreter computes on whole tensors and never meets the headers of the device. These checks read the text that is
-compiled against them.
+    python -m lab.npu.checks FOLDER
+
+FOLDER is what `tq dev compile --cpp FOLDER` writes. Exit code 1 if anything is found. The interpreter computes on whole
+tensors and never meets the headers of the device. These checks read the text that is compiled against them.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from haarkv.tq_ops.npu.emitted.folder import KERNELS
-from haarkv.tq_ops.npu.emitted.text import SIZES, KernelFunction, Operation, Tile, UnknownTextError, parse
+from haarkv.tq_ops.npu.cpp_folder import KERNELS
+from lab.npu.text import SIZES, KernelFunction, Operation, Tile, UnknownTextError, parse
 
 CAPACITY = {"UB": 192 * 2**10, "L1": 512 * 2**10, "L0A": 64 * 2**10, "L0B": 64 * 2**10, "L0C": 128 * 2**10}
 """Bytes of each memory of one core of an Ascend 910B."""
@@ -190,3 +195,28 @@ def _stack(function: KernelFunction) -> Problems:
             1,
             f"its variables take {function.stack} bytes if none is kept in a register; its stack has {function.stack_limit}",
         )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check every program of a folder."""
+    parser = argparse.ArgumentParser(prog="python -m lab.npu.checks", description="Check the text of emitted C++.")
+    parser.add_argument("folder", type=Path, help="what `tq dev compile --cpp` wrote")
+    folder: Path = parser.parse_args(arguments).folder
+    programs = sorted(path.parent for path in folder.glob(f"*/{KERNELS}"))
+    if not programs:
+        parser.error(f"{folder} holds no emitted C++; write it with tq dev compile --cpp {folder}")
+    count = 0
+    for program in programs:
+        files = sorted((program / KERNELS).glob("*.cpp"))
+        report = check(program.name, {KERNELS + file.name: file.read_text(encoding="utf-8") for file in files})
+        count += len(report.findings)
+        memory = ", ".join(f"{name} {size / 1024:.4g}K" for name, size in report.fullest.items() if size)
+        stack = f"stack {report.stack / 1024:.1f}K of {(report.stack_limit or 0) / 1024:.4g}K"
+        print(f"{program.name}: {report.functions} functions, {memory}, {stack}, {len(report.findings)} findings")
+        for finding in report.findings:
+            print(finding)
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,5 @@
 """Decode attention alone, as one PyPTO program, three ways: to verify the scope and to compare designs in the cost model."""
+# mypy: ignore-errors
 
 from typing import Any
 

@@ -84,5 +84,6 @@ def serve(connection: Any) -> None:
             for name, files in (("topology", [table]), ("control_flow", flow), ("schedule", [Path("schedule.log")])):
                 result[name] = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
-    worker._options, worker._kernel, worker._collect = with_tables, with_record, and_tables
+    worker._options, worker._collect = with_tables, and_tables
+    worker._kernel = with_record  # type: ignore[assignment]  # each call has a record of its own
     worker.serve(connection)

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
-from aicore.leaf import Leaf, distinct
-from aicore.toolchain import CACHE, CSRC, KINDS, PRELUDE, CompileError, Toolchain, digest, run_compiler
+from lab.npu.aicore.leaf import Leaf, distinct
+from lab.npu.aicore.toolchain import CACHE, CSRC, KINDS, PRELUDE, CompileError, Toolchain, digest, run_compiler
 
 # Leaves of one source share the code of their tile operations, which takes most of the time; more of them than this in one
 # would leave a core idle.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from aicore.schedule import Operand, Schedule, Task, ordered
+from lab.npu.aicore.schedule import Operand, Schedule, Task, ordered
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from aicore.build import check_leaves
-from aicore.emission import Recorder, emit
-from aicore.leaf import read_leaves
 from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_stores
 from npu_families import CONFIGS
 from npu_layers import LAYER, layer_call, worst_token
@@ -26,8 +23,10 @@ from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
+from lab.npu.aicore.build import check_leaves
+from lab.npu.aicore.emission import Recorder, emit
+from lab.npu.aicore.leaf import read_leaves
 
-pytestmark = [pytest.mark.npu, pytest.mark.aicore]
 # Absolute; 2.5e-3 was measured.
 LOGITS_ATOL = 1e-2
 
@@ -54,7 +53,7 @@ def check_layer(name, simulator, toolchain, call, program):
     return note(name, emission, machine, f"cache equal, added within {error:.1e}")
 
 
-@pytest.mark.aicore_long
+@pytest.mark.long
 def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
     """Three steps of keys and one: the first, one between, the last, and one that is both first and last."""
     program = programs.decode_program(load_model("tiny", "bfloat16").config)
@@ -63,7 +62,7 @@ def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(sim
     assert executed >= 0.9
 
 
-@pytest.mark.aicore_long
+@pytest.mark.long
 @pytest.mark.parametrize("kv", ["bf16", "k=tq4,v=bf16", "tq4_seed", "k=lr4,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4"])
 def test_a_decode_layer_of_other_formats_does_so_too(kv, simulator, toolchain):
     """Two steps of keys. Learned keys have products in FP32, the cube's adding up of bytes, and transposed tiles; their
@@ -88,7 +87,7 @@ def kept_call(config, make, new, stored, blocks=12, model=None, **kept):
     return program, call
 
 
-@pytest.mark.aicore_long
+@pytest.mark.long
 def test_a_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
     """Two steps of packed keys and the one of BF16; a sequence that does not fill the tail has one packed step, all masked."""
     program, call = kept_call(
@@ -97,13 +96,13 @@ def test_a_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, tool
     assert check_layer("kept decode", simulator, toolchain, call, program) >= 0.85
 
 
-@pytest.mark.aicore_long
+@pytest.mark.long
 def test_a_prefill_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
     program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2], **KEPT)
     assert check_layer("kept prefill", simulator, toolchain, call, program) >= 0.85
 
 
-@pytest.mark.aicore_long
+@pytest.mark.long
 def test_a_prefill_layer_of_learned_keys_reads_two_stretches(simulator, toolchain):
     """A unit of 32 tokens on both sides of the border."""
     program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2])
@@ -129,7 +128,7 @@ def test_a_small_decode_layer_reads_two_stretches(step, least, simulator, toolch
     assert check_layer(f"turned {step}", simulator, toolchain, call, program) >= least
 
 
-@pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.aicore_long)])
+@pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_small_layer_of_another_family(name, kind, simulator, toolchain):
     """Of Gemma 3 one with a window: its first sequence skips a step of keys, and sees some of two."""
@@ -153,7 +152,7 @@ def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, 
     assert note("turned store", emission, emission.machine(toolchain), "all bytes equal")
 
 
-@pytest.mark.aicore_long
+@pytest.mark.long
 def test_a_prefill_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
     program = programs.prefill_program(load_model("tiny", "bfloat16").config)
     call = layer_call(program, [40, 3], [530, 20])
@@ -230,7 +229,7 @@ def test_a_wrong_stride_is_found(stored, toolchain):
     assert any(wrong.values())
 
 
-@pytest.mark.npu_long
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_kernel_function_of_14b_is_accepted_by_the_compiler(toolchain, name):
     [compiled] = compile_programs(read_config("random:14b"), (name,), lambda _: None)

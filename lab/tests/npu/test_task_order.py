@@ -4,11 +4,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from aicore.conflicts import conflicts
-from aicore.emission import Recorder
-from aicore.leaf import read_leaves
-from aicore.order import read_order, roots
-from aicore.schedule import Operand, Schedule, Task
 from npu_learned import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
 from planted_programs import unordered
@@ -22,6 +17,11 @@ from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode
+from lab.npu.aicore.conflicts import conflicts
+from lab.npu.aicore.emission import Recorder
+from lab.npu.aicore.leaf import read_leaves
+from lab.npu.aicore.order import read_order, roots
+from lab.npu.aicore.schedule import Operand, Schedule, Task
 
 pytestmark = needs_pypto
 # Two tiles, of 16 sequences and of 2; one context takes several steps of 256 keys. Three tiles: two of one sequence.
@@ -108,19 +108,11 @@ def check_order(run, tokens, tiles):
     }
 
 
-# With tokens in BF16 the same and more is ordered, below.
-@pytest.mark.npu_long
-def test_decode_leaves_no_access_unordered():
-    run = run_layer(decode, DECODE)
-    check_order(run, tokens=18, tiles=2)
-    assert list(run.unordered()) == []
-
-
 def kept_plan(**kept):
     return replace(learned_plan_spec(), **kept).plan(1)
 
 
-@pytest.mark.npu_long
+@pytest.mark.long
 def test_decode_with_tokens_in_bf16_leaves_no_access_unordered():
     """Rings and sinks are written before anyone reads them: three sequences, one of them new."""
     run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4))
@@ -132,14 +124,14 @@ def test_decode_with_tokens_in_bf16_leaves_no_access_unordered():
     assert list(run.unordered()) == []
 
 
-@pytest.mark.npu_long
+@pytest.mark.long
 def test_prefill_with_tokens_in_bf16_leaves_no_access_unordered_that_matters():
     """Two tiles of one sequence, as only a chunk of more than 128 tokens would have them."""
     run = run_layer(short_prefill, SHORT_PREFILL, plan=kept_plan(tail=128, sink=4))
     check_prefill(run, 37, tiles=3)
 
 
-@pytest.mark.npu_long
+@pytest.mark.long
 def test_without_the_barrier_rings_may_be_read_stale():
     run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4), variant=unordered)
     found = set(run.unordered())
@@ -163,12 +155,6 @@ def short_prefill(config, *sides):
     return replace(programs.prefill_program(config, *sides), rows=32)
 
 
-@pytest.mark.npu_long
-def test_prefill_leaves_no_access_unordered_that_matters():
-    """The program of a prefill with tiles of 32 tokens instead of 128: the same loops, sooner through."""
-    check_prefill(run_layer(short_prefill, SHORT_PREFILL), 37, tiles=3)
-
-
 def learned_plan_spec():
     return learned_spec(resized(read_config("tiny"), num_layers=1), turning=True)
 
@@ -176,23 +162,6 @@ def learned_plan_spec():
 def learned_plan():
     """Of a layer of `tiny`, K of two stages."""
     return learned_plan_spec().plan(1)
-
-
-@pytest.mark.npu_long
-def test_decode_of_learned_keys_leaves_no_access_unordered():
-    run = run_layer(decode, DECODE, plan=learned_plan())
-    check_order(run, tokens=18, tiles=2)
-    assert list(run.unordered()) == []
-
-
-@pytest.mark.npu_long
-def test_prefill_of_learned_keys_leaves_no_access_unordered_that_matters():
-    check_prefill(run_layer(short_prefill, SHORT_PREFILL, plan=learned_plan()), 37, tiles=3)
-
-
-@pytest.mark.npu_long
-def test_a_prefill_of_full_tiles_leaves_no_access_unordered_that_matters():
-    check_prefill(run_layer(programs.prefill_program, PREFILL), tokens=133, tiles=3)
 
 
 def check_found(run):
@@ -203,7 +172,7 @@ def check_found(run):
     assert ("write after write", "ROTATE", "KEYS") in unordered
 
 
-@pytest.mark.npu_long
+@pytest.mark.long
 def test_without_the_barrier_fresh_rows_may_be_read_stale():
     check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=unordered))
 
@@ -253,21 +222,34 @@ def test_what_is_unordered_is_found_in_tasks_made_up(one, other, kinds):
     assert not list(conflicts(Schedule(((one,), (replace(other, after=frozenset()),)), (), (0, 0))))
 
 
-@pytest.mark.npu_long
+@pytest.mark.long
 def test_prefill_without_the_barrier_is_found_as_well():
     check_found(run_layer(programs.prefill_program, PREFILL, variant=unordered))
 
 
-@pytest.mark.npu_long
-def test_decode_of_14b_leaves_no_access_unordered():
-    run = run_layer(programs.decode_program, DECODE, "random:14b")
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("make", "model", "plan"), [(decode, "tiny", PLAN), (decode, "tiny", None), (programs.decode_program, "random:14b", PLAN)]
+)
+def test_decode_leaves_no_access_unordered(make, model, plan):
+    run = run_layer(make, DECODE, model, plan=plan or learned_plan())
     check_order(run, tokens=18, tiles=2)
     assert list(run.unordered()) == []
 
 
-@pytest.mark.npu_long
-def test_prefill_of_14b_leaves_no_access_unordered_that_matters():
-    check_prefill(run_layer(programs.prefill_program, PREFILL, "random:14b"), tokens=133, tiles=3)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("make", "case", "model", "plan"),
+    [
+        (short_prefill, SHORT_PREFILL, "tiny", PLAN),
+        (short_prefill, SHORT_PREFILL, "tiny", None),
+        (programs.prefill_program, PREFILL, "tiny", PLAN),
+        (programs.prefill_program, PREFILL, "random:14b", PLAN),
+    ],
+)
+def test_prefill_leaves_no_access_unordered_that_matters(make, case, model, plan):
+    """With tiles of 32 tokens instead of 128 too: the same loops, sooner through."""
+    check_prefill(run_layer(make, case, model, plan=plan or learned_plan()), sum(case[0]), tiles=3)
 
 
 # -- The tables' reader -----------------------------------------------------------------------------------------------------

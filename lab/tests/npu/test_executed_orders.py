@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from aicore.emission import Recorder, emit
 from npu_layers import LAYER, layer_call, worst_token
 from planted_programs import unordered
 from small_models import SMALL, resized, small_model
@@ -15,8 +14,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.sides import sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
+from lab.npu.aicore.emission import Recorder, emit
 
-pytestmark = [pytest.mark.npu, pytest.mark.aicore]
 ORDERS = 200
 # Seven of ten differ.
 FEW = 20
@@ -55,7 +54,7 @@ def run_orders(program, case, toolchain, count):
     return differing
 
 
-@pytest.mark.aicore_long
+@pytest.mark.long
 def test_every_order_that_the_tables_allow_gives_the_same(call, toolchain):
     program, case = call
     assert not run_orders(program, case, toolchain, ORDERS)

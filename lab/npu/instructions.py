@@ -1,6 +1,6 @@
 """Instructions of whole decode attention on an NPU: what each emitted kernel function has, times the tasks that call it.
 
-    python tests/support/npu_instructions.py KV_HEADS GROUP BATCHxCONTEXT …
+    python -m lab.npu.instructions KV_HEADS GROUP BATCHxCONTEXT …
 
 It is compiled and scheduled for one sequence and two KV heads; a batch and more heads are as many such, for their tasks share
 nothing. The calibration is that of benchmarks/LOG.md: 30 cycles an instruction of the vector core and half a cycle a line of
@@ -8,32 +8,32 @@ nothing. The calibration is that of benchmarks/LOG.md: 30 cycles an instruction 
 dispatch and what tasks wait for.
 """
 
-import sys
+import argparse
 from collections import Counter
+from collections.abc import Sequence
 from heapq import heapreplace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+from torch import Tensor
 
-from aicore.emission import Recorder
-from aicore.leaf import read_leaves
-
-from haarkv.tq_ops.npu.emitted.text import parse
-from haarkv.tq_ops.npu.scopes import AttentionProgram
 from haarkv.tq_ops.npu.sim.simulator import Mode
+from lab.npu.aicore.emission import Recorder
+from lab.npu.aicore.leaf import read_leaves
+from lab.npu.attention import AttentionProgram
+from lab.npu.text import Tile, parse
 
 CORES, HERTZ, BYTES = 48, 1.8e9, 1.6e12
 AN_INSTRUCTION, A_LINE = 30, 0.5
 _SIZES = {"half": 2, "bfloat16_t": 2, "int8_t": 1, "uint8_t": 1}
 
 
-def lines_of(tile):
+def lines_of(tile: Tile) -> int:
     """Lines of 256 bytes that an operation on a tile goes through; a row begins a new one."""
+    assert tile.layout is not None
     rows, columns = min(tile.rows or tile.layout[0], tile.layout[0]), tile.layout[-1]
     return rows * max(1, -(-columns * _SIZES.get(tile.dtype, 4) // 256))
 
 
-def of_function(path, text):
+def of_function(path: str, text: str) -> tuple[int, int]:
     """Instructions and lines of a kernel function on a vector core."""
     count = lines = 0
     for operation in parse(path, text).operations:
@@ -45,7 +45,7 @@ def of_function(path, text):
     return count, lines
 
 
-def of_run(program, arguments):
+def of_run(program: AttentionProgram, arguments: Sequence[Tensor]) -> tuple[Counter[str], int, int, list[float]]:
     """Tasks of vector and cube cores; instructions and lines of the former, and the cycles of each of its tasks."""
     with Recorder() as simulator:
         sources = simulator.run(program, arguments, Mode.COMPILE).sources
@@ -55,11 +55,11 @@ def of_run(program, arguments):
     known = {leaf.file: of_function(*files[leaf.file]) for leaf in leaves.values()}
     called = [leaves[task.leaf] for task in order if task.leaf in leaves]  # what joins tasks calls no function
     work = [known[leaf.file] for leaf in called if leaf.kind == "aiv"]
-    count, lines = map(sum, zip(*work, strict=True))
+    count, lines = (sum(column) for column in zip(*work, strict=True))
     return Counter(leaf.kind for leaf in called), count, lines, [AN_INSTRUCTION * n + A_LINE * m for n, m in work]
 
 
-def dealt_out(cycles):
+def dealt_out(cycles: Sequence[float]) -> float:
     """Cycles until the last of some tasks has ended, the longest first to whichever core is free."""
     cores = [0.0] * CORES
     for task in sorted(cycles, reverse=True):
@@ -67,13 +67,19 @@ def dealt_out(cycles):
     return max(cores)
 
 
-def main(kv_heads, group, *sizes):
+def main() -> None:
+    """Print a row for each size and cache."""
+    parser = argparse.ArgumentParser(prog="python -m lab.npu.instructions", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("kv_heads", type=int)
+    parser.add_argument("group", type=int, help="queries' heads of a KV head")
+    parser.add_argument("sizes", nargs="+", metavar="BATCHxCONTEXT")
+    given = parser.parse_args()
     print("cache | batch x context | instructions | lines | vector us, even | by whole tasks | bytes us | at least us")
-    for size in sizes:
+    for size in given.sizes:
         batch, context = map(int, size.split("x"))
-        times = batch * int(kv_heads) // 2
+        times = batch * given.kv_heads // 2
         for variant in ("tq4", "bf16"):
-            program = AttentionProgram.tuned(variant, 2 * int(group), 2, 2048)
+            program = AttentionProgram.tuned(variant, 2 * given.group, 2, 2048)
             _, count, lines, cycles = of_run(program, program.blank_call(1, context))
             even, tasks = (x / HERTZ * 1e6 for x in (times * sum(cycles) / CORES, dealt_out(times * cycles)))
             memory = times * program.kv_bytes(1, context) / BYTES * 1e6
@@ -85,4 +91,4 @@ def main(kv_heads, group, *sizes):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,26 +1,17 @@
-"""The text of emitted C++: what the checks find in it, what they find once a fault is planted, and that it is whole."""
+"""The text of emitted C++: what the checks find in it, and what they find once a fault is planted."""
 
 import re
-from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
 
 import pytest
 from emitted_programs import compile_all
 from npu_programs import needs_pypto
 
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.emitted.checks import CAPACITY, RULES, check
-from haarkv.tq_ops.npu.emitted.folder import build_files, compile_flags
-from haarkv.tq_ops.npu.emitted.text import UnknownTextError, parse
+from haarkv.tq_ops.npu.cpp_folder import written
+from lab.npu.checks import CAPACITY, RULES, check, main
+from lab.npu.text import UnknownTextError, parse
 
 pytestmark = needs_pypto
 PROGRAMS = ("decode", "prefill", "head", "store")
-
-
-def include_folders():
-    """Where the compile line looks for headers that PyPTO ships."""
-    root = Path(find_spec("pypto").origin).parent / "lib/include"
-    return [root, root / "tilefwk", root / "tileop", root / "tileop/arch32"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -34,7 +25,7 @@ def test_nothing_is_found_in_the_programs_of_tiny(emitted, program):
     assert 0 < report.stack < report.stack_limit == 32 * 2**10
 
 
-@pytest.mark.npu_long
+@pytest.mark.long
 def test_nothing_is_found_in_the_programs_of_14b():
     for program, sources in compile_all("random:14b").items():
         report = check(program, sources)
@@ -52,48 +43,6 @@ def test_every_tile_operation_of_the_text_is_read(emitted, program):
         function = parse(path, text)
         named = [len(re.findall(r"\b\w+Tensor_\d+\b", call)) for call in calls]
         assert [sum(tile is not None for tile in o.operands) for o in function.operations] == named
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_included_file_is_there(emitted, program):
-    """Quoted includes: beside the file, as its path says, or among PyPTO's headers."""
-    sources = emitted[program]
-    assert "kernel_aicpu/expression_0.h" in sources
-    for path, text in sources.items():
-        for name in re.findall(r'^\s*#\s*include "(.*?)"', text, re.MULTILINE):
-            beside = "/".join(_flat(PurePosixPath(path).parent / name))
-            assert beside in sources or any((folder / name).is_file() for folder in include_folders()), f"{path}: {name}"
-
-
-def _flat(path):
-    parts = []
-    for part in path.parts:
-        parts = parts[:-1] if part == ".." else [*parts, part]
-    return parts
-
-
-def scopes(sources):
-    """Loops whose tasks a program's control flow launches, in the text's order, and `|` where all before must have ended."""
-    (control,) = (text for path, text in sources.items() if path.startswith("kernel_aicpu/controlFlow"))
-    found = re.findall(r"#name: TENSOR_(\w+?)_Unroll\w*_root\b|(RUNTIME_FUNCKEY_LOOP_BARRIER)", control)
-    return ["|" if barrier else scope for scope, barrier in found]
-
-
-def waits(sources):
-    """Whether attention begins when all has ended that stores what it reads."""
-    launched = scopes(sources)
-    stored = max(at for at, scope in enumerate(launched) if scope in ("APPEND", "KEEP", "ROTATE"))
-    return "|" in launched[stored : launched.index("KEYS")]
-
-
-@pytest.mark.parametrize("program", ["decode", "prefill"])
-def test_attention_waits_for_the_rows_that_its_tokens_store(emitted, program):
-    """Without the barrier PyPTO's tables remember one writer of many; what a device then reads is chance."""
-    sources = emitted[program]
-    assert scopes(sources)[:4] == ["QKV", "QUANTIZE", "APPEND", "ROTATE"]
-    assert waits(sources)
-    without = {path: re.sub(r".*LOOP_BARRIER.*\n", "", text) for path, text in sources.items()}
-    assert not waits(without)
 
 
 # -- Planted ----------------------------------------------------------------------------------------------------------------
@@ -209,37 +158,22 @@ def test_rules_name_operands_that_are_there():
         assert len(rule.same) != 1, name
 
 
-# -- The folder -------------------------------------------------------------------------------------------------------------
-def test_the_compile_line_is_pyptos_own_but_for_the_folders(emitted):
-    source = next(text for path, text in emitted["head"].items() if path.endswith("_aiv.cpp"))
-    flags = compile_flags(source)
-    command = source.rstrip().splitlines()[-1]
-    for flag in flags.split():
-        assert "$(" in flag or flag in command.split()
-    assert "-I$(PYPTO_INCLUDE)/tileop" in flags.split()
-    assert "-I$(CANN_INCLUDE)" in flags.split()
-    assert "/home" not in flags
-    assert flags.startswith("-c -O3")
-    with pytest.raises(InputError, match="no compile line"):
-        compile_flags(source.replace("// bisheng", "// gcc"))
-    with pytest.raises(InputError, match="a folder of this machine"):
-        compile_flags(source.replace("-mllvm", "--from=/opt/x -mllvm", 1))
-
-
-def test_kernel_functions_of_one_kind_are_compiled_in_one_way(emitted):
-    files = build_files({name: emitted[name] for name in ("head", "store")})
-    assert set(files) == {"Makefile", "README.md"}
-    assert files["Makefile"].count("\nAIV := -c") == files["Makefile"].count("\nAIC := -c") == 1
-    functions = sum(path.startswith("kernel_aicore/") for path in emitted["store"])
-    assert f"- `store/`: {functions} kernel functions" in files["README.md"]
-    path = next(path for path in emitted["head"] if path.endswith("_aiv.cpp"))
-    mixed = {**emitted["head"], path: emitted["head"][path].replace(" -O3 ", " -O2 ")}
-    with pytest.raises(InputError, match="in different ways: aiv"):
-        build_files({"head": mixed})
-
-
 def test_a_file_or_a_program_without_kernel_functions_is_named():
     with pytest.raises(UnknownTextError, match="no kernel function"):
         parse("a.cpp", "int main() {}")
     (finding,) = check("moved", {"elsewhere/x.cpp": ""}).findings
     assert "holds no kernel function" in str(finding)
+
+
+def test_a_folder_is_checked_by_command(emitted, tmp_path, capsys):
+    """As `tq dev compile --cpp` writes it, and with one function spoiled."""
+    written(tmp_path / "cpp", {"head": emitted["head"]})
+    assert main([str(tmp_path / "cpp")]) == 0
+    assert "0 findings" in capsys.readouterr().out
+    file = next((tmp_path / "cpp/head/kernel_aicore").glob("*_aiv.cpp"))
+    file.write_text(file.read_text(encoding="utf-8").replace("stack-size=0x8000", "stack-size=0x10"), encoding="utf-8")
+    assert main([str(tmp_path / "cpp")]) == 1
+    assert f"kernel_aicore/{file.name}:1: its variables take" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "nothing")])
+    assert "holds no emitted C++" in capsys.readouterr().err

@@ -1,15 +1,12 @@
 """Every kernel function of a program left out, one after the other: each must be missed. What only declares does not count."""
 
-import pytest
 import torch
-from aicore.emission import emit
 from executed_leaves import functions, without, wrong_stores
 from npu_layers import layer_call
 from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
-
-pytestmark = [pytest.mark.npu, pytest.mark.aicore]
+from lab.npu.aicore.emission import emit
 
 
 def test_every_function_of_the_store_is_missed(stored):

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from aicore.leaf import distinct, read_leaf, read_leaves
-from aicore.schedule import ordered, read_schedule
-from aicore.toolchain import find_toolchain, host_header
 
 from haarkv.tq_ops.errors import InputError
+from lab.npu.aicore.leaf import distinct, read_leaf, read_leaves
+from lab.npu.aicore.schedule import ordered, read_schedule
+from lab.npu.aicore.toolchain import find_toolchain, host_header
 
 KERNEL = """#define __TILE_FWK_AICORE__ 1
 #include "../kernel_aicpu/expression_0.h"

@@ -1,17 +1,31 @@
-"""What the tests of executed C++ share: the compiler, and the table of kernel functions that a run ends with."""
+"""What the tests of emitted C++ share: its text, a compiler, and the table of kernel functions that a run ends with."""
 
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from aicore.emission import Recorder, emit
-from aicore.toolchain import find_toolchain
+from emitted_programs import compile_all, compile_store, shared
 from executed_leaves import ROWS
 from npu_programs import store_case
+from planted_programs import StridedWhere
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.sim.simulator import unavailable
+from lab.npu.aicore.emission import Recorder, emit
+from lab.npu.aicore.toolchain import find_toolchain
+
+
+@pytest.fixture(scope="session")
+def emitted(tmp_path_factory, worker_id):
+    """The C++ of tiny's programs: program -> path -> text."""
+    return shared(tmp_path_factory, worker_id, "emitted-tiny", lambda: compile_all("tiny"))
+
+
+@pytest.fixture(scope="session")
+def emitted_strided_where(tmp_path_factory, worker_id):
+    """The C++ of a store program whose `where` takes strided views."""
+    return shared(tmp_path_factory, worker_id, "emitted-strided", lambda: compile_store(StridedWhere(2)))
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +33,7 @@ def toolchain(request):
     """The compiler and pto-isa's headers; skips by name where one is not there."""
     folder = request.config.getoption("--pto-isa")
     if folder is None:
-        pytest.skip("needs a checkout of pto-isa: make test-aicore PTO_ISA=FOLDER")
+        pytest.skip("needs a checkout of pto-isa: make lab-aicore PTO_ISA=FOLDER")
     if reason := unavailable():
         pytest.skip(reason)
     try:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aicore.build import load
-from aicore.leaf import Leaf
-from aicore.schedule import Schedule, Task, ordered
+from lab.npu.aicore.build import load
+from lab.npu.aicore.leaf import Leaf
+from lab.npu.aicore.schedule import Schedule, Task, ordered
 
 # Memory nobody wrote reads as this byte: NaN in every floating-point type.
 _UNWRITTEN = 0xFF

@@ -1,0 +1,155 @@
+"""Layers by the NPU programs, in PyPTO's interpreter: stored bytes are the reference's, and so is what a layer adds.
+
+One table of rows: families, formats, tails and sinks, windows, borders of stretches, decode and prefill. One text is built
+into all of them (`programs.Parts`), so a part that is left out or another family's must be seen.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from npu_checked import CONFIG, LAYER_CASES, check_layer, error_of_layer
+from npu_families import CONFIGS, WINDOW
+from npu_learned import learned_spec
+from npu_programs import needs_pypto, with_pypto
+from small_models import random_tokens, resized, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.bounds import NPU_LAYER_ADDED
+from haarkv.validation.layers.runner import validate
+
+# New and stored tokens. Of the longest sequence a windowed layer skips two steps of keys.
+DECODE, PREFILL = ([1, 1, 1], [299, 0, 640]), ([33, 5], [250, 0])
+# Sequences of 1,023, 1,024 and 1,025 tokens and a short one; later steps of 2,048 keys, the second of two stretches and of
+# one; prompts that cross a border within a unit, stand at one, and end before one.
+AT_A_BORDER, ACROSS_A_BORDER = ([1, 1, 1, 1], [1022, 1023, 1024, 5]), ([40, 3, 2], [1000, 1024, 7])
+BORDERS = {
+    "decode": AT_A_BORDER,
+    "decode, two steps": ([1, 1], [2100, 3080]),
+    "prefill": ACROSS_A_BORDER,
+    "prefill, three stretches": ([3, 2], [2300, 1500]),
+}
+BOTH = {"decode": DECODE, "prefill": PREFILL}
+FAR = resized(CONFIG, num_heads=4, max_position_embeddings=4096)
+WINDOWED, WHOLE = range(0, 1), range(1, 2)
+TAIL = {"tail": 20, "sink": 3}
+
+
+def spec_of(config, kv="k=lr4,v=tq4", turning=True, **kept):
+    return replace(learned_spec(config, kv, turning=turning) if "lr" in kv else KVSpec(kv), **kept)
+
+
+def row(name, config, case, kv="tq4", layers=WHOLE, short=False, turning=True, **kept):
+    marks = () if short else pytest.mark.npu_long
+    return pytest.param(config, case, kv, layers, turning, kept, id=name, marks=marks)
+
+
+def heads(case):
+    (queries, keys), *tokens = LAYER_CASES[case]
+    return resized(CONFIG, num_heads=queries, num_kv_heads=keys), tokens
+
+
+FIXED = ["bf16", "tq4_seed", "k=bf16,v=tq4", "k=tq4,v=tq4_seed"]
+LEARNED = ["k=lr2,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4_seed", "k=lr4,v=tq4"]
+RINGS = [{"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
+TEN, EIGHT = (resized(CONFIG, num_heads=n) for n in (10, 8))
+# Each format, family and kind, a window, a tail and a border: these run in `make test`.
+ROWS = [
+    row("qwen3, decode", *heads("decode, GQA 5"), short=True),
+    row("llama, prefill, bf16", CONFIGS["llama"], PREFILL, "bf16", short=True),
+    row("qwen2, decode, tq4_seed", CONFIGS["qwen2"], DECODE, "tq4_seed", short=True),
+    row("gemma3, window, prefill, learned", CONFIGS["gemma3"], PREFILL, "k=lr4,v=tq4", WINDOWED, short=True),
+    row("gemma3, window, decode, tail", CONFIGS["gemma3"], DECODE, "tq4", WINDOWED, short=True, tail=8, sink=3),
+    row("gemma3, prefill, tail", CONFIGS["gemma3"], ([20, 9], [250, 3]), "tq4", WHOLE, short=True, tail=64),
+    row("border, decode, tail", FAR, AT_A_BORDER, "k=lr4,v=tq4", short=True, **TAIL),
+    row("border, prefill", FAR, ACROSS_A_BORDER, "k=lr4,v=tq4", short=True),
+    *(row(f"qwen3, {case}", *heads(case)) for case in LAYER_CASES if case != "decode, GQA 5"),
+    *(
+        row(f"{name}, {kind}, layer {layers.start}", CONFIGS[name], BOTH[kind], "tq4", layers)
+        for name, kind, layers in product(CONFIGS, BOTH, (WINDOWED, WHOLE))
+    ),
+    *(
+        row(f"{name}, {kv}", config, PREFILL, kv, WINDOWED)
+        for (name, config), kv in product(CONFIGS.items(), ["bf16", "tq4_seed", "k=lr4,v=tq4"])
+    ),
+    *(row(f"{kind}, {kv}", TEN, BOTH[kind], kv) for kind, kv in product(BOTH, FIXED)),
+    *(row(f"{kind}, {kv}, no stretches", TEN, BOTH[kind], kv, turning=False) for kind, kv in product(BOTH, LEARNED)),
+    *(row(f"border, {case}, {kv}", FAR, BORDERS[case], kv) for case, kv in product(BORDERS, LEARNED)),
+    *(
+        row(f"border, {case}, default tail", FAR, BORDERS[case], "k=lr4,v=tq4", tail=128, sink=4)
+        for case in ("decode, two steps", "prefill", "prefill, three stretches")
+    ),
+    *(
+        row(f"{kind}, {kv}, {kept}", EIGHT, BOTH[kind], kv, **kept)
+        for kind, kv, kept in product(BOTH, ["tq4", "k=tq4,v=tq4_seed"], [TAIL, *RINGS])
+    ),
+    *(
+        row(f"gemma3, {kind}, layer {layers.start}, {kept}", CONFIGS["gemma3"], BOTH[kind], "tq4", layers, **kept)
+        for kind, layers, kept in product(BOTH, (WINDOWED, WHOLE), [{"tail": 8, "sink": 3}, {"tail": 64}])
+    ),
+]
+
+
+@with_pypto
+@pytest.mark.parametrize(("config", "case", "kv", "layers", "turning", "kept"), ROWS)
+def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, kv, layers, turning, kept):
+    check_layer(None, *case, spec_of(config, kv, turning, **kept), layers, config)
+
+
+# -- Parts left out ----------------------------------------------------------------------------------------------------------
+def without(**parts):
+    return lambda program: replace(program, parts=replace(program.parts, **parts))
+
+
+def attending(**sizes):
+    return lambda program: replace(program, attention=replace(program.attention, **sizes))
+
+
+FAULTS = {
+    "biases left out": ("qwen2", without(bias=False)),
+    "norms of heads left out": ("gemma3", without(head_norms=False)),
+    "norms behind left out": ("gemma3", without(norms_behind=False)),
+    "SiLU for GELU": ("gemma3", without(activation="silu")),
+    "no window": ("gemma3", attending(window=None)),
+    "a window one longer": ("gemma3", attending(window=WINDOW + 1)),
+    "a window one shorter": ("gemma3", attending(window=WINDOW - 1)),
+    "logits of another scale": ("llama", attending(scale=128**-0.5)),
+}
+SHORT = ("biases left out", "a window one longer")
+
+
+@with_pypto
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f in SHORT else pytest.mark.npu_long) for f in FAULTS])
+def test_a_part_that_is_left_out_or_anothers_is_seen(fault):
+    name, plant = FAULTS[fault]
+    error, _ = error_of_layer(None, *DECODE, KVSpec("tq4"), WINDOWED, CONFIGS[name], plant)
+    print(f"{fault}: {error:.1e}")
+    assert error > 2 * NPU_LAYER_ADDED
+
+
+# -- As `tq validate` runs ---------------------------------------------------------------------------------------------------
+@needs_pypto[1]
+@pytest.mark.npu_long
+@pytest.mark.parametrize(
+    ("kept", "length", "exercised"),
+    [
+        ({}, 20, None),
+        (TAIL, 100, "sinks that an earlier forward stored"),
+        (TAIL, STRETCH + 3, f"keys of a second stretch (over {STRETCH:,} tokens)"),
+    ],
+    ids=["packed", "tail", "border"],
+)
+def test_a_validation_passes(kept, length, exercised):
+    """Prompts in chunks, decode, and drafted tokens that are taken back, out of the ring as well."""
+    config = resized(FAR, num_layers=1)
+    model, plan = small_model(config, dtype=torch.bfloat16), spec_of(config, **kept).plan(1)
+    candidate = catalog.create("npu", model, plan, "sim")
+    prompts = [random_tokens(config, length, 1), random_tokens(config, 5, 2)]
+    report = validate(ReferenceExecutor(model), candidate, model, prompts, 1, plan)
+    assert report.passed, report.first_divergence
+    assert {row.phase for row in report.rows} == {"prefill", "decode", "verify"}
+    assert exercised is None or exercised in report.exercised

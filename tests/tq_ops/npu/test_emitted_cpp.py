@@ -1,0 +1,89 @@
+"""The C++ of a decode program: barriers stand in it, what it includes is there, and what lies beside it in a folder."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+import pytest
+from npu_programs import needs_pypto
+
+from haarkv.models.catalog import read_config
+from haarkv.models.qwen3_14b.npu.compile import compile_programs
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.npu.cpp_folder import build_files, compile_flags
+
+pytestmark = needs_pypto
+
+
+@pytest.fixture(scope="module")
+def emitted():
+    """Path -> text."""
+    (compiled,) = compile_programs(read_config("tiny"), ("decode",), lambda _: None)
+    return compiled.sources
+
+
+def test_every_included_file_is_there(emitted):
+    """Quoted includes: beside the file, as its path says, or among PyPTO's headers."""
+    root = Path(find_spec("pypto").origin).parent / "lib/include"
+    shipped = [root, root / "tilefwk", root / "tileop", root / "tileop/arch32"]
+    assert "kernel_aicpu/expression_0.h" in emitted
+    for path, text in emitted.items():
+        for name in re.findall(r'^\s*#\s*include "(.*?)"', text, re.MULTILINE):
+            beside = "/".join(_flat(PurePosixPath(path).parent / name))
+            assert beside in emitted or any((folder / name).is_file() for folder in shipped), f"{path}: {name}"
+
+
+def _flat(path):
+    parts = []
+    for part in path.parts:
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return parts
+
+
+def scopes(sources):
+    """Loops whose tasks a program's control flow launches, in the text's order, and `|` where all before must have ended."""
+    (control,) = (text for path, text in sources.items() if path.startswith("kernel_aicpu/controlFlow"))
+    found = re.findall(r"#name: TENSOR_(\w+?)_Unroll\w*_root\b|(RUNTIME_FUNCKEY_LOOP_BARRIER)", control)
+    return ["|" if barrier else scope for scope, barrier in found]
+
+
+def waits(sources):
+    """Whether attention begins when all has ended that stores what it reads."""
+    launched = scopes(sources)
+    stored = max(at for at, scope in enumerate(launched) if scope in ("APPEND", "KEEP", "ROTATE"))
+    return "|" in launched[stored : launched.index("KEYS")]
+
+
+def test_attention_waits_for_the_rows_that_its_tokens_store(emitted):
+    """Without the barrier PyPTO's tables remember one writer of many; what a device then reads is chance."""
+    assert scopes(emitted)[:4] == ["QKV", "QUANTIZE", "APPEND", "ROTATE"]
+    assert waits(emitted)
+    without = {path: re.sub(r".*LOOP_BARRIER.*\n", "", text) for path, text in emitted.items()}
+    assert not waits(without)
+
+
+def test_the_compile_line_is_pyptos_own_but_for_the_folders(emitted):
+    source = next(text for path, text in emitted.items() if path.endswith("_aiv.cpp"))
+    flags = compile_flags(source)
+    command = source.rstrip().splitlines()[-1]
+    for flag in flags.split():
+        assert "$(" in flag or flag in command.split()
+    assert "-I$(PYPTO_INCLUDE)/tileop" in flags.split()
+    assert "-I$(CANN_INCLUDE)" in flags.split()
+    assert "/home" not in flags
+    assert flags.startswith("-c -O3")
+    with pytest.raises(InputError, match="no compile line"):
+        compile_flags(source.replace("// bisheng", "// gcc"))
+    with pytest.raises(InputError, match="a folder of this machine"):
+        compile_flags(source.replace("-mllvm", "--from=/opt/x -mllvm", 1))
+
+
+def test_kernel_functions_of_one_kind_are_compiled_in_one_way(emitted):
+    files = build_files({"decode": emitted})
+    assert set(files) == {"Makefile", "README.md"}
+    assert files["Makefile"].count("\nAIV := -c") == files["Makefile"].count("\nAIC := -c") == 1
+    functions = sum(path.startswith("kernel_aicore/") for path in emitted)
+    assert f"- `decode/`: {functions} kernel functions" in files["README.md"]
+    path = next(path for path in emitted if path.endswith("_aiv.cpp"))
+    with pytest.raises(InputError, match="in different ways: aiv"):
+        build_files({"mixed": {**emitted, path: emitted[path].replace(" -O3 ", " -O2 ")}})
