@@ -17,7 +17,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-gpu test-cuda-compile test-cuda-long test-ptx test-vllm test-vllm-short test-peers test-real lab lab-aicore lint wheels tables bench clean
+.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-gpu test-cuda-compile test-cuda-long test-vllm test-vllm-short test-peers test-real lab lab-aicore lab-ptx lint wheels tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -30,12 +30,12 @@ help:
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for four kinds of GPU; no GPU needed"
 	@echo "make test-cuda-long  more of the GPU kernels in Triton's interpreter"
-	@echo "make test-ptx  the GPU kernels at length, their PTX executed on the CPU"
 	@echo "make test-vllm  the vLLM plug-in at length, on the real server with many flags"
 	@echo "make test-peers  llama.cpp beside ours: compiles it for this CPU first, minutes; REAL=FOLDER takes GGUF files, too"
 	@echo "make test-real REAL=FOLDER  pretrained GGUF files beside transformers"
 	@echo "make lab     the laboratory's tests: studies, rivals and emulators, minutes"
 	@echo "make lab-aicore PTO_ISA=FOLDER  the NPU programs' C++, executed with the CPU backend of pto-isa"
+	@echo "make lab-ptx  the GPU kernels at length, their PTX executed on the CPU, hours"
 	@echo "make lint    linters and types only"
 	@echo "make wheels  the sdist and wheels for x86-64, ARM and any machine, in dist; needs g++-aarch64-linux-gnu for ARM"
 	@echo "make tables  regenerate the shipped codebooks and rotations"
@@ -79,9 +79,6 @@ test-cuda-compile: $(VENV)/dev.stamp
 test-cuda-long: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m cuda_long tests/tq_ops tests/executors tests/models tests/engine
 
-test-ptx: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal -m 'ptx_long' --no-header -rs tests/tq_ops/cuda
-
 # REAL: a folder of GGUF files.
 test-real: $(VENV)/dev.stamp
 	@test -n "$(REAL)" || { echo "name a folder of GGUF files: make test-real REAL=FOLDER" >&2; exit 2; }
@@ -106,6 +103,8 @@ lab: $(VENV)/dev.stamp
 lab-aicore: $(VENV)/dev.stamp
 	@test -n "$(PTO_ISA)" || { echo "name a checkout of pto-isa: make lab-aicore PTO_ISA=FOLDER" >&2; exit 2; }
 	$(BIN)/pytest -c lab/pytest.ini --no-header -rs $(if $(LONG),,-m 'not long') --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") lab/tests/npu
+lab-ptx: $(VENV)/dev.stamp
+	$(BIN)/pytest -c lab/pytest.ini -n 2 --dist worksteal --no-header -rs lab/tests/ptx
 
 wheels: $(VENV)/dev.stamp
 	$(BIN)/python hatch_build.py dist

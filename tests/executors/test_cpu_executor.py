@@ -19,7 +19,6 @@ from haarkv.tq_ops.cpu import build, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import bounds
 
 MODEL = small_model(SMALL)
 
@@ -36,7 +35,7 @@ def greedy(executor, kv: str | KVSpec) -> list[list[int]]:
 
 
 @every_table
-@pytest.mark.parametrize("kv", ["tq4", "tq2", "bf16", TAIL, MIXED], ids=str)
+@pytest.mark.parametrize("kv", ["tq2", TAIL, MIXED], ids=str)
 def test_greedy_text_is_the_references(table, kv):
     assert greedy(ReferenceExecutor(MODEL, table.open()), kv) == greedy(ReferenceExecutor(MODEL), kv)
 
@@ -47,15 +46,6 @@ def logits_after_prompts(model, ops):
     paging = new_paging(cache)
     prompts = [random_tokens(SMALL, 30, seed=seed) for seed in range(24)]
     return prefill(ReferenceExecutor(model, ops), cache, paging, [paging.add() for _ in prompts], prompts).float()
-
-
-@every_table
-def test_logits_are_the_references(table):
-    ours, theirs = (logits_after_prompts(MODEL, ops) for ops in (table.open(), reference))
-    error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
-    # Measured: 1e-3 and less; 0.1 where a level falls to the other side of a boundary, after 9 of the 24.
-    assert error.median() <= 1e-2
-    assert error.max() <= bounds.EXECUTOR_LOGITS["bfloat16"]
 
 
 @every_table

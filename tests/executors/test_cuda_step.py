@@ -65,12 +65,11 @@ def of_layer(spec: KVSpec, attention: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("family", "spec", "prompts", "compiles", "attention"),
     [
-        *((family, TQ4, prompts, True, NVRTC) for family in FAMILIES for prompts in (ONE, RAGGED)),
-        ("qwen3", TQ4, ONE, False, TRITON), ("qwen2", TQ4, RAGGED, False, TRITON), ("gemma", TQ4, RAGGED, False, TRITON),
-        ("qwen3", TAIL, RAGGED, True, NVRTC), ("qwen3", TAIL, RAGGED, False, TRITON),
+        ("llama", TQ4, ONE, True, NVRTC), ("gemma", TQ4, RAGGED, True, NVRTC), ("gemma", TQ4, RAGGED, False, TRITON),
+        ("qwen2", TAIL, RAGGED, True, NVRTC), ("qwen3", TAIL, RAGGED, False, TRITON),
         # Learned keys of head_dim 64 `decode.takes` leaves to Triton.
-        *(("wide", KVSpec("k=lr3,v=tq3", **kept), RAGGED, True, NVRTC) for kept in ({}, {"tail": 5, "sink": 2})),
-        *(("qwen3", KVSpec("k=lr4,v=tq4", **kept), RAGGED, True, TRITON) for kept in ({}, {"tail": 5, "sink": 2})),
+        ("wide", KVSpec("k=lr3,v=tq3", tail=5, sink=2), RAGGED, True, NVRTC),
+        ("qwen3", KVSpec("k=lr4,v=tq4"), RAGGED, True, TRITON),
     ],
     ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given),
 )  # fmt: skip
@@ -99,9 +98,9 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     assert len(two) - 2 * len(expected) <= (50 if family == "gemma" else 21)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", [TQ4, TAIL], ids=["packed", "tail"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "spec"), [("qwen3", BF16, TQ4), ("llama", FP32, TAIL), ("qwen2", BF16, TAIL), ("gemma", FP32, TQ4)]
+)
 def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, family, dtype, spec):
     """On a device without numbers; `launches` would raise."""
     model = small_model(config_of(family), dtype=dtype)
@@ -156,11 +155,8 @@ def test_models_without_a_fused_layer_say_so_in_words():
 PLAIN, BIASED, NORMED = (False, False), (True, False), (False, True)
 CASES = [
     (Case("tq4", 64, 2, 2, 8, (6, 9), (4, 1)), PLAIN),
-    (Case("tq4", 64, 1, 3, 8, (2, 9), (1, 4)), BIASED),
     (Case("tq4", 128, 5, 2, 128, (3, 130, 0), (1, 1, 1)), NORMED),
     (Case("tq4", 256, 2, 1, 24, (7,), (1,)), BIASED),
-    (Case("tq4", 128, 3, 1, 16, (5,), (2,)), PLAIN),
-    (Case("k=tq3,v=tq2", 64, 2, 2, 16, (5, 0), (2, 1)), NORMED),
     (Case("tq4", 64, 2, 2, 8, (0, 9), (5, 1), tail=3, sink=2), BIASED),
     (Case("k=tq4,v=tq3", 128, 5, 2, 16, (3, 40, 0), (1, 1, 1), tail=9, sink=4), NORMED),
     (Case("k=lr3,v=tq3", 64, 2, 2, 8, (9, 0), (2, 1), tail=3, sink=2), BIASED),
@@ -199,11 +195,7 @@ def moved(heads: Heads) -> Heads:
 
 @pytest.mark.parametrize(
     ("case", "made_of", "dtype"),
-    [
-        pytest.param(*case, dtype, marks=[] if GPU or number % 2 == (dtype == BF16) else pytest.mark.cuda_long)
-        for number, case in enumerate(CASES)
-        for dtype in (FP32, BF16)
-    ],
+    [(*case, dtype) for number, case in enumerate(CASES) for dtype in (FP32, BF16) if GPU or number % 2 == (dtype == BF16)],
     ids=str,
 )
 def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, dtype):
@@ -310,7 +302,6 @@ ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
     [
         ("qwen3", BF16, 1, 1),
         pytest.param("gemma", BF16, 1, 2, marks=pytest.mark.cuda_long),
-        pytest.param("qwen3", BF16, 1, 2, marks=pytest.mark.cuda_long),
         pytest.param("qwen2", BF16, 0, 2, marks=pytest.mark.cuda_long),
         pytest.param("llama", FP32, 0, 2, marks=pytest.mark.cuda_long),
     ],
@@ -322,37 +313,6 @@ def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, 
     report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(layers))
     assert report.passed, report.first_divergence
     assert sum(row.unexplained for row in report.rows) == 0
-
-
-def _without_second_residual(monkeypatch, final):
-    sound = CudaFused.add_norm
-
-    def faulty(self, hidden, update, weight, *rest):
-        return sound(self, hidden, update * 0 if weight is final else update, weight, *rest)
-
-    monkeypatch.setattr(CudaFused, "add_norm", faulty)
-
-
-def _turned_the_other_way(monkeypatch, _):
-    sound = CudaFused.attention
-    monkeypatch.setattr(
-        CudaFused, "attention", lambda self, qkv, heads, rope, *rest: sound(self, qkv, heads, (rope[0], -rope[1]), *rest)
-    )
-
-
-@pytest.mark.cuda_long
-@pytest.mark.parametrize(
-    ("plant", "prompt", "where"),
-    [(_without_second_residual, [1, 2], (1, "attention_mlp")), (_turned_the_other_way, [1, 2, 3], (0, "store_kv.k"))],
-)
-def test_a_fault_of_a_fused_op_is_found_in_its_layer(monkeypatch, plant, prompt, where):
-    """Also where the table's ops, which the validator replays, are sound."""
-    model = small_model(config_of("qwen3", **ONE_HEAD))
-    candidate = CudaExecutor(model, interpreted=not GPU)
-    plant(monkeypatch, candidate._model.weights.final_norm)
-    report = validate(ReferenceExecutor(model), candidate, model, [prompt], 0, KVSpec("tq4").plan(2))
-    assert (report.first_divergence.layer, report.first_divergence.stage) == where
-    assert "each op by itself is right" in report.first_divergence.detail
 
 
 # -- With a GPU --------------------------------------------------------------------------------------------------------

@@ -92,10 +92,10 @@ def _of_loop(loop: machine_code.Code, coordinates: int, warps: int) -> dict:
     """What one pass of the loop costs for each of the coordinates of K and V that it reads."""
     counts = machine_code.count(loop)
     looked_up = sum(counts[op] for op in ("PRMT", "LOP3", "SHF"))
-    units = machine_code.load_of(loop, warps).units
+    memory = machine_code.load_of(loop, warps).memory
     return {
         "look_ups_a_coordinate": round(looked_up * 32 * warps / coordinates, 3),
-        "memory_cycles_a_coordinate": round(units["memory"] / coordinates, 4),
+        "memory_cycles_a_coordinate": round(memory / coordinates, 4),
         "copies_in_loop": counts["LDGSTS"],
     }
 

@@ -334,6 +334,14 @@ def test_a_query_that_is_not_a_number_gives_no_number(table):
     assert relative(torch.cat([ours[:2], ours[3:]]), torch.cat([theirs[:2], theirs[3:]])) <= bounds.LAYER_FP32.attention
 
 
+@every_table
+def test_gates_that_are_not_ordinary_numbers(table):
+    gate = torch.tensor([[float("nan"), float("inf"), -1e4, 1e30, 0.0]])
+    ours = table.open().gelu_mul(gate, torch.ones_like(gate), torch.float32)[0]
+    assert ours[0].isnan()
+    assert ours[1:].tolist() == [float("inf"), pytest.approx(0, abs=1e-33), pytest.approx(1e30), 0.0]
+
+
 # -- Quantize and append -----------------------------------------------------------------------------------------------
 def new_tokens(case: Case, dtype: torch.dtype = torch.float32) -> tuple[PagedKVCache, Batch, Tensor, Tensor]:
     """An untouched cache, a batch for it, and K and V with some unusual vectors among them."""

@@ -43,7 +43,7 @@ def checks(dry: bool) -> Mapping[str, Sequence[str]]:
         for op, shares in {**dict.fromkeys(OP_NAMES, 1), **_SHARES}.items()
         for part in range(1, shares + 1)
     }
-    left_out = "not slow and not cuda_compile and not cuda_long and not ptx_long"
+    left_out = "not slow and not cuda_compile and not cuda_long"
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=short", "-m", left_out]
     return {
         **contract,

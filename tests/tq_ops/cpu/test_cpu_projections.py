@@ -113,8 +113,3 @@ def test_numbers_that_are_none_reach_their_own_token_alone(table, dtype):
     assert not found[21].isfinite().any()
     others = [t for t in range(40) if t not in (3, 21)]
     assert torch.equal(found[others], whole[others])
-
-
-@every_table
-def test_no_tokens_are_no_numbers(table):
-    assert table.open().linear(torch.zeros(0, 32), torch.zeros(5, 32)).shape == (0, 5)

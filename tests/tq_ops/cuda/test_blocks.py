@@ -50,13 +50,13 @@ def test_planes_hold_the_numbers_of_the_file_to_the_bit(kind):
 def test_a_product_is_the_restored_weights_but_for_fp32_sums(kind, tokens):
     """Of rows and tokens that fill no tile; scales of rows and columns, which are powers of two, change nothing else."""
     generator = torch.Generator().manual_seed(1)
-    for dtype in (torch.bfloat16, torch.float32):
-        plain = made(kind, 37, 512)
+    plain = made(kind, 37, 512)
+    scaled = plain * powers(37, 2).unsqueeze(1) * powers(512, 3)
+    for dtype, weight in ((torch.bfloat16, plain), (torch.float32, scaled)):
         x = torch.randn(tokens, 512, generator=generator).to(dtype)
-        for weight in (plain, plain * powers(37, 2).unsqueeze(1) * powers(512, 3)):
-            y = ops.linear(x.to(DEVICE), placed(weight, DEVICE))
-            assert y.dtype == torch.float32
-            assert error_of(y, x, weight) < ERROR
+        y = ops.linear(x.to(DEVICE), placed(weight, DEVICE))
+        assert y.dtype == torch.float32
+        assert error_of(y, x, weight) < ERROR
 
 
 def swapped(data, planes, blocks):
@@ -111,7 +111,7 @@ def config(size):
 
 @pytest.mark.parametrize(
     ("kinds", "size"),
-    rest(MORE_CUDA, [(("Q4_0",), 64), (("Q8_0", "Q5_0", "Q4_1"), 64), (("Q4_K", "Q6_K"), 256)], lambda index, _: index < 2),
+    rest(MORE_CUDA, [(("Q4_0",), 64), (("Q8_0", "Q5_0", "Q4_1"), 64), (("Q4_K", "Q6_K"), 256)], lambda index, _: index == 0),
     ids=str,
 )
 def test_a_model_in_blocks_passes_the_validator(kinds, size):

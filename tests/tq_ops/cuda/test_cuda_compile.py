@@ -10,12 +10,9 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-import machine_code
 import pytest
 from cuda_rows import rows_of
 from places import ROOT
-
-from haarkv.benchmarks.report import gpu_predictions
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
@@ -240,16 +237,3 @@ def test_the_bounds_hold_with_that_triton(other_triton):
     for capability in sorted({capability for capability, _ in BOUNDS}):
         names = [name for of, name in BOUNDS if of == capability]
         check(rows_of("cuda_compile.py", str(capability), *names, triton=other_triton), (capability,))
-
-
-@pytest.mark.cuda_compile
-def test_what_is_predicted_of_triton_is_what_its_kernel_gives(other_triton, tmp_path):
-    """The lines of predictions.jsonl, with the Triton that they name."""
-    (row,) = rows_of("cuda_compile.py", "90", "decode 128", "--keep", str(tmp_path), triton=other_triton)
-    kernel = f"Triton {row['triton'].rpartition('.')[0]}"
-    written = [one for one in gpu_predictions() if one["kernel"] == kernel]
-    if not written:
-        pytest.skip(f"nothing is predicted of {kernel}")
-    text = machine_code.disassemble(tmp_path / "decode_128_sm90.cubin")
-    found = machine_code.predictions(text, 128, row["warps"], 3, kernel, "tq4 triton")
-    assert found == [{k: v for k, v in one.items() if k != "date"} for one in written]

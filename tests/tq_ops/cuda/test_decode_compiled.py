@@ -14,14 +14,21 @@ from pathlib import Path
 
 import machine_code
 import pytest
+import torch
+from op_tables import LAYER, Case, filled
 from places import ROOT
 
 pytest.importorskip("triton", reason="Triton, which brings the disassembler, is not installed")
 
 from triton.backends import nvidia
 
-from haarkv.benchmarks.report import gpu_predictions
-from haarkv.tq_ops.cuda import decode, nvrtc
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.cuda import decode, nvrtc, ops
+from haarkv.tq_ops.cuda.layout import layout_of
+from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 if reason := nvrtc.missing():
     pytest.skip(reason, allow_module_level=True)
@@ -117,10 +124,9 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
     assert counts["LDS"] == lookups
     assert counts["PRMT"] <= lookups + 4 + 8 * learned  # those put V's scale beside K's
     load = machine_code.load_of(loop, WARPS)
-    a_coordinate = {unit: cycles / (TOKENS * 2 * head_dim) for unit, cycles in load.units.items()}
-    print(shape, registers, {unit: round(cycles, 4) for unit, cycles in a_coordinate.items()})
-    assert a_coordinate["issue"] <= issue
-    assert a_coordinate["memory"] <= memory
+    coordinates = TOKENS * 2 * head_dim
+    assert load.issue / coordinates <= issue
+    assert load.memory / coordinates <= memory
     at_once = decode.blocks_a_processor(group, head_dim, MEMORY[capability])
     assert registers * decode.THREADS * at_once <= 65536
     assert (decode.shared_bytes(group, head_dim) + 1024) * at_once <= MEMORY[capability]
@@ -190,16 +196,41 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_is_predicted_is_what_this_kernel_gives():
-    """The lines of predictions.jsonl, from the kernel as it is now."""
-    text = machine_code.decode_kernel()
-    written = [row for row in gpu_predictions() if row["kernel"] == "CUDA C++"]
-    found = machine_code.predictions(text, decode.TILE, WARPS, 2, "CUDA C++", "tq4")
-    assert found == [{k: v for k, v in row.items() if k != "date"} for row in written] != []
-    memory = machine_code.load_of(machine_code.hottest_loop(text), WARPS).units["memory"]
-    assert memory / (2 * decode.TILE * 128) == pytest.approx(0.0211, rel=0.02)
-
-
 def test_what_nvrtc_refuses_is_said():
     with pytest.raises(nvrtc.CompileError, match="HEADS"):
         nvrtc.compiled(decode.SOURCES, "decode.cu", "sm_90", {})
+
+
+# -- Where it is launched -----------------------------------------------------------------------------------------------
+def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
+    made, batch = filled(Case("tq4", 128, 5, 2, 128, (699, 2), (1, 1)))
+    k, v = (layout_of(f, LAYER, 128, torch.device("cpu")) for f in (made.k_format(LAYER), made.v_format(LAYER)))
+    q, placed = torch.randn(len(batch.positions), 10, 128).bfloat16(), made.placed(LAYER, batch)
+    rotated = ops.rotate(q, made, LAYER, batch)
+    compiled = []
+    monkeypatch.setattr(decode, "only_compiles", lambda: True)
+    monkeypatch.setattr(decode, "_kernel", lambda *given: compiled.append(given))
+    assert decode.attend(q, rotated, made, LAYER, placed, k, v, 0.1).shape == q.shape
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "kv", "block", "taken"),
+    [
+        (torch.bfloat16, 128, 5, "tq4", 128, True), (torch.bfloat16, 128, 5, "k=tq3,v=tq2", 16, True),
+        (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
+        (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
+        (torch.bfloat16, 128, 1, "tq8", 128, False), (torch.bfloat16, 256, 9, "tq4", 128, False),
+        (torch.bfloat16, 128, 5, "k=lr5,v=tq4", 128, True), (torch.bfloat16, 256, 9, "k=lr3,v=tq3", 128, False),
+        (torch.bfloat16, 64, 5, "k=lr4,v=tq4", 128, False), (torch.bfloat16, 128, 5, "k=lr4,v=tq5", 128, False),
+    ],
+)  # fmt: skip
+def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
+    made = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
+    q = torch.zeros(1, group, head_dim, dtype=dtype)
+    k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
+    assert decode.takes(q, made, 0, k, v) == taken
+    monkeypatch.setattr(nvrtc, "missing", lambda: "it is not there")
+    assert not decode.takes(q, made, 0, k, v)

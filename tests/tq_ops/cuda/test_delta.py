@@ -1,20 +1,15 @@
-"""Gated DeltaNet on a GPU, or in Triton's interpreter: the same bits however a prompt is cut and whoever is in the batch,
-versions of a state chosen on the device, and faults that its kernels could have."""
+"""Gated DeltaNet on a GPU, or in Triton's interpreter: what its table alone does, beside `test_delta_tables.py`."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
 from cuda_caches import DEVICE
-from delta_runs import VERSIONS, Run, same, whole
+from delta_runs import VERSIONS, Run, whole
 from op_tables import LAYER
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
@@ -28,63 +23,6 @@ LENGTH = 6
 
 def a_run(sequences=1, length=LENGTH):
     return Run(ops, CASE, sequences, length, DEVICE)
-
-
-@cache
-def all_at_once(seed=0, length=LENGTH, told=LENGTH):
-    return whole(ops, CASE, seed, length, told, DEVICE)
-
-
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_a_prompt_in_pieces_is_the_whole_prompt_to_the_bit(chunk):
-    run, out = a_run(), []
-    for begin in range(0, LENGTH, chunk):
-        out += run.run([0], [min(chunk, LENGTH - begin)])
-    expected, state = all_at_once()
-    assert torch.equal(torch.cat(out), expected)
-    assert same(run.state(), state)
-
-
-def test_a_sequence_among_others_of_other_lengths_is_itself_to_the_bit():
-    run, out = a_run(3), [[], [], []]
-    for rows, counts in (([2, 0], [1, 2]), ([1], [1]), ([0, 1, 2], [1, 1, 1]), ([1, 2], [1, 2])):
-        for row, told in zip(rows, run.run(rows, counts), strict=True):
-            out[row].append(told)
-    for row in range(3):
-        told = torch.cat(out[row])
-        expected, state = all_at_once(row, len(told))
-        assert torch.equal(told, expected)
-        assert same(run.state(row), state)
-
-
-def test_tokens_that_are_taken_back_were_never_there():
-    run, out = a_run(), []
-    out += run.run([0], [1])
-    for kept in (1, 0, 1):
-        right, begin = run.told[0], run.paging.length(run.ids[0])
-        advance = Advance(run.cache, run.paging, [run.ids[0]], [2])
-        run.told[0] = tuple(torch.cat([x[: begin + kept], -x[begin + kept :]]) for x in right)
-        out.append(run.run([0], [2], advance.batch)[0][:kept])
-        run.told[0] = right
-        advance.keep([kept])
-    expected, state = all_at_once(length=3)
-    assert torch.equal(torch.cat(out), expected)
-    assert same(run.state(), state)
-
-
-def test_padding_reads_and_keeps_nothing():
-    """Two sequences of which one is not there, whose row is that of the other."""
-    run = a_run(2)
-    run.run([0, 1], [1, 2])
-    before = {name: tensor[1].clone() for name, tensor in run.cache.states[LAYER].tensors.items()}
-    batch = run.batch([0, 1], [1, 1])
-    padded = replace(batch, slot_mapping=torch.tensor([batch.slot_mapping[0], -1]), rows=torch.tensor([batch.rows[0]] * 2))
-    mine, nothing = run.run([0, 1], [1, 1], padded)
-    expected, state = all_at_once(length=2)
-    assert torch.equal(mine, expected[1:])
-    assert not nothing.any()
-    assert same(run.state(), state)
-    assert all(torch.equal(run.cache.states[LAYER].tensors[name][1], tensor) for name, tensor in before.items())
 
 
 def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
@@ -103,7 +41,7 @@ def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
     out = delta.advance(x, a, b, *run.weights, run.cache, LAYER, batch, fault)
     assert fault_place(int(fault))[:3] == (LAYER, "state", 1)
     assert out[1:].isnan().all()
-    assert torch.equal(out[:1], all_at_once(1, length=2)[0][1:])
+    assert torch.equal(out[:1], whole(ops, CASE, 1, 2, LENGTH, DEVICE)[0][1:])
     assert all(map(torch.equal, held, (tensor[0] for tensor in (state.seen, *state.tensors.values()))))
     with pytest.raises(ValueError, match="too many were taken back"):
         ops.raise_fault(fault, run.cache, batch)

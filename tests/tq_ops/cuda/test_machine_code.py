@@ -1,11 +1,8 @@
-"""Reading machine code: the hottest loop, what it keeps busy, and what follows for a card."""
+"""Reading machine code: the hottest loop, what it keeps busy, what is spilled where."""
 
 import machine_code
 import pytest
-from machine_code import Load, Shape, load_of, parse, predict
-
-from haarkv.benchmarks.cases import Case
-from haarkv.benchmarks.report import gpu_predictions
+from machine_code import load_of, parse
 
 # A loop that copies, then one that multiplies, then the jump to itself that ends every kernel.
 CODE = """
@@ -63,30 +60,6 @@ def test_predicates_and_modifiers_are_read():
     assert group.multiply_adds == 64 * 16 * 16
 
 
-def test_units_are_busy_as_long_as_their_rates_say():
+def test_a_scheduler_issues_one_instruction_a_cycle_and_memory_serves_128_bytes():
     load = load_of(machine_code.hottest_loop(CODE), warps=8)
-    # 8 warps are 2 a scheduler. One PRMT: 2 cycles each. One IMAD on half of the FP32 lanes. LDSM 4 and LDS.64 2 wavefronts.
-    assert load.units == {"issue": 16, "alu": 4, "fma": 4, "special": 16, "memory": 48, "tensor": 8}
-    assert (load.bound_by, load.cycles) == ("memory", 48)
-    # A group of four warps does one HGMMA together.
-    grouped = parse("        /*0000*/                   HGMMA.64x16x16.F32 R32, R84, gdesc[UR8] ;\n")[0]
-    assert load_of(grouped, warps=4).units["tensor"] == 64 * 16 * 16 / 2048
-
-
-def test_a_prediction_is_the_slower_of_bytes_and_the_busiest_unit():
-    case, shape = Case(8, 32768), Shape()
-    light, heavy = (predict(Load({"issue": cycles}), 256, case, shape, launches=2) for cycles in (100.0, 5000.0))
-    assert (light["bytes_us"], light["least_us"], light["bound_by"]) == (64.4, 64.4, "bytes")
-    # 8 sequences x 8 heads x 128 passes over 132 processors at 1,755 MHz.
-    assert heavy["least_us"] == round(8 * 8 * 128 * 5000 / 132 / 1755, 1)
-    assert heavy["bound_by"] == "issue"
-    assert light["likely_us"] == round(8 * 32768 * 1056 / 4.3e6 / 0.8 + 4.0, 1)
-
-
-def test_what_is_predicted_is_what_the_page_compares_with():
-    rows = gpu_predictions()
-    assert {(row["batch"], row["context"]) for row in rows if row["drawn"]} == {
-        (case.batch, case.context) for case in machine_code.CASES
-    }
-    for row in rows:
-        assert row["bytes_us"] <= row["least_us"] < row["likely_us"]
+    assert (load.issue, load.memory) == (16, 48)  # 8 warps are 2 a scheduler; LDSM has 4 wavefronts and LDS.64 has 2

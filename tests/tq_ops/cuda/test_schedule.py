@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 import triton
 import triton.language as tl
-from schedule_pieces import pieces
 
 from haarkv.tq_ops.cuda import decode
 from haarkv.tq_ops.cuda.arguments import Tokens, constant
@@ -21,6 +21,32 @@ BATCHES = [
     ([5], [1], 3), ([256] * 8, [1] * 8, 11), ([256, *[4] * 31], [1] * 32, 11), ([0, 3, 0, 0, 1, 0], [1] * 6, 4),
     ([0, 0], [1, 1], 4), ([7], [1], 12), ([3, 9, 1], [4, 1, 2], 5), ([1] * 33, [1] * 33, 6), ([2, 5], [3, 0], 4),
 ]  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """What one program has of one column tile: tiles begin … end - 1 of the sequence's stored tokens."""
+
+    program: int
+    sequence: int
+    column_tile: int
+    begin: int
+    end: int
+    number: int
+
+
+def pieces(stored, columns, programs):
+    """Every piece, in the order of the line: `schedule` spelled out for lengths that are known, in tiles."""
+    unit = max(1, -(-sum(n * m for n, m in zip(stored, columns, strict=True)) // programs))
+    place, column_tile = 0, 0
+    for sequence, (length, count) in enumerate(zip(stored, columns, strict=True)):
+        for _ in range(count):
+            begin = 0
+            while begin < length:
+                program = place // unit
+                end = min(length, begin + (program + 1) * unit - place)
+                yield Piece(program, sequence, column_tile, begin, end, program + column_tile)
+                place, begin = place + end - begin, end
+            column_tile += 1
 
 
 @pytest.mark.parametrize(("stored", "columns", "programs"), BATCHES)
@@ -74,9 +100,7 @@ def test_the_device_finds_the_same_pieces(stored, columns, programs, window):
     constants = map(constant, (0, 0, window, one_each, triton.next_power_of_2(len(stored))))
     tokens = Tokens(starts, starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), *constants)
     line_kernel[(programs,)](tokens, len(stored), found, merged, programs)
-    assert [tuple(row) for row in found.tolist() if row[0] >= 0] == [
-        (p.program, p.sequence, p.column_tile, p.begin, p.end, p.number) for p in wanted
-    ]
+    assert [tuple(row) for row in found.tolist() if row[0] >= 0] == wanted
     for tile, (first, many) in enumerate(merged.tolist()):
         numbers = [piece.number for piece in wanted if piece.column_tile == tile]
         assert (many, first) == (len(numbers), numbers[0] if numbers else first)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.memory import SHARED_AT, Fault, Window, gather, scatter
-from ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
-from ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
+from lab.ptx.memory import SHARED_AT, Fault, Window, gather, scatter
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
+from lab.ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 
-SPACES = ("global", "shared", "local", "param")
+SPACES = ("global", "shared", "param")
 _HINTS = {"nc", "ca", "cg", "L1__no_allocate"}
 
 
@@ -97,19 +97,10 @@ def write_global(s: Lanes, lanes: np.ndarray, address: np.ndarray, values: np.nd
         scatter(window.data, offset, values[chosen])
 
 
-def _local_offset(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
-    outside = (address > s.local_stride - width) | (address % np.uint64(width) != 0)
-    if outside.any():
-        raise Fault(f"{width} bytes outside local memory", int(lanes[np.argmax(outside)]))
-    return address.astype(np.int64) + lanes * s.local_stride
-
-
 def read(s: Lanes, space: str, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
     """[n, width] uint8 of a space."""
     if space == "shared":
         return read_shared(s, lanes, address, width)
-    if space == "local":
-        return gather(s.local, _local_offset(s, lanes, address, width), width)
     if space == "param":
         if (address > len(s.params) - width).any():
             raise Fault("a load behind the parameters", int(lanes[0]))
@@ -121,8 +112,6 @@ def write(s: Lanes, space: str, lanes: np.ndarray, address: np.ndarray, values: 
     """As `read`."""
     if space == "shared":
         write_shared(s, lanes, address, values)
-    elif space == "local":
-        scatter(s.local, _local_offset(s, lanes, address, values.shape[1]), values)
     elif space == "global":
         write_global(s, lanes, address, values)
     else:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import triton
 from cuda_launches import Asked, Nothing, recorded
-from ptx import Memory, execute
-from ptx.tensors import fresh_memory_is_poison, place
 
 from haarkv.tq_ops.cuda import choices
+from lab.ptx import Memory, execute
+from lab.ptx.tensors import fresh_memory_is_poison, place
 
 
 @dataclass

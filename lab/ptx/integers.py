@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ptx import floats
-from ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
-from ptx.syntax import Instruction, Pair, Unknown
+from lab.ptx import floats
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.syntax import Instruction, Pair, Unknown
 
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -17,25 +17,6 @@ _TWO: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
-
-
-def _of_halves(function: Callable[[Any, Any], Any], dtype: Any) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function on each of the two halves of a word."""
-
-    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        halves = (np.ascontiguousarray(word, U32)[..., None].view(dtype) for word in (a, b))
-        return np.ascontiguousarray(function(*halves)).view(U32)[..., 0]
-
-    return run
-
-
-def _high(a: np.ndarray, b: np.ndarray, kind: str) -> np.ndarray:
-    """The upper half of a product."""
-    if kind in _WIDER:
-        wide = DTYPES[_WIDER[kind]]
-        return ((a.astype(wide) * b.astype(wide)) >> bits_of(kind)).astype(DTYPES[kind])
-    product = a.astype(object) * b.astype(object)
-    return np.array([int(x) >> 64 for x in np.atleast_1d(product)], DTYPES[kind])
 
 
 def _shift(opcode: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
@@ -68,8 +49,9 @@ def _multiply(ins: Instruction, kind: str) -> tuple[str, Callable[[np.ndarray, n
         return wide, lambda a, b: a.astype(DTYPES[wide]) * b.astype(DTYPES[wide])
     if form == "lo":
         return kind, lambda a, b: a * b
-    if form == "hi":
-        return kind, lambda a, b: _high(a, b, kind)
+    if form == "hi" and kind in _WIDER:
+        wide = DTYPES[_WIDER[kind]]
+        return kind, lambda a, b: ((a.astype(wide) * b.astype(wide)) >> bits_of(kind)).astype(DTYPES[kind])
     raise Unknown(ins.name)
 
 
@@ -144,8 +126,6 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
     unsigned = f"u{bits_of(kind)}"
     if set(ins.modifiers) & {"sat", "cc"}:
         raise Unknown(ins.name)
-    if kind in ("s16x2", "u16x2") and opcode in ("add", "min", "max"):
-        return kind, [kind] * 2, _of_halves(_TWO[opcode], DTYPES[kind[:3]])
     if opcode in _TWO and not kind.endswith("x2"):
         return kind, [kind] * 2, _TWO[opcode]
     if opcode in ("shl", "shr"):

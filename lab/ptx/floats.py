@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
-from ptx.syntax import Instruction, Unknown
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.syntax import Instruction, Unknown
 
 FLOATS = ("f16", "f32", "bf16", "tf32", "f16x2", "bf16x2")
 

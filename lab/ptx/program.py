@@ -8,12 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ptx.memory import SHARED_AT, Memory
-from ptx.opcodes import build
-from ptx.overflow import feeding_addresses, watched
-from ptx.parse import parse
-from ptx.state import Read, Run, reader
-from ptx.syntax import Array, Entry, Instruction, Label, Number, Unknown
+from lab.ptx.memory import SHARED_AT, Memory
+from lab.ptx.opcodes import build
+from lab.ptx.parse import parse
+from lab.ptx.state import Read, Run, reader
+from lab.ptx.syntax import Array, Entry, Instruction, Label, Number, Unknown
 
 PLAIN, BRANCH, EXIT, BARRIER, WARP_BARRIER = range(5)
 
@@ -51,11 +50,10 @@ def compiled(text: str, name: str) -> Program:
     if name not in module.entries:
         raise Unknown(f"no entry {name!r} but {', '.join(module.entries)}")
     entry = module.entries[name]
-    feeding = feeding_addresses(entry.code)
-    return Program(entry, module.arrays, [_step(ins, entry, feeding) for ins in entry.code])
+    return Program(entry, module.arrays, [_step(ins, entry) for ins in entry.code])
 
 
-def _step(ins: Instruction, entry: Entry, feeding: set[int]) -> Step:
+def _step(ins: Instruction, entry: Entry) -> Step:
     where = f"{entry.name}, line {ins.line}: {ins.name}"
     if ins.opcode == "bra":
         target = ins.operands[0]
@@ -74,7 +72,7 @@ def _step(ins: Instruction, entry: Entry, feeding: set[int]) -> Step:
         return Step(ins, BARRIER, barrier=ins.operands[0].value, expected=count)
     run = build(ins)
     assert run is not None, where
-    return Step(ins, PLAIN, watched(ins, feeding, run))
+    return Step(ins, PLAIN, run)
 
 
 def _in_memory(values: Sequence[object], params: list[Array]) -> tuple[np.ndarray, dict[str, int]]:
@@ -116,7 +114,6 @@ class Layout:
     symbols: dict[str, tuple[str, int]]
     params: np.ndarray
     shared_end: int
-    local_end: int
 
 
 def layout_of(program: Program, args: Sequence[object], memory: Memory, dynamic: int) -> Layout:
@@ -124,10 +121,11 @@ def layout_of(program: Program, args: Sequence[object], memory: Memory, dynamic:
     arrays = [*program.arrays, *program.entry.arrays]
     symbols = {name: ("param", offset) for name, offset in offsets.items()}
     shared, shared_end = _laid_out([array for array in arrays if array.space == "shared"], SHARED_AT, dynamic)
-    local, local_end = _laid_out([array for array in arrays if array.space == "local"], 0, 0)
-    symbols |= {name: ("shared", at) for name, at in shared.items()} | {name: ("local", at) for name, at in local.items()}
+    symbols |= {name: ("shared", at) for name, at in shared.items()}
     for array in arrays:
+        if array.space == "local":
+            raise Unknown(f"local memory: {array.name}")
         if array.space in ("global", "const"):
             values = np.frombuffer(array.values + bytes(array.size - len(array.values)), np.uint8).copy()
             symbols[array.name] = (array.space, memory.place(array.name, values))
-    return Layout(symbols, params, shared_end, local_end)
+    return Layout(symbols, params, shared_end)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ptx.access import active, address_reader, read_global, require_hints, shared_offset
-from ptx.access import windows_of as windows
-from ptx.floats import FLOATS
-from ptx.memory import Fault, gather, scatter
-from ptx.state import DTYPES, Lanes, Run, bits_of, destination, reader
-from ptx.syntax import Instruction, Number, Unknown
+from lab.ptx.access import active, address_reader, read_global, require_hints, shared_offset
+from lab.ptx.access import windows_of as windows
+from lab.ptx.floats import FLOATS
+from lab.ptx.memory import Fault, gather, scatter
+from lab.ptx.state import DTYPES, Lanes, Run, bits_of, destination, reader
+from lab.ptx.syntax import Instruction, Number, Unknown
 
 
 @dataclass

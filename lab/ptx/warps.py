@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.access import active
-from ptx.memory import Fault
-from ptx.state import DTYPES, Lanes, Run, destination, reader
-from ptx.syntax import Instruction, Pair, Unknown
+from lab.ptx.access import active
+from lab.ptx.memory import Fault
+from lab.ptx.state import DTYPES, Lanes, Run, destination, reader
+from lab.ptx.syntax import Instruction, Pair, Unknown
 
 _LANE = np.arange(32)
 

@@ -9,11 +9,11 @@ from functools import cache
 from unittest.mock import patch
 
 import torch
-from ptx import Memory, execute
-from ptx.tensors import fresh_memory_is_poison, place
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import decode, nvrtc
+from lab.ptx import Memory, execute
+from lab.ptx.tensors import fresh_memory_is_poison, place
 
 
 @cache

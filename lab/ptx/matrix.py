@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 
-from ptx.access import active, address_reader, read_shared, write_shared
-from ptx.floats import from_bf16
-from ptx.state import Lanes, Run, destination, reader
-from ptx.syntax import Instruction, Operand, Unknown, Vector
+from lab.ptx.access import active, address_reader, read_shared, write_shared
+from lab.ptx.floats import from_bf16
+from lab.ptx.state import Lanes, Run, destination, reader
+from lab.ptx.syntax import Instruction, Operand, Unknown, Vector
 
 
 def numbers(bits: np.ndarray, kind: str) -> np.ndarray:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ptx.memory import Fault, Memory
-from ptx.syntax import Entry, Nowhere, Number, Operand, Register, Special, Symbol, Unknown
+from lab.ptx.memory import Fault, Memory
+from lab.ptx.syntax import Entry, Nowhere, Number, Operand, Register, Special, Symbol, Unknown
 
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 DTYPES: dict[str, Any] = {
@@ -57,8 +57,6 @@ class Lanes:
     shared: np.ndarray
     shared_stride: int
     shared_end: int
-    local: np.ndarray
-    local_stride: int
     live: np.ndarray
     mask: np.ndarray | None = None
     clock: int = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.state import UNSIGNED, Lanes, Run, bits_of, destination, reader
-from ptx.syntax import Instruction, Register, Unknown, Vector
+from lab.ptx.state import UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.syntax import Instruction, Register, Unknown, Vector
 
 
 def _parts(vector: Vector) -> list[int]:

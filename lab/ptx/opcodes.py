@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ptx import access, copies, floats, integers, matrix, moves, warpgroup, warps
-from ptx.memory import Fault
-from ptx.state import Lanes, Run
-from ptx.syntax import Instruction, Unknown
+from lab.ptx import access, copies, floats, integers, matrix, moves, warpgroup, warps
+from lab.ptx.memory import Fault
+from lab.ptx.state import Lanes, Run
+from lab.ptx.syntax import Instruction, Unknown
 
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 """What the run itself executes."""

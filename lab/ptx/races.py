@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptx.memory import SHARED_AT, Fault, Window, far
-from ptx.state import Lanes
+from lab.ptx.memory import SHARED_AT, Fault, Window, far
+from lab.ptx.state import Lanes
 
 _NOBODY, _MANY = -1, -2
 

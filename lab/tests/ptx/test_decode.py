@@ -9,22 +9,19 @@ import pytest
 import torch
 from op_tables import LAYER, Case, filled, relative
 
-from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.pages import page_bytes
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation import bounds
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from ptx import LaunchFault, far
-from ptx_decode import executed, ptx_of
-
 from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.kept import kept_in
 from haarkv.tq_ops.cuda.kept_attention import attend_kept
 from haarkv.tq_ops.cuda.layout import layout_of
+from lab.ptx import LaunchFault, far
+from lab.ptx.decode import executed, ptx_of
 
 if reason := nvrtc.missing():
     pytest.skip(reason, allow_module_level=True)
@@ -51,45 +48,35 @@ def case(kv: str, head_dim: int, group: int, kv_heads: int, block: int, *lengths
     return Case(kv, head_dim, group, kv_heads, block, tuple(n - 1 for n in lengths), (1,) * len(lengths), **more)
 
 
-def at_length(*given: str | int, **more: int):
-    """A case for `make test-ptx`."""
-    return pytest.param(case(*given, **more), marks=pytest.mark.ptx_long)
-
-
 CASES = [
     case("tq4", 128, 5, 2, 128, 700, 3, 255, 32, 257),
-    at_length("tq4", 128, 1, 3, 16, 1, 40, 300),
-    at_length("tq4", 128, 16, 1, 48, 600, 33),
     case("tq4", 64, 3, 1, 16, 1025, 5),
     case("tq4", 256, 8, 1, 32, 130, 31),
-    at_length("tq4", 128, 4, 1, 16, *range(1, 41)),
     case("tq4", 128, 4, 2, 16, 300, 17, pages=True),
-    at_length("tq2", 128, 2, 1, 16, 300, 17),
-    at_length("tq3", 128, 2, 2, 128, 300, 17),
     case("k=tq3,v=tq2", 256, 2, 1, 128, 70),
-    at_length("k=tq2,v=tq3", 256, 2, 1, 128, 70),
-    case("k=tq4,v=tq3", 128, 5, 1, 128, 70),
-    # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks; sinks by whole tiles.
+    # Contexts within the tail and the sinks, a token beyond them, and parts of several thread blocks.
     case("tq4", 64, 3, 1, 128, 300, 3, 12, 13, 14, 49, tail=9, sink=4),
-    at_length("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
     # More sequences than thread blocks: each takes several in turn, the first among them, whose barriers are watched.
     case("tq4", 128, 5, 2, 128, *[200] * 8),
-    at_length("tq4", 64, 3, 1, 128, 3, 12, 300, 600, 700, 3, 3, 3, 3, 3, tail=9, sink=4),
-    # Windows that begin within 32 tokens, at their edge and before the context; with a tail, and sinks left behind.
+    # Windows that begin within 32 tokens, at their edge and before the context.
     case("tq4", 128, 4, 1, 32, 700, 3, 224, 210, window=200),
-    at_length("tq4", 64, 3, 1, 128, 300, 13, 41, 400, tail=9, sink=4, window=40),
-    at_length("tq4", 64, 3, 1, 16, 500, 301, sink=300, window=260),
-    at_length("tq4", 256, 4, 1, 128, 700, 3, window=512),
-    # Learned keys: units of a byte, of two, and both; a word of a column in a lane, two and four.
+    # Learned keys: units of a byte, of two, and both; stretches beside a tail and in a window.
     case("k=lr4,v=tq4", 128, 5, 2, 128, 300, 3),
-    at_length("k=lr3,v=tq3", 128, 3, 2, 16, 60, 17, pages=True),
-    at_length("k=lr5,v=tq4", 256, 2, 1, 128, 40),
     case("k=lr5,v=tq2", 128, 3, 2, 128, 40, 13, tail=9, sink=4),
-    at_length("k=lr2,v=tq3", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
-    # Stretches: a border within a tile of warps and between two, parts of several thread blocks, a window across one.
-    at_length("k=lr4,v=tq4", 128, 2, 1, 48, 1100, 1025),
     case("k=lr3,v=tq3", 128, 2, 1, 16, 1130, 40, tail=9, sink=4, window=200),
-    at_length("k=lr4,v=tq4", 128, 9, 1, 128, 2600, 1024, 30),
+    *(
+        pytest.param(one, marks=pytest.mark.long)
+        for one in (
+            case("tq4", 128, 16, 1, 48, 600, 33),
+            case("tq4", 128, 4, 1, 16, *range(1, 41)),
+            case("tq2", 128, 2, 1, 16, 300, 17),
+            case("tq4", 64, 9, 1, 16, 600, 300, 302, 1, tail=2, sink=300),
+            case("tq4", 64, 3, 1, 16, 500, 301, sink=300, window=260),
+            case("tq4", 256, 4, 1, 128, 700, 3, window=512),
+            case("k=lr2,v=tq3", 128, 9, 1, 16, 310, 300, 1, tail=2, sink=300),
+            case("k=lr4,v=tq4", 128, 9, 1, 128, 2600, 1024, 30),
+        )
+    ),
 ]
 
 
@@ -99,7 +86,7 @@ def test_it_equals_the_reference(case):
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
 
-@pytest.mark.parametrize("order", [pytest.param("descending", marks=pytest.mark.ptx_long), "random"])
+@pytest.mark.parametrize("order", [pytest.param("descending", marks=pytest.mark.long), "random"])
 def test_no_order_of_the_thread_blocks_changes_a_bit(order):
     one = CASES[0]
     assert torch.equal(attend(one)[0], attend(one, order=order)[0])
@@ -111,18 +98,6 @@ def test_nothing_is_left_from_launch_to_launch():
     made, batch = filled(one)
     first, second = (attend_in(made, batch, one)[0] for _ in range(2))
     assert torch.equal(first, second)
-
-
-def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
-    made, batch = filled(CASES[0])
-    k, v = (layout_of(f, LAYER, 128, torch.device("cpu")) for f in (made.k_format(LAYER), made.v_format(LAYER)))
-    q, placed = torch.randn(len(batch.positions), 10, 128).bfloat16(), made.placed(LAYER, batch)
-    rotated = ops.rotate(q, made, LAYER, batch)
-    compiled = []
-    monkeypatch.setattr(decode, "only_compiles", lambda: True)
-    monkeypatch.setattr(decode, "_kernel", lambda *given: compiled.append(given))
-    assert decode.attend(q, rotated, made, LAYER, placed, k, v, 0.1).shape == q.shape
-    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 4}, {"window": 40}], ids=str)
@@ -220,25 +195,3 @@ def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
         ours = ops.paged_attention(q, made, LAYER, batch, 0.1)
     assert launched == ["decode"]
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "kv", "block", "taken"),
-    [
-        (torch.bfloat16, 128, 5, "tq4", 128, True), (torch.bfloat16, 128, 5, "k=tq3,v=tq2", 16, True),
-        (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
-        (torch.bfloat16, 64, 1, "tq2", 128, False), (torch.bfloat16, 128, 1, "tq4", 24, False),
-        (torch.bfloat16, 128, 1, "tq8", 128, False), (torch.bfloat16, 256, 9, "tq4", 128, False),
-        (torch.bfloat16, 128, 5, "k=lr5,v=tq4", 128, True), (torch.bfloat16, 256, 9, "k=lr3,v=tq3", 128, False),
-        (torch.bfloat16, 64, 5, "k=lr4,v=tq4", 128, False), (torch.bfloat16, 128, 5, "k=lr4,v=tq5", 128, False),
-    ],
-)  # fmt: skip
-def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
-    made = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
-    q = torch.zeros(1, group, head_dim, dtype=dtype)
-    k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
-    assert decode.takes(q, made, 0, k, v) == taken
-    monkeypatch.setattr(nvrtc, "missing", lambda: "it is not there")
-    assert not decode.takes(q, made, 0, k, v)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ptx.syntax import (
+from lab.ptx.syntax import (
     Address,
     Array,
     Entry,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptx.copies import Copies
-from ptx.memory import Fault, Memory
-from ptx.program import BARRIER, BRANCH, EXIT, PLAIN, WARP_BARRIER, Layout, Program
-from ptx.races import History, Races
-from ptx.state import Lanes, fresh, specials
-from ptx.syntax import Instruction
-from ptx.warpgroup import Products
+from lab.ptx.copies import Copies
+from lab.ptx.memory import Fault, Memory
+from lab.ptx.program import BARRIER, BRANCH, EXIT, PLAIN, WARP_BARRIER, Layout, Program
+from lab.ptx.races import History, Races
+from lab.ptx.state import Lanes, fresh, specials
+from lab.ptx.syntax import Instruction
+from lab.ptx.warpgroup import Products
 
 
 class LaunchFault(Exception):
@@ -37,7 +37,6 @@ class Together:
         self.s = Lanes(
             count, threads, len(numbers), memory, fresh(program.entry, count), specials(block, grid, numbers), layout.symbols,
             layout.params, np.full(stride * len(numbers), 0xFF, np.uint8), stride, layout.shared_end,
-            np.full(max(layout.local_end, 1) * count if layout.local_end else 0, 0xFF, np.uint8), layout.local_end,
             np.ones(count, np.bool_), races=races, copies=Copies(count), products=Products(count), clock=history.clock,
         )  # fmt: skip
         self.waiting: dict[int, np.ndarray] = {}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ptx.memory import Memory
-from ptx.program import compiled, layout_of
-from ptx.races import History
-from ptx.syntax import Unknown
-from ptx.together import LaunchFault, Together
+from lab.ptx.memory import Memory
+from lab.ptx.program import compiled, layout_of
+from lab.ptx.races import History
+from lab.ptx.syntax import Unknown
+from lab.ptx.together import LaunchFault, Together
 
 __all__ = ["LaunchFault", "execute"]
 _TOGETHER = 4096

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptx.memory import Memory
+from lab.ptx.memory import Memory
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:

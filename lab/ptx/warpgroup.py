@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ptx.matrix import collected, left, numbers, put, registers, spread, sums
-from ptx.memory import SHARED_AT, Fault
-from ptx.state import Lanes, Read, Run, reader
-from ptx.syntax import Instruction, Number, Unknown, Vector
+from lab.ptx.matrix import collected, left, numbers, put, registers, spread, sums
+from lab.ptx.memory import SHARED_AT, Fault
+from lab.ptx.state import Lanes, Read, Run, reader
+from lab.ptx.syntax import Instruction, Number, Unknown, Vector
 
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
 _SWIZZLED = {0: 16, 1: 128, 2: 64, 3: 32}
