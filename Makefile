@@ -103,6 +103,7 @@ lab: $(VENV)/dev.stamp
 lab-aicore: $(VENV)/dev.stamp
 	@test -n "$(PTO_ISA)" || { echo "name a checkout of pto-isa: make lab-aicore PTO_ISA=FOLDER" >&2; exit 2; }
 	$(BIN)/pytest -c lab/pytest.ini --no-header -rs $(if $(LONG),,-m 'not long') --pto-isa "$(PTO_ISA)" $(if $(CLANG),--clang "$(CLANG)") lab/tests/npu
+
 lab-ptx: $(VENV)/dev.stamp
 	$(BIN)/pytest -c lab/pytest.ini -n 2 --dist worksteal --no-header -rs lab/tests/ptx
 

@@ -71,7 +71,8 @@ class Chat:
     def _of_template(self) -> list[tuple[str, str]]:
         """What is asked of a chat template, and by which option."""
         asked = [("a system message", "--system")] * (self.system is not None)
-        return asked + [("an argument of the chat template", "--template-arg")] * bool(self.template_args)
+        asked += [("an argument of the chat template", "--template-arg")] * bool(self.template_args)
+        return asked + [("a token that a message spells", "--parse-special")] * self.parse_special
 
     def _require_arguments(self) -> None:
         try:

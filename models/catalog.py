@@ -30,6 +30,7 @@ from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_file
 from haarkv.tq_ops.memory import available_memory
+from haarkv.tq_ops.warn import warn
 from haarkv.tq_ops.weight import Weight, rounding_to
 
 TINY = Path(__file__).parent / "tiny_qwen3"
@@ -145,7 +146,10 @@ def _downloaded(hub_id: str) -> Path | None:
     snapshots = {path.name: path for path in folder.glob("snapshots/*") if path.is_dir()}
     with suppress(InputError, ValueError):
         main = read_file(folder / "refs" / "main").decode().strip()
-    return snapshots.get(main) or max(snapshots.values(), key=lambda path: path.stat().st_mtime, default=None)
+    newest = max(snapshots.values(), key=lambda path: path.stat().st_mtime, default=None)
+    if main and newest and main not in snapshots:
+        warn(f"{folder} has no snapshot {main[:40]!r}, which refs/main names; the newest is taken, {newest.name}")
+    return snapshots.get(main) or newest
 
 
 def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:

@@ -119,7 +119,7 @@ def words_of(path: Path, entries: Mapping[str, Any], rows: int | None = None) ->
     except InputError:
         raise
     except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{path}: its tokenizer cannot be built: {error}") from None
+        raise InputError(f"{path}: its tokenizer cannot be built: {' '.join(str(error).split())}") from None
     special = {SPECIAL[name]: tokens[id] for name, id in ids.items() if id is not None}
     keys = [TEMPLATE, *(key for key in entries if key.startswith(f"{TEMPLATE}."))]
     sources = {key.removeprefix(TEMPLATE)[1:] or "default": entries[key] for key in keys if entries.get(key)}

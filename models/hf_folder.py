@@ -72,8 +72,10 @@ class HFFolder:
         except InputError:  # reading the weights says what is wrong with them
             return False
         ends = [held[name] for name in (EMBEDDING, HEAD) if name in held]
-        if len(ends) < 2 or ends[0].shape != ends[1].shape or any(of.fault for of in ends):
+        if len(ends) < 2 or any(of.fault for of in ends):
             return False
+        if ends[0].shape != ends[1].shape:  # building the model then refuses the one that does not fit, by name
+            return True
         return _ends_differ(self.path, *(of.file.stat().st_mtime_ns for of in ends))
 
     def tensors(self) -> Mapping[str, Held]:
@@ -128,7 +130,7 @@ class HFFolder:
             try:
                 tokenizer = FastTokenizer.from_buffer(content)
             except Exception as error:  # the library raises plain Exception
-                raise InputError(f"{path} cannot be read: {error}") from None
+                raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
         return Words(tokenizer, path, file, _chat_templates(self.path, settings), special, self._ends(tokenizer, settings))
 
     def _ends(self, tokenizer: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
@@ -233,4 +235,6 @@ def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
             except UnicodeDecodeError as error:
                 raise InputError(f"{path}: the chat template cannot be read: {error}") from None
     older = folder / "chat_template.json"
+    if not sources.get("default", "x").strip():
+        del sources["default"]  # an empty file says nothing
     return checked_templates(sources or settings.get("chat_template") or _optional_json(older).get("chat_template"), folder)

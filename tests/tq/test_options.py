@@ -123,14 +123,6 @@ def test_the_longest_lists_are_among_them():
     assert {"generate", "validate", "bench decode", "eval", "chat", "plan", "calibrate"} <= set(LONG)
 
 
-def test_the_model_and_the_prompt_have_letters_wherever_they_are():
-    letters = {option.opts[0]: set() for command in COMMANDS.values() for option in options(command)}
-    for command in COMMANDS.values():
-        for option in options(command):
-            letters[option.opts[0]] |= {tuple(option.opts[1:])}
-    assert (letters["--model"], letters["--prompt"]) == ({("-m",)}, {("-p",)})
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_and_command_is_explained(name):
     assert COMMANDS[name].help
@@ -153,20 +145,6 @@ def test_help_says_all_that_names_a_model():
 def test_the_library_that_finds_downloaded_models_is_installed_with_the_package():
     required = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     assert "huggingface-hub" in {re.split(r"[<>=]", line)[0] for line in required}
-
-
-def test_device_has_one_alias_everywhere():
-    aliases = {tuple(option.opts) for command in COMMANDS.values() for option in options(command) if "--device" in option.opts}
-    assert aliases == {("--device", "--provider")}
-
-
-def test_auto_is_the_default_wherever_there_is_an_executor():
-    defaults = {name: o.default for name, c in COMMANDS.items() for o in options(c) if o.opts[0] == "--executor"}
-    assert defaults.pop("dev bringup") == "npu"  # the fastest here would be no answer for a card that does not work yet
-    assert defaults.keys() == {
-        "generate", "chat", "cache save", "validate", "dev replay", "eval", "calibrate", "plan", "bench decode", "info",
-    }  # fmt: skip
-    assert all(default in ("auto", ["auto"]) for default in defaults.values())
 
 
 def test_who_runs_a_model_on_a_cache_may_leave_its_channels_as_they_are():

@@ -1,0 +1,266 @@
+"""What the contract is, as data: each function computes one file of `tests/contract/data` from the code at hand.
+
+Every input is made of whole numbers, so it is the same on each machine, and is far enough from every choice of a level that no
+device's rounding moves one: `steady` leaves out groups that are not. Bytes of learned keys are in `tests/golden/learned`.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import io
+import json
+import lzma
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+import tq
+from haarkv.codebooks.learned import Basis
+from haarkv.engine.plans import shape_of
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv import cache_file, plan_file
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
+from haarkv.tq_ops.kv.calibration_file import dumps as calibration_bytes
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.stored import take
+from tq.cli import cli, main
+
+DATA = Path(__file__).parent / "data"
+LAYER = 3
+GROUPS = 4
+SPEC = KVSpec("k=tq5,v=tq3", tail=8, sink=2, skip_layers=(0,))
+TOKENS = 12
+EXITS = (
+    "formats",
+    "bogus",
+    "formats --head-dim 127",
+    "info tiny",
+    "dev compile --kv q8_0",
+    "dev compile --kv tq4 --device a3",
+)
+"""One cheap call or two of each exit code."""
+NO_SUMS = ("kivi", "q4_0", "q8_0", "fp8", "bf16", "fp32")
+"""Formats that round each number by itself, or by the greatest and least of some: no order of adding can matter."""
+LEAVING = ("kvarn", "vllm_nc4", "q4_0_rot", "oscar")
+"""Formats that no contract holds: those of rivals that nobody stores a cache in."""
+NO_CALL = ("formats", "InputError")
+"""Public names that a user reads or catches."""
+LEFT_OUT = ("matrix", "bench ")
+"""Commands that no contract holds: measurements, but for `bench decode`."""
+
+
+# -- Formats ----------------------------------------------------------------------------------------------------------------
+
+
+def numbers(seed, *shape):
+    """FP32 of a bell shape, each a whole number of 4096ths: equal on every machine."""
+    draw = random.Random(seed)
+    count = int(np.prod(shape))
+    whole = np.frombuffer(draw.randbytes(4 * count), dtype="<u1").reshape(4, count).astype(np.int64).sum(0) - 510
+    return torch.tensor(whole, dtype=torch.float32).div_(128).reshape(shape)
+
+
+def digest(fields, layout=None):
+    """SHA-256 of stored fields by name, dtype, shape and bytes, and of them in the layout of their origin.
+
+    Of a sum in FP32 the first eleven bits count: the last ones are an order of adding, which is the machine's.
+    """
+    taken = hashlib.sha256()
+    for name, tensor in [*sorted(fields.items()), *([("", layout)] if layout is not None else [])]:
+        taken.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        tensor = tensor.half() if layout is None and len(fields) > 1 and tensor.dtype == torch.float32 else tensor
+        taken.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return taken.hexdigest()
+
+
+def in_bytes(kv_format, x):
+    fields = kv_format.quantize(x, LAYER)
+    if any(tensor.dtype == torch.float32 for tensor in fields.values()) and kv_format.plain is None:
+        return digest(fields)
+    try:
+        return digest(fields, kv_format.to_bytes(fields))
+    except (NotImplementedError, AttributeError):
+        return digest(fields)
+
+
+def steady(kv_format, x):
+    """Whether rounding elsewhere leaves the bytes: eight runs with each number moved by some units in the last place."""
+    if kv_format.name.startswith(NO_SUMS):
+        return True
+    noise = torch.Generator().manual_seed(1)
+    moved = (x * (1 + 2**-20 * (torch.rand(x.shape, generator=noise) - 0.5)) for _ in range(8))
+    return {in_bytes(kv_format, one) for one in moved} == {in_bytes(kv_format, x)}
+
+
+def bytes_of_formats(seeds=None):
+    """{format: {side and head_dim: {seeds: of its groups, sha256: of what is stored}}}; chosen anew if None."""
+    names = [name for name in formats.names() if not name.startswith(LEAVING)]
+    return {name: dict(_bytes_of(name, (seeds or {}).get(name))) for name in names}
+
+
+def _bytes_of(name, known):
+    for side in "kv":
+        for head_dim in (64, 128):
+            key, kv_format = f"{side}{head_dim}", formats.get(name, side)
+            group = kv_format.group_tokens
+            try:
+                kv_format.fields(head_dim)
+            except InputError:
+                continue
+            if known is not None:
+                seeds = known[key]["seeds"]
+            else:
+                drawn = (seed for seed in range(60) if steady(kv_format, numbers(seed, 1, group, head_dim)))
+                seeds = [next(drawn) for _ in range(GROUPS)]
+            yield (
+                key,
+                {
+                    "seeds": seeds,
+                    "sha256": in_bytes(kv_format, torch.cat([numbers(seed, 1, group, head_dim) for seed in seeds])),
+                },
+            )
+
+
+# -- Files ------------------------------------------------------------------------------------------------------------------
+
+
+def tiny(kv=SPEC):
+    return tq.load("tiny", kv=kv, executor="reference", dtype="float32", allow_collapse=True, on_warning=lambda _: None)
+
+
+def sequence(session):
+    """A stored sequence of `tiny` whose tensors count up: the layout matters here, and no arithmetic."""
+    cache, paging = session.new_cache(1, TOKENS)
+    stored = take(cache, paging, paging.add(TOKENS), range(TOKENS))
+    tensors = {}
+    for number, (name, tensor) in enumerate(sorted(stored.tensors.items())):
+        counted = (torch.arange(tensor.nbytes) + number).remainder(113).to(torch.uint8)  # neither infinite nor NaN
+        tensors[name] = counted.view(tensor.dtype).reshape(tensor.shape)
+    return replace(stored, tensors=tensors)
+
+
+def cache_bytes(path, stored, origin):
+    cache_file.save(path, stored, origin, note="a note", compress=False)
+    return path.read_bytes()
+
+
+def plan_text(session):
+    config = session.config
+    return plan_file.dumps(SPEC.plan(config.num_layers), shape_of(config), {"budget": 4.5})
+
+
+def calibration_content(session):
+    """Coordinates that change places and signs of channels, and nothing else."""
+    heads, dim = session.config.heads.num_kv_heads, session.config.heads.head_dim
+    turned = torch.eye(dim).roll(1, 0) * torch.tensor([1.0, -1.0]).repeat(dim // 2)
+    matrices = turned.expand(heads, dim, dim)
+    bases = [
+        Basis(torch.zeros(heads, dim), matrices.mT.contiguous(), matrices.clone(), torch.ones(heads, dim))
+        for _ in range(session.config.num_layers)
+    ]
+    of = calibration_of(bases, 4096)
+    file = CalibrationFile(of, shape_of(session.config), session.weights.partition("-")[0], {"tokens": 12}, "")
+    return calibration_bytes(file)
+
+
+def same_file(content):
+    """What a safetensors file says, whatever the order that its header is written in."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    return metadata_of(content), header, hashlib.sha256(content[8 + size :]).hexdigest()
+
+
+# -- Names ------------------------------------------------------------------------------------------------------------------
+
+
+def signature(of):
+    """Parameters and defaults; what only names an object's place in memory is left out."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(of)))
+
+
+def public_names():
+    return {
+        "all": sorted(tq.__all__),
+        "on use": sorted(set(tq._PUBLIC) - set(tq.__all__)),
+        "signatures": {name: _signatures(getattr(tq, name)) for name in sorted(tq._PUBLIC) if name not in NO_CALL},
+    }
+
+
+def _signatures(of):
+    """Of a class with methods to call also those; the rest is made by its parameters and handed over."""
+    if of.__name__ not in ("Session", "TQCache"):
+        return signature(of)
+    own = {"": signature(of)}
+    for name in sorted(dir(of)):
+        member = inspect.getattr_static(of, name)
+        if name.startswith("_") or not any(name in base.__dict__ for base in of.__mro__ if _ours(base)):
+            continue
+        if isinstance(member, staticmethod | classmethod):
+            member = member.__func__
+        own[name] = (
+            signature(member) if inspect.isfunction(member) else "property" if isinstance(member, property) else "value"
+        )
+    return own
+
+
+def _ours(base):
+    return base.__module__.split(".")[0] in ("tq", "haarkv")
+
+
+# -- Commands ---------------------------------------------------------------------------------------------------------------
+
+
+def every_command():
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {sub}", command.get_command(context, sub)) for sub in command.list_commands(context))
+        else:
+            yield name, command
+
+
+def options():
+    """{command: {names: what it takes and its default}}, hidden ones as well."""
+    held = ((name, command) for name, command in every_command() if name == "bench decode" or not name.startswith(LEFT_OUT))
+    return {name: {" ".join(p.opts + p.secondary_opts): _parameter(p) for p in command.params} for name, command in held}
+
+
+def _parameter(parameter):
+    told = parameter.to_info_dict()
+    kept = {key: told[key] for key in ("required", "multiple", "is_flag", "hidden", "default") if told.get(key)}
+    kept |= {"nargs": parameter.nargs} if parameter.nargs != 1 else {}
+    kept |= {"metavar": parameter.metavar} if parameter.metavar else {}
+    kept["type"] = {
+        key: told["type"].get(key) for key in ("name", "min", "max", "choices") if told["type"].get(key) is not None
+    }
+    return json.loads(re.sub(r" at 0x\w+", "", json.dumps(kept, default=repr)))
+
+
+def exit_codes():
+    return {line: silent(line.split()) for line in EXITS}
+
+
+def silent(words):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return main(words)
+
+
+# -- All of it --------------------------------------------------------------------------------------------------------------
+
+TABLES = {"formats": bytes_of_formats, "names": public_names, "options": options, "exits": exit_codes}
+
+
+def read(name):
+    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def unpacked(name):
+    return lzma.decompress((DATA / name).read_bytes())
