@@ -17,13 +17,14 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test fuzz test-long test-judge test-drafts test-npu test-gpu test-cuda-compile test-cuda-long test-vllm test-vllm-short test-peers test-real lab lab-aicore lab-ptx lint wheels tables bench clean
+.PHONY: help run test fuzz test-long test-shaken test-judge test-drafts test-npu test-gpu test-cuda-compile test-cuda-long test-vllm test-vllm-short test-peers test-real lab lab-aicore lab-ptx lint wheels tables bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types, tests, and the vLLM plug-in's on one real server"
 	@echo "make fuzz    thousands of malformed inputs, and commands killed at any time; SEED=1 draws others, REAL=FOLDER takes pretrained GGUF files too"
 	@echo "make test-long  more of the tests of the CPU, the formats and the command"
+	@echo "make test-shaken  the tests with torch's sums as three other machines may compute them, then with older instructions; SEED=1 takes one"
 	@echo "make test-judge  the validator: every fault of its self-test, and a thousand clean runs"
 	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
@@ -59,6 +60,14 @@ fuzz: $(VENV)/dev.stamp
 
 test-long: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m long
+
+# A seed is a machine whose FP32 sums end in other last bits; a capability is one whose torch has fewer vector instructions.
+test-shaken: $(VENV)/dev.stamp
+	@failed=; for seed in $(or $(SEED),1 2 3); do \
+		$(BIN)/pytest -n 2 --dist worksteal --no-header --shaken $$seed || failed="$$failed seed $$seed;"; done; \
+	for isa in avx2 default; do \
+		ATEN_CPU_CAPABILITY=$$isa $(BIN)/pytest -n 2 --dist worksteal --no-header || failed="$$failed $$isa;"; done; \
+	test -z "$$failed" || { echo "red:$$failed" >&2; exit 1; }
 
 test-judge: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m judge_long tests/validation tests/tq/test_validation_cli.py

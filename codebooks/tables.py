@@ -1,23 +1,46 @@
-"""The shipped tables, read once and checked against their SHA-256; anything else is computed on the host and kept."""
+"""Lloyd-Max tables, rotations and signs: the shipped ones, read once and checked against their SHA-256.
+
+A rotated unit vector has coordinates that are close to N(0, 1/sqrt(D)), so one scalar codebook serves every coordinate of
+every head. No solver of levels runs at run time: its last bits would depend on the machine, and a file that one machine wrote
+would be read otherwise on another. Rotations that are not shipped are computed on the host and kept.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from functools import cache
 from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from haarkv.codebooks.haar import compute_rotation
-from haarkv.codebooks.lloyd_max import Codebook, Solver, solve
 
 DATA = Path(__file__).parent / "data"
 LLOYD_MAX, HAAR, HADAMARD, CHECKSUMS = "lloyd_max.json", "haar_d128.safetensors", "hadamard_signs.json", "SHA256SUMS"
-SHIPPED_HEAD_DIMS = (64, 128, 256)
+PUBLISHED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_LAYERS = 64  # Qwen3-32B, the deepest of the dense family
+
+MAX_BITS = 8
+Solver = Literal["published", "converged"]
+"""`published` is the solver of the public Qwen3-14B TurboQuant kernels, which stops after 200 FP32 iterations short of the
+optimum; caches written with its tables can only be read with them. `converged` is the optimum."""
+
+
+class Codebook(NamedTuple):
+    """A scalar quantizer of 2**bits levels.
+
+    Attributes:
+        centroids: [2**bits] fp32, ascending; in units of a unit vector's coordinate.
+        boundaries: [2**bits - 1] fp32, ascending; level = #{b : y >= b}.
+    """
+
+    centroids: Tensor
+    boundaries: Tensor
 
 
 def read_checked(name: str) -> bytes:
@@ -46,21 +69,43 @@ def _shipped_rotations() -> Tensor:
     return rotations
 
 
-def codebook_key(solver: Solver, bits: int, head_dim: int) -> str:
-    """Name of a codebook in the shipped file, such as `published/d128/b4`."""
-    return f"{solver}/d{head_dim}/b{bits}"
+def codebook_key(bits: int, head_dim: int | None = None) -> str:
+    """Name of a codebook in the shipped file: `published/d128/b4`, or `gaussian/b4` for a deviation of 1."""
+    return f"gaussian/b{bits}" if head_dim is None else f"published/d{head_dim}/b{bits}"
+
+
+@cache
+def gaussian_centroids(bits: int) -> Tensor:
+    """The optimum for N(0, 1): [2**bits] float64, ascending, odd about zero, rounded to nearest. Do not write to it."""
+    positive = torch.tensor(_shipped_codebooks()[codebook_key(bits)]["positive"], dtype=torch.float64)
+    return torch.cat([-positive.flip(0), positive])
 
 
 @cache
 def lloyd_max(bits: int, head_dim: int, solver: Solver = "published") -> Codebook:
-    """Codebook of 2**bits levels for one coordinate of a rotated unit vector; see `codebooks.lloyd_max.solve`.
+    """Codebook of 2**bits levels for one coordinate of a rotated unit vector; the same bits on every machine.
 
-    Shipped for head_dim 64, 128 and 256, so that its bits do not depend on the machine. Do not write to the result.
+    Args:
+        bits: bits a coordinate, 1 to 8.
+        head_dim: D; the source's standard deviation is 1/sqrt(D).
+        solver: "converged" is the optimum. "published" is so, too, but for head_dim 64, 128 and 256, whose tables are those
+            of the publication.
+    Returns:
+        Its tensors are shared: do not write to them. The optimum is exactly odd: its middle boundary is 0.
+    Raises:
+        ValueError: bits or head_dim out of range, or an unknown solver.
+    Rounding points: the optimum is scaled and halved in float64, one IEEE operation each, and rounded to FP32 once.
     """
-    row = _shipped_codebooks().get(codebook_key(solver, bits, head_dim))
-    if row is None:
-        return solve(bits, head_dim, solver)
-    return Codebook(torch.tensor(row["centroids"]), torch.tensor(row["boundaries"]))
+    if not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"a codebook has 1 to {MAX_BITS} bits, not {bits}")
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be positive, not {head_dim}")
+    if solver not in get_args(Solver):
+        raise ValueError(f"unknown solver {solver!r}; choose published or converged")
+    if solver == "published" and (row := _shipped_codebooks().get(codebook_key(bits, head_dim))):
+        return Codebook(torch.tensor(row["centroids"]), torch.tensor(row["boundaries"]))
+    centroids = gaussian_centroids(bits) / math.sqrt(head_dim)
+    return Codebook(centroids.float(), ((centroids[:-1] + centroids[1:]) / 2).float())
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from goldens import golden, published_rotation
 from process_setup import set_up
+from shaken import become
 
 __all__ = ["golden", "published_rotation"]
 set_up()
@@ -11,3 +12,9 @@ def pytest_addoption(parser):
     group = parser.getgroup("haarkv")
     group.addoption("--real", metavar="FOLDER", help="with -m real: pretrained checkpoints, as GGUF files")
     group.addoption("--triton", metavar="FOLDER", help="with -m cuda_compile: compile with the Triton unpacked there")
+    group.addoption("--shaken", type=int, metavar="SEED", help="torch's sums as another machine may compute them")
+
+
+def pytest_configure(config):
+    if (seed := config.getoption("--shaken")) is not None:
+        become(seed)

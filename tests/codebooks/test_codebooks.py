@@ -1,5 +1,6 @@
 """Codebooks and rotations: the published bits, the fixed point, the same on every machine; and shipped tables are current."""
 
+import hashlib
 import math
 import os
 import subprocess
@@ -12,7 +13,7 @@ from places import ROOT
 
 from haarkv.codebooks import haar_rotation, hadamard_signs, lloyd_max, tables
 from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
-from haarkv.codebooks.lloyd_max import converged_unit_centroids, solve
+from haarkv.codebooks.tables import gaussian_centroids
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -26,14 +27,14 @@ def test_published_codebook_has_the_published_bits(golden, bits, head_dim):
 
 def test_converged_codebook_is_the_fixed_point(golden):
     truth = golden("turboquant_qwen3_14b/codebooks")["converged_truth_f64_d128_b4"]
-    ours = converged_unit_centroids(16).numpy() / math.sqrt(128)
+    ours = gaussian_centroids(4).numpy() / math.sqrt(128)
     np.testing.assert_allclose(ours, truth, atol=1e-14)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_converged_codebook_satisfies_lloyds_conditions(bits):
     """Independent check by brute-force integration: each centroid is its cell's mean."""
-    c = converged_unit_centroids(2**bits).numpy()
+    c = gaussian_centroids(bits).numpy()
     x = np.linspace(-9, 9, 1_800_001)
     density = np.exp(-x * x / 2)
     cell = np.searchsorted((c[1:] + c[:-1]) / 2, x)
@@ -57,7 +58,47 @@ def test_every_codebook_ascends_and_its_boundaries_lie_between(bits, solver):
 )
 def test_impossible_codebooks_are_refused(bits, head_dim, solver):
     with pytest.raises(ValueError, match=r"bits|head_dim|solver"):
-        solve(bits, head_dim, solver)
+        lloyd_max(bits, head_dim, solver)
+
+
+def digest(books):
+    return hashlib.sha256(b"".join(part.numpy().tobytes() for book in books for part in book)).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("solver", "head_dim", "frozen"),
+    [
+        ("published", 64, "8654c96e56d1a0065eeb4006f5001a9153d414ab96a22b92509e5bb01fbbe4c9"),
+        ("published", 128, "70cb5b1610389dcdaed58daa2fa142c6c700db569293d67acc4171d83342ae01"),
+        ("published", 256, "6478805bbee8d0629462b07927dc15dd708a263d5a2feddd6fbc13c9e07e0a25"),
+        ("converged", 64, "5540e02f5ec17d2f1136c36bf2178b34ad17410dc98cba8209916c1479d96926"),
+        ("converged", 128, "76702dcbade0cd3e30bcab9bacc4038c5578b39a71dc1d039117575d0b6ce458"),
+        ("converged", 256, "ac731b5de743f728cfec1eea8e498bd5576083da8ee3843f45b3a45bc05f4ac3"),
+    ],
+)
+def test_tables_have_the_bits_that_files_were_written_with(solver, head_dim, frozen):
+    assert digest(lloyd_max(bits, head_dim, solver) for bits in range(1, 9)) == frozen
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "frozen"),
+    [
+        (32, "df14d3b9ea712c95b38feb8f3dacc645136d74942ea28b734f356d420b3a86fb"),
+        (80, "bcd7fe6e98ea6c0767dafceb4927343a1211a55dec549aa3a5126bc7b25212fc"),
+        (96, "6a870d63955653af523514de41ffbf79924df1493a988c266657a60aabb44c7a"),
+        (112, "7887b263da71daeb07116f58f03e5898f81485f0568a6d0f9610d704090b450a"),
+        (192, "8ee1468335b5b61f56e20084187fcb9f4b92743b46762c3043c25fc6f69d883b"),
+    ],
+)
+def test_a_head_dim_without_a_published_table_has_the_optimum_on_every_machine(head_dim, frozen):
+    """Both solvers' names give it, and it is odd: a zero never falls to the level below it."""
+    for solver in ("published", "converged"):
+        books = [lloyd_max(bits, head_dim, solver) for bits in range(2, 9)]
+        assert digest(books) == frozen
+        for centroids, boundaries in books:
+            assert torch.equal(centroids, -centroids.flip(0))
+            assert torch.equal(boundaries, -boundaries.flip(0))
+            assert boundaries[len(boundaries) // 2] == 0
 
 
 def test_zero_gets_level_8():

@@ -48,12 +48,8 @@ EXITS = (
 """One cheap call or two of each exit code."""
 NO_SUMS = ("kivi", "q4_0", "q8_0", "fp8", "bf16", "fp32")
 """Formats that round each number by itself, or by the greatest and least of some: no order of adding can matter."""
-LEAVING = ("kvarn", "vllm_nc4", "q4_0_rot", "oscar")
-"""Formats that no contract holds: those of rivals that nobody stores a cache in."""
 NO_CALL = ("formats", "InputError")
 """Public names that a user reads or catches."""
-LEFT_OUT = ("matrix", "bench ")
-"""Commands that no contract holds: measurements, but for `bench decode`."""
 
 
 # -- Formats ----------------------------------------------------------------------------------------------------------------
@@ -101,8 +97,7 @@ def steady(kv_format, x):
 
 def bytes_of_formats(seeds=None):
     """{format: {side and head_dim: {seeds: of its groups, sha256: of what is stored}}}; chosen anew if None."""
-    names = [name for name in formats.names() if not name.startswith(LEAVING)]
-    return {name: dict(_bytes_of(name, (seeds or {}).get(name))) for name in names}
+    return {name: dict(_bytes_of(name, (seeds or {}).get(name))) for name in formats.names()}
 
 
 def _bytes_of(name, known):
@@ -229,8 +224,9 @@ def every_command():
 
 def options():
     """{command: {names: what it takes and its default}}, hidden ones as well."""
-    held = ((name, command) for name, command in every_command() if name == "bench decode" or not name.startswith(LEFT_OUT))
-    return {name: {" ".join(p.opts + p.secondary_opts): _parameter(p) for p in command.params} for name, command in held}
+    return {
+        name: {" ".join(p.opts + p.secondary_opts): _parameter(p) for p in command.params} for name, command in every_command()
+    }
 
 
 def _parameter(parameter):

@@ -97,6 +97,8 @@ def stored_of(plan, tokens=300, room=KEPT_CHUNK, turn=None):
     paging.add()
     sequence = paging.add()
     x, earlier = torch.randn(tokens, 1, 64, generator=generator), None
+    # What a format has restored lies in the middle of its levels: none depends on how many are stored at once.
+    x = plan.k(0).dequantize(plan.k(0).quantize(x, 0), 0) if plan.k(0).group_tokens == 1 else x
     for begin in range(0, tokens, step := min(50, room)):
         if begin == turn:
             earlier = take(cache, paging, sequence, range(turn), whole=False)

@@ -93,7 +93,7 @@ def try_plan(place, data):
 
 
 MADE_UP = calibration(layers=2, heads=2, dim=32)
-LEARNED = CalibrationFile(calibration_of(MADE_UP.k, MADE_UP.v), SHAPE, "0123456789abcdef", {"tokens": 5})
+LEARNED = CalibrationFile(calibration_of(MADE_UP.k), SHAPE, "0123456789abcdef", {"tokens": 5})
 
 
 def try_calibration(place, data):

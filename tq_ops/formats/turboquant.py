@@ -36,9 +36,10 @@ Rotation = Callable[[int, int], Tensor]
 
 @cache
 def codebook_on(head_dim: int, device: torch.device, bits: int = BITS) -> Codebook:
-    """The codebook of 2**bits levels, on a device: the published one up to 4 bits, the fixed point from 5 on.
+    """The codebook of 2**bits levels, on a device: the published one up to 4 bits, the optimum from 5 on.
 
-    The published solver stops after 200 rounds, which costs nothing up to 4 bits, 1 % at 5, a fifth at 6, a half at 8.
+    The published solver stops after 200 rounds, which costs nothing up to 4 bits, 1 % at 5, a fifth at 6, a half at 8. There
+    are published tables for some sizes of a head only; the others have the optimum at every width.
     """
     book = lloyd_max(bits, head_dim, "published" if bits <= BITS else "converged")
     return Codebook(book.centroids.to(device), book.boundaries.to(device))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from places import ROOT
 
-from haarkv.codebooks.lloyd_max import converged_unit_centroids
+from haarkv.codebooks.tables import gaussian_centroids
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.manthan import CENTROIDS
 
@@ -60,7 +60,7 @@ def test_no_vector_of_the_lossless_cache_comes_back():
 
 def test_eight_levels_have_the_error_of_the_page():
     x = torch.linspace(-6, 6, 400_001, dtype=torch.float64)
-    levels = converged_unit_centroids(8).double()
+    levels = gaussian_centroids(3)
     nearest = levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
     density = torch.exp(-x * x / 2)
     assert float((density * (x - nearest) ** 2).sum() / density.sum()) == pytest.approx(0.03455, abs=5e-6)
