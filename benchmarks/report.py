@@ -23,12 +23,6 @@ from haarkv.tq_ops.memory import mapped_memory, peak_memory
 RESULTS = Path(__file__).parent / "results"
 
 
-def gpu_predictions() -> list[dict[str, Any]]:
-    """What was computed before a GPU was measured, from counted instructions and bytes: a row a kernel and case."""
-    lines = (RESULTS.parent / "gpu_predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def machine() -> dict[str, Any]:
     """The machine, and the versions and the commit that run on it."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -44,7 +44,7 @@ from tq.option_kinds import IntRange
 from tq.output import loading, one_line, warn
 
 _INTERRUPTED = 130
-_no_peers = click.option("--no-peers", is_flag=True, help="Measure nobody else.")
+_no_peers = click.option("--no-peers", is_flag=True, help="Measure ours alone.")
 _plot = options.file("--plot", "Draw it by context, as SVG.")
 _dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 

@@ -1,6 +1,6 @@
 """A model as a GGUF file, which llama.cpp reads: the one that it comes from, or one with the same weights, bit for bit.
 
-What is written holds no tokenizer: its vocabulary is a number of tokens without words, and whoever runs it feeds ids.
+What is written holds no tokenizer: its vocabulary is a number of tokens without words, and its user feeds ids.
 """
 
 from __future__ import annotations

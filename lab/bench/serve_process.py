@@ -38,7 +38,7 @@ class Child:
         self.log = log
         self._file = log.open("w", encoding="utf-8")
         pipe, out = (subprocess.PIPE, subprocess.PIPE) if piped else (subprocess.DEVNULL, self._file)
-        # A group of its own: Ctrl-C is ours alone, and whoever is left of the group can be found.
+        # A group of its own: Ctrl-C is ours alone, and what is left of the group can be found.
         self.process = subprocess.Popen(
             ["env", *_OFFLINE, sys.executable, *command], stdin=pipe, stdout=out, stderr=self._file, text=True,
             start_new_session=True,

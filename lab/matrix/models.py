@@ -1,4 +1,4 @@
-"""What a matrix measures: texts, windows, what stays in BF16, and models with whoever runs them with a cache."""
+"""What a matrix measures: texts, windows, what stays in BF16, models, and their executors."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def prepare(name: str, task: Task) -> Named:
 
 
 class Subject:
-    """A model with its weights, and whoever runs it with a cache."""
+    """A model with its weights, and what runs it with a cache."""
 
     def __init__(self, named: Named, task: Task, progress: Progress | None = None) -> None:
         self._named, self._task = named, task

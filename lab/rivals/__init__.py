@@ -1,4 +1,4 @@
-"""Formats of others after their papers and code, whose bytes nobody compared with theirs.
+"""Formats of others after their papers and code, whose bytes were compared with no original.
 
 After `register()` their names are known wherever a format is named: `formats.get("kvarn4")`, `KVSpec("q4_0_rot")`.
 """

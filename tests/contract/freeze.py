@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support"), str(Path(__file__).parent)]
 
 from frozen import DATA, TABLES, cache_bytes, calibration_content, plan_text, read, same_file, sequence, tiny  # noqa: E402
 

@@ -15,9 +15,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import click
 import numpy as np
 import torch
+from commands import every_command
 
 import tq
 from haarkv.codebooks.learned import Basis
@@ -30,7 +30,7 @@ from haarkv.tq_ops.kv.calibration_file import dumps as calibration_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.stored import take
-from tq.cli import cli, main
+from tq.cli import main
 
 DATA = Path(__file__).parent / "data"
 LAYER = 3
@@ -210,16 +210,6 @@ def _ours(base):
 
 
 # -- Commands ---------------------------------------------------------------------------------------------------------------
-
-
-def every_command():
-    context = click.Context(cli)
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        if isinstance(command, click.Group):
-            yield from ((f"{name} {sub}", command.get_command(context, sub)) for sub in command.list_commands(context))
-        else:
-            yield name, command
 
 
 def options():

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 import pytest
+from commands import every_command
 from refusals import assert_refused
 
 import tq
-from tq.cli import cli, main
+from tq.cli import main
 from tq.groups import section_of
 
 ROOT = Path(__file__).parents[2]
@@ -68,17 +69,7 @@ OWN = {
 }
 
 
-def commands():
-    context = click.Context(cli)
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        if isinstance(command, click.Group):
-            yield from ((f"{name} {sub}", command.get_command(context, sub)) for sub in command.list_commands(context))
-        else:
-            yield name, command
-
-
-COMMANDS = dict(commands())
+COMMANDS = dict(every_command())
 
 
 def options(command):

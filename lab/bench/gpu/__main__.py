@@ -33,11 +33,12 @@ import torch
 
 from haarkv.benchmarks import decode
 from haarkv.benchmarks.beside import Beside
-from haarkv.benchmarks.report import Table, gpu_predictions
+from haarkv.benchmarks.report import Table
 from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from lab.bench import prefill
+from lab.bench.gpu import predictions
 from lab.bench.gpu.asked import CHECKS_S, PRETRAINED_S, Pretrained, Timing, checks, timings
 from lab.bench.plots import latency_svg
 
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             code = _INTERRUPTED
         rows = read_rows(folder)
-        (folder / PAGE).write_text(page(rows, gpu_predictions(), dry=dry), encoding="utf-8")
+        (folder / PAGE).write_text(page(rows, predictions(), dry=dry), encoding="utf-8")
     except (InputError, OSError) as error:
         why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
         print(f"lab.bench.gpu: {why}", file=sys.stderr)

@@ -19,7 +19,7 @@ from lab.npu.aicore.build import load
 from lab.npu.aicore.leaf import Leaf
 from lab.npu.aicore.schedule import Schedule, Task, ordered
 
-# Memory nobody wrote reads as this byte: NaN in every floating-point type.
+# Unwritten memory reads as this byte: NaN in every floating-point type.
 _UNWRITTEN = 0xFF
 # A cube loads whole tiles: rows behind a tensor's end are read, and are in no product.
 _PAGE, _GUARD = 4096, 1 << 16

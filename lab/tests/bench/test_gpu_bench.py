@@ -12,12 +12,12 @@ import torch
 from places import ROOT
 
 from haarkv.benchmarks import attention
-from haarkv.benchmarks.report import gpu_predictions
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OP_NAMES
 from lab.bench import decode_peers, prefill
 from lab.bench.gpu import __main__ as command
+from lab.bench.gpu import predictions
 
 
 def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
@@ -138,7 +138,7 @@ def test_words_that_name_nothing_are_refused_with_the_names_there_are(tmp_path, 
 
 
 def test_the_page_compares_with_what_was_predicted():
-    predicted = [row for row in gpu_predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
+    predicted = [row for row in predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
 
     def page(us):
         timed = {"kind": "attention", "who": "cuda tq4", "batch": 8, "context": 32768, "ms": us / 1e3}

@@ -61,6 +61,7 @@ def test_memory_is_what_was_predicted(tmp_path, capsys):
     assert row["peak_bytes"] > row["kv_bytes"]
 
 
+@pytest.mark.long
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one(tmp_path):
     """Layers as wide as the 0.6B shape's, whose chunks hold 18 MB of numbers at a time; in processes of their own.
 
