@@ -68,6 +68,10 @@ def tokens(kind, content):
     return st.lists(parts, max_size=8).map(lambda found: [id for part in found for id in part])
 
 
+VALID = st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=3).map(str.encode)
+"""Whole characters as bytes. The sign that stands for a space is left out: a vocabulary that has it never spells it so."""
+
+
 def cases(count):
     return settings(max_examples=count, derandomize=True, deadline=None, database=None)
 
@@ -78,7 +82,7 @@ def test_valid_text_is_the_librarys(kind):
     ours, library = tokenizer_of(kind)
 
     @cases(200)
-    @given(tokens(kind, st.text(max_size=3).map(str.encode)))
+    @given(tokens(kind, VALID))
     def run(ids):
         if kind == "bytes" or "\ufffd" not in library.decode(ids):
             assert ours.decode(ids) == library.decode(ids)
