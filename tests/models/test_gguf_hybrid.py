@@ -10,7 +10,6 @@ from hybrid_files import MODELS, TOKENS, VOCABULARY, logits_of, saved
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, read_config
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
 
 __all__ = ["saved"]
 

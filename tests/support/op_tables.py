@@ -63,12 +63,6 @@ def filled(case: Case) -> tuple[PagedKVCache, Batch]:
     return caches.filled(case)
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest distance of a vector, relative to its length."""
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
-
-
 def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
     """Whatever a cache holds, packed and in BF16."""
     return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]

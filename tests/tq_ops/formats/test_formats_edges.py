@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from levels import compare_stored
 from places import ROOT
 from small_models import SMALL, at_slots, new_cache, random_tokens, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
