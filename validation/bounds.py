@@ -255,3 +255,5 @@ FP16_GAIN = 2.0**-12
 STEP = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-20}
 # What six scales that fell to the next FP16 number make of the sum of relative lengths.
 SCALES = 6 * 2.0**-11
+# A vector whose levels differ by more than one from the reference's is as good as the reference's up to this squared error.
+AS_NEAR = 1.1

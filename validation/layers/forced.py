@@ -25,7 +25,19 @@ from haarkv.validation.layers.judge import (
     stored_figures,
     verdicts,
 )
-from haarkv.validation.layers.null import Figure, Null, Slips, Sums, collected, of_numbers
+from haarkv.validation.layers.null import (
+    Figure,
+    Null,
+    Rows,
+    Slips,
+    Sums,
+    added,
+    by_figure,
+    collected,
+    computed,
+    drawn,
+    of_numbers,
+)
 from haarkv.validation.layers.parts import Stored, load, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference, keep
@@ -121,7 +133,7 @@ class Forced:
         broken = judge_strays(run.strays, made.index) + _broken_state(cache, made, run.stored)
         if run.outcome.problem:
             broken.insert(0, Verdict.broken("call", run.outcome.problem))
-        stored = collected(stored_figures(cache, made.index, batch, made.stored, run.stored))
+        stored = collected(stored_figures(cache, made.index, batch, made.stored, run.stored, made.kv))
         expected = made.hidden_out
         differing = _differing(made.stored, run.stored, stored)
         if differing and made.kv is not None and self.reference.records:
@@ -129,7 +141,7 @@ class Forced:
             expected = self.reference.given(made, run.stored)
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
         slips = self._slips(made) if room == 1.0 else {}
-        sums = stored | collected(hidden_figures(made.hidden_in, expected, result, slips))
+        sums = {**stored, **collected(hidden_figures(made.hidden_in, expected, result, slips))}
         excesses = {figure: excess / room for figure, excess in null.excesses(sums, self.rounds).items()}
         found = verdicts(excesses, differing)
         found = [
@@ -160,10 +172,13 @@ class Forced:
     def null(self, made: MadeLayer) -> Null:
         """What sixteen honest runs of a layer give."""
         null = self.nulls["layers"][made.index]
-        null.runs = self._remembered(
-            made, "layers", lambda: [self._honest_layer(made, ops) for ops in self.reference.honest(made)]
-        )
+        null.runs = self._remembered(made, "layers", lambda: self._honest_layers(made))
         return null
+
+    def _honest_layers(self, made: MadeLayer) -> list[Sums]:
+        # What one token leaves in a state moves all that follow.
+        runs = computed(len(made.hidden_in) if made.kv is not None else 1)
+        return drawn([self._honest_layer(made, ops) for ops in self.reference.honest(made, runs)])
 
     def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
         """What was found of a layer's forward, now or before."""
@@ -172,15 +187,15 @@ class Forced:
             self._known[key] = find()
         return self._known[key]
 
-    def _honest_layer(self, made: MadeLayer, table: OpTable) -> Sums:
+    def _honest_layer(self, made: MadeLayer, table: OpTable) -> Rows:
         reference, cache, batch, index = self.reference, self.reference.cache, made.batch, made.index
         load(self._scratch, index, made.before)
         if made.kv is None:
             out = reference.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, table)
         else:
             out = reference.over(reference.as_read(made, made.stored), made, self._storing_aside(table))
-        figures = stored_figures(cache, index, batch, made.stored, take(self._scratch, index, batch))
-        return collected(figures) | collected(hidden_figures(made.hidden_in, made.hidden_out, out, self._slips(made)))
+        figures = stored_figures(cache, index, batch, made.stored, take(self._scratch, index, batch), made.kv)
+        return by_figure((*figures, *hidden_figures(made.hidden_in, made.hidden_out, out, self._slips(made))))
 
     def _storing_aside(self, table: OpTable) -> OpTable:
         """A table that stores into the scratch cache, and leaves the one that attention reads as it is."""
@@ -262,20 +277,21 @@ class Forced:
         null = self.nulls["ops"][made.index]
         steeper, null.runs = self._remembered(made, "ops", lambda: self._honest_ops(made))
         broken: list[Verdict] = []
-        sums: dict[Figure, tuple[float, float]] = {}
+        figures: list[tuple[Figure, Tensor]] = []
         differing: list[str] = []
         for place, call in enumerate(made.calls):
             run = self._op_run(call, made, bad)
             if wrong := self._broken(call, made, run):
                 broken += wrong
                 continue
-            figures = list(self._op_figures(call, made, run.outcome.result, run.stored, steeper.get(place, {})))
-            sums = collected([*sums.items(), *figures])
+            of_op = list(self._op_figures(call, made, run.outcome.result, run.stored, steeper.get(place, {})))
+            figures += of_op
             same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
             differing += [] if same else [call.stage]
             if run.stored:
-                seen = dict(pair for pair in figures if pair[0].stage != call.stage)
+                seen = collected(pair for pair in of_op if pair[0].stage != call.stage)
                 differing += _differing(made.stored, run.stored, seen)
+        sums = collected(figures)
         found = verdicts(null.excesses(sums, self.rounds), differing)
         found = [self._confirmed(verdict, made, bad) if verdict.fails else verdict for verdict in found]
         if not broken and not any(verdict.fails for verdict in found):
@@ -312,15 +328,18 @@ class Forced:
         """What a steeper softmax changes each attention by, by its place among the calls; and the figures of honest runs."""
         tables = self.reference.honest(made)
         steeper: dict[int, Slips] = {}
-        runs: list[Sums] = [{} for _ in tables]
+        runs: list[dict[Figure, tuple[float, float]]] = [{} for _ in tables]
         for place, call in enumerate(made.calls):
             self._load(call, made)
             if call.op == "paged_attention":
                 steeper[place] = self._steeper(call)
-            for number, table in enumerate(tables):
-                figures = self._op_figures(call, made, *self._honest_op(call, made, table), steeper.get(place, {}))
-                runs[number] = collected([*runs[number].items(), *figures])
-        return steeper, runs
+            rows = [
+                by_figure(self._op_figures(call, made, *self._honest_op(call, made, table), steeper.get(place, {})))
+                for table in tables[: computed(len(call.args[0]) if call.op != "gated_delta" else 1)]
+            ]
+            for number, sums in enumerate(drawn(rows)):
+                runs[number] = dict(added(runs[number], sums))
+        return steeper, list(runs)
 
     def _load(self, call: Call, made: MadeLayer) -> None:
         """Give the scratch cache what a recorded op found in its own."""
@@ -339,7 +358,7 @@ class Forced:
     def _op_figures(self, call: Call, made: MadeLayer, result: Any, stored: Stored, slips: Slips) -> Values:
         """Figures of an op's result and of what it stored."""
         if stored:
-            yield from stored_figures(self.reference.cache, made.index, made.batch, made.stored, stored)
+            yield from stored_figures(self.reference.cache, made.index, made.batch, made.stored, stored, made.kv)
         if call.op != "store_kv":
             heads = self._kv_heads(made.index) if call.op == "paged_attention" else 0
             yield from of_numbers(call.stage, call.result, result, heads, slips)

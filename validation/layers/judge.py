@@ -13,13 +13,13 @@ from haarkv.tq_ops.formats.base import by_token, lengths_of
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
-from haarkv.validation.layers.null import Figure, of_numbers
+from haarkv.validation.layers.null import Figure, counted, of_numbers
 from haarkv.validation.layers.parts import Part, Stored, parts_of
 from haarkv.validation.layers.report import Reason, Verdict
 from haarkv.validation.layers.states import STATE, compare_states, state_of
 from haarkv.validation.layers.trial import Strays
 
-Values = Iterator[tuple[Figure, tuple[float, float]]]
+Values = Iterator[tuple[Figure, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -37,35 +37,51 @@ class StoredComparison:
     state: float | None = None
 
 
-def stored_figures(cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored) -> Values:
-    """Figures of what a layer stored: levels that differ, and by how much too long vectors of equal levels are; by KV head."""
-    if (state := state_of(cache, layer)) is not None:
+def stored_figures(
+    cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored, kv: tuple[Tensor, Tensor] | None
+) -> Values:
+    """Figures of what a layer stored, by KV head.
+
+    Args:
+        kv: K and V [T, Hkv, D] fp32 that the reference stored as `ours`; None of a layer that keeps a state.
+    """
+    if kv is None:
+        state = state_of(cache, layer)
+        assert state is not None
         for found in compare_states(state, batch, ours[STATE], theirs[STATE]):
             for head, (x, y) in enumerate(found.heads):
-                for figure, sums in of_numbers(found.stage, x, y):
-                    yield figure._replace(head=head), sums
+                for figure, rows in of_numbers(found.stage, x, y):
+                    yield figure._replace(head=head), rows
         return
     for part in parts_of(cache, layer):
         if len(part.where(batch)[0]):
-            yield from part_figures(part, layer, ours[part.name], theirs[part.name])
+            yield from part_figures(part, layer, ours[part.name], theirs[part.name], part.given(*kv, batch))
 
 
-def part_figures(part: Part, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Values:
-    """The same of one part; fields [n, Hkv, *]."""
+def part_figures(part: Part, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], x: Tensor) -> Values:
+    """The same of one part; fields [n, Hkv, *] of vectors x [n, Hkv, D].
+
+    Two scales may be equally good for a vector, and with the other one many levels are others. So a vector whose levels differ
+    by more than one is a fault if it lies farther from x than the reference's; else it counts as one level that differs.
+    """
     pair = by_token(ours), by_token(theirs)
     levels = [part.kv_format.levels(fields) for fields in pair]
     if levels[0] is None or levels[1] is None:
         for name in ours:
             yield from of_numbers(part.stage, ours[name], theirs[name], ours[name].shape[1])
         return
-    gap = (levels[0].int() - levels[1].int()).abs()
-    lengths = [lengths_of(part.kv_format.dequantize(fields, layer)) for fields in pair]
-    for head, apart in enumerate(gap):
-        yield Figure(part.stage, head, "changed"), (float((apart > 0).sum()), 0.0)
-        yield Figure(part.stage, head, "leaps"), (float((apart > 1).sum()), 0.0)
-        same = ~(apart > 0).any(-1)
-        ratio = lengths[1][head][same] / lengths[0][head][same].clamp(min=1e-300) - 1
-        yield Figure(part.stage, head, "length"), (float(ratio.sum()) / bounds.SCALES, 0.0)
+    apart = (levels[0].int() - levels[1].int()).abs()
+    restored = [part.kv_format.dequantize(fields, layer) for fields in pair]
+    first, second = (lengths_of(vectors) for vectors in restored)
+    far, changed = (apart > 1).any(-1), (apart > 0).sum(-1)
+    if bool(far.any()):
+        near, off = ((vectors - x.transpose(0, 1)).square().sum(-1) for vectors in restored)
+        equal = far & (off <= bounds.AS_NEAR * near)
+        far, changed = far & ~equal, torch.where(equal, 1, changed)
+    long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1) / bounds.SCALES
+    for kind, numbers in (("changed", changed), ("leaps", far), ("length", long)):
+        for head, each in enumerate(numbers):
+            yield Figure(part.stage, head, kind), counted(each)
 
 
 def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored) -> StoredComparison:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,9 @@ from haarkv.validation import bounds
 
 RUNS = 16
 """Honest runs."""
+_COMPUTED = 4
+_MANY = 32
+"""Of a forward of so many tokens and more, four honest runs are computed, and sixteen drawn from what their tokens show."""
 
 
 class Figure(NamedTuple):
@@ -31,7 +33,8 @@ class Figure(NamedTuple):
 
     "energy": squared distance from the reference, in units of what fourteen roundings of one number make.
     "gain": how much too large a result is. "slip NAME": how far it lies along a known mistake, 1 being all of it.
-    "changed": levels that differ; "leaps": by more than one step. "length": by how much vectors of equal levels are too long.
+    "changed": levels that differ. "leaps": vectors of which one differs by more than one step, and which are worse for it.
+    "length": by how much vectors of equal levels are too long.
     """
 
     stage: str
@@ -39,24 +42,25 @@ class Figure(NamedTuple):
     kind: str
 
 
+Rows = Mapping[Figure, Tensor]
+"""[n, 2] fp64: two numbers a figure of each token, or of whatever a stage gives."""
 Sums = Mapping[Figure, tuple[float, float]]
-"""Two numbers a figure, which add up over forwards; the figure is their ratio."""
+"""The same of all tokens; they add up over forwards."""
 
 
-def added(one: Sums, other: Sums) -> dict[Figure, tuple[float, float]]:
-    """The sums of two forwards together. The unit of an energy does not grow: fourteen roundings in all."""
+def added(one: Sums, other: Sums) -> Sums:
+    """The sums of two forwards together."""
     total = dict(one)
     for figure, (top, bottom) in other.items():
         before = total.get(figure, (0.0, 0.0))
-        below = max(before[1], bottom) if figure.kind == "energy" else before[1] + bottom
-        total[figure] = (before[0] + top, below)
+        total[figure] = (before[0] + top, before[1] + bottom)
     return total
 
 
 def value(figure: Figure, sums: tuple[float, float]) -> float:
-    """The figure of its sums; NaN and infinity are no numbers that honest runs give."""
+    """Of a gain or a slip the ratio of its sums, of all others the first; honest runs give neither NaN nor infinity."""
     top, bottom = sums
-    if figure.kind in ("changed", "leaps", "length"):
+    if figure.kind != "gain" and not figure.kind.startswith("slip"):
         return top
     return 0.0 if top == 0 else top / bottom if bottom else math.inf
 
@@ -130,7 +134,7 @@ def by_head(x: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 def of_numbers(
     stage: str, ours: Tensor, theirs: Tensor, heads: int = 0, slips: Slips | None = None, step: Tensor | None = None
-) -> Iterator[tuple[Figure, tuple[float, float]]]:
+) -> Iterator[tuple[Figure, Tensor]]:
     """Figures of a stage that gives numbers, [T, H, *] or [T, N].
 
     Args:
@@ -146,19 +150,71 @@ def of_numbers(
     for head, part, reference, unit in zip(places, by_head(off, heads), by_head(ours, heads), steps, strict=True):
         unit = (bounds.STEP[ours.dtype] * reference.abs().max()) if unit is None else unit
         weight = torch.where(unit > 0, 1 / unit, 0.0)
-        energy = float((part * weight).square().sum()) if bool((unit > 0).any()) else float(part.square().sum())
-        yield Figure(stage, head, "energy"), (energy / bounds.TIES, 1.0)
-        scaled = reference * weight
-        yield Figure(stage, head, "gain"), (float((part * weight * scaled).sum()), float(scaled.square().sum()))
+        energy = part * weight if bool((unit > 0).any()) else part
+        yield Figure(stage, head, "energy"), _pairs(energy, energy / bounds.TIES, None)
+        yield Figure(stage, head, "gain"), _pairs(part * weight, reference * weight, reference * weight)
         weights.append(weight)
     for name, direction in (slips or {}).items():
         whole = float(direction.float().square().sum())
         for head, part, along, weight in zip(places, by_head(off, heads), by_head(direction, heads), weights, strict=True):
             if float(along.square().sum()) > 1e-3 * whole / max(heads, 1):
-                scaled = along * weight
-                sums = float((part * weight * scaled).sum()), float(scaled.square().sum())
                 place = int(name.rpartition("@")[2]) if "@" in name else head
-                yield Figure(stage, place, f"slip {name.partition(' @')[0]}"), sums
+                rows = _pairs(part * weight, along * weight, along * weight)
+                yield Figure(stage, place, f"slip {name.partition(' @')[0]}"), rows
+
+
+def _pairs(x: Tensor, y: Tensor, z: Tensor | None) -> Tensor:
+    """[n, 2] fp64 of numbers [n, *]: the sums of x * y, and of z * z."""
+    top = (x * y).flatten(1).sum(-1, dtype=torch.float64)
+    return torch.stack([top, torch.zeros_like(top) if z is None else (z * z).flatten(1).sum(-1, dtype=torch.float64)], 1)
+
+
+def counted(numbers: Tensor) -> Tensor:
+    """[n, 2] fp64 of a number [n] that is no ratio."""
+    return torch.stack([numbers.double(), torch.zeros(len(numbers), dtype=torch.float64)], 1)
+
+
+def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
+    """Figures by name; rows of one name one behind the other."""
+    rows: dict[Figure, list[Tensor]] = {}
+    for figure, part in pairs:
+        rows.setdefault(figure, []).append(part)
+    return {figure: torch.cat(parts) for figure, parts in rows.items()}
+
+
+def collected(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
+    """The sums of a candidate's figures."""
+    return {figure: _total(rows) for figure, rows in by_figure(pairs).items()}
+
+
+def computed(tokens: int) -> int:
+    """How many of the sixteen honest runs of so many tokens are computed."""
+    return _COMPUTED if tokens >= _MANY else RUNS
+
+
+def drawn(runs: Sequence[Rows]) -> list[Sums]:
+    """Sixteen honest runs, from all or from four of them.
+
+    Of four, two round attention once and two do not. Eight runs are drawn of each two: token by token their mean, and half
+    the difference that two such runs have, up or down.
+    """
+    if len(runs) == RUNS:
+        return [{figure: _total(rows) for figure, rows in run.items()} for run in runs]
+    generator = torch.Generator().manual_seed(len(runs[0]))
+    sums: list[dict[Figure, tuple[float, float]]] = [{} for _ in range(RUNS)]
+    for figure in runs[0]:
+        for kind in range(2):
+            one, other = (run[figure] for run in runs[kind::2])
+            signs = 2 * torch.randint(2, (RUNS // 2, len(one)), generator=generator).double() - 1
+            totals = (one + other).sum(0) / 2 + signs @ (one - other) / math.sqrt(2)
+            for place, (top, bottom) in enumerate(totals.tolist()):
+                sums[2 * place + kind][figure] = (top, bottom)
+    return list(sums)
+
+
+def _total(rows: Tensor) -> tuple[float, float]:
+    top, bottom = rows.sum(0).tolist()
+    return top, bottom
 
 
 # -- Honest runs -------------------------------------------------------------------------------------------------------------
@@ -166,18 +222,12 @@ _ULP = 2 * 2.0**-24
 """Twice FP32's unit of rounding: in which order a device adds is not known."""
 
 
-_ATTENDING = 4
-"""Honest runs that attend, which takes longest; the others mix what these differ by, token by token and head by head."""
-
-
 class Shared:
-    """What honest runs of one layer share: results of ops on the same inputs, how widely terms of sums are spread, and what
-    attention was off by."""
+    """What honest runs of one layer share: results of ops on the same inputs, and how widely terms of sums are spread."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], tuple[object, Tensor]] = {}
         self._spreads: dict[tuple[int, torch.Size], Tensor] = {}
-        self.off: dict[int, list[Tensor]] = {}
 
     def result(self, op: Callable[..., Tensor], x: Tensor, *rest: object, wide: bool = False) -> Tensor:
         """An op's result, made once of the same tensor; of x in FP32, if it is to be wide."""
@@ -201,7 +251,7 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
     Args:
         ops: the reference's.
         seed: another one, another device. Odd ones round attention once, at its end.
-        shared: with the other honest runs of this layer, which come in the order of their seeds.
+        shared: with the other honest runs of this layer.
         blocks: weights whose products round x to integers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -230,23 +280,12 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
         k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in (k, v))
         ops.store_kv(k, v, cache, layer, batch)
 
-    attentions = count()
-
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        off = shared.off.setdefault(next(attentions), [])
-        if not off:
-            off.append(ops.paged_attention(q, cache, layer, batch, softmax_scale).float())
-        if len(off) > _ATTENDING:
-            mixed = sum(by * noise(by[..., :1]) for by in off[1:]) / math.sqrt(_ATTENDING)
-            return (off[0] + mixed).to(q.dtype)
         wide = ops.paged_attention(q.float() * (1 + 8 * _ULP * noise(q)), cache, layer, batch, softmax_scale)
         if seed % 2 or q.dtype == torch.float32:
-            out = (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
-        else:
-            rounded = (ops.paged_attention(q, cache, layer, batch, softmax_scale) - wide).float()
-            out = (wide + rounded * noise(wide).sign()).to(q.dtype)  # the same rounding points, which fall elsewhere
-        off.append(out.float() - off[0])
-        return out
+            return (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
+        rounded = (ops.paged_attention(q, cache, layer, batch, softmax_scale) - wide).float()
+        return (wide + rounded * noise(wide).sign()).to(q.dtype)  # the same rounding points, which fall elsewhere
 
     def product(name: str) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
         def run(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
@@ -289,11 +328,3 @@ def half_steps(x: Tensor, weight: Blocks) -> Tensor:
         most = 0.51 * torch.maximum(by_block.amax(-1) / bounds.BLOCK_X_LARGEST, by_block.sum(-1) / bounds.BLOCK_X_TOTAL)
     half = most.repeat_interleave(bounds.BLOCK_X_NUMBERS, dim=1)
     return half if weight.column_scales is None else half / weight.column_scales
-
-
-def collected(figures: Iterable[tuple[Figure, tuple[float, float]]]) -> dict[Figure, tuple[float, float]]:
-    """Figures by name; those of one name are added up."""
-    found: dict[Figure, tuple[float, float]] = {}
-    for figure, sums in figures:
-        found = added(found, {figure: sums})
-    return found

@@ -171,10 +171,10 @@ class Reference:
         """Whether the candidate rounds what it multiplies with a weight."""
         return isinstance(weight, Blocks) and weight.type.name in self.blocks
 
-    def honest(self, made: MadeLayer | None, salt: int = 0) -> list[OpTable]:
-        """The tables of sixteen honest runs of a layer, to be run in their order."""
+    def honest(self, made: MadeLayer | None, runs: int = RUNS, salt: int = 0) -> list[OpTable]:
+        """The tables of honest runs of a layer."""
         shared, place = Shared(), salt + (0 if made is None else 1 + made.index + 1000 * made.forward.step)
-        return [honest(self.ops, RUNS * place + run, shared, self.rounds_x) for run in range(RUNS)]
+        return [honest(self.ops, RUNS * place + run, shared, self.rounds_x) for run in range(runs)]
 
     def as_read(self, made: MadeLayer, stored: Stored) -> PagedKVCache:
         """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from haarkv.models.gguf_file import block_type_named
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks, numbers_of
-from haarkv.validation.layers.null import Sums, collected, of_numbers
+from haarkv.validation.layers.null import Sums, of_numbers
 from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen
 
 _HALVES = {
@@ -76,11 +76,11 @@ class Product:
         fault = misshapen(ours, expected, torch.float32) or changed((x,), (before,))
         if fault is not None:
             return Finding(math.nan, "", fault)
-        return beside(runs, collected(of_numbers(self.op, expected, ours.cpu())), torch.float32)
+        return beside(runs, of_numbers(self.op, expected, ours.cpu()), torch.float32)
 
 
 @cache
 def _expected(case: Product) -> tuple[Tensor, list[Sums]]:
     x, weight = case.arguments(torch.device("cpu"))
     expected = (x.double() @ numbers_of(weight).double().T).float()
-    return expected, honest_runs(lambda ops: collected(of_numbers(case.op, expected, ops.linear(x.float(), weight))))
+    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, ops.linear(x.float(), weight)))

@@ -16,7 +16,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.judge import stored_figures
-from haarkv.validation.layers.null import Sums, collected, of_numbers
+from haarkv.validation.layers.null import Sums, of_numbers
 from haarkv.validation.layers.parts import Stored, take
 from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
 from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen, same
@@ -95,7 +95,7 @@ def _plain(case: Plain) -> tuple[Tensor, list[Sums]]:
     rounds = case.dtype == BF16 and case.op in ("rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul")
     expected = case.expected().to(BF16 if rounds else FP32)
     arguments = case.arguments(torch.device("cpu"))
-    return expected, honest_runs(lambda ops: collected(of_numbers(case.op, expected, getattr(ops, case.op)(*arguments))))
+    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, getattr(ops, case.op)(*arguments)))
 
 
 def _numbers(
@@ -104,7 +104,7 @@ def _numbers(
     """The finding on an op's result."""
     if fault is not None:
         return Finding(math.nan, "", fault)
-    return beside(runs, collected(of_numbers(op, expected, ours.cpu(), heads)), dtype)
+    return beside(runs, of_numbers(op, expected, ours.cpu(), heads), dtype)
 
 
 # -- Ops over a cache ---------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Attention(_OnCache):
 def _attended(case: Attention) -> tuple[Tensor, list[Sums]]:
     arguments, heads = case.arguments(torch.device("cpu")), case.cache.kv_heads
     expected = reference.paged_attention(*arguments)
-    return expected, honest_runs(lambda ops: collected(of_numbers(case.op, expected, ops.paged_attention(*arguments), heads)))
+    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, ops.paged_attention(*arguments), heads))
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,8 @@ class Store(_OnCache):
         kept = [name for name in theirs if name not in ("k", "v")]
         if any(not same(ours[name]["data"], theirs[name]["data"]) for name in kept):
             fault = fault or "it does not keep the same in BF16"
-        return beside(runs, collected(stored_figures(cache, LAYER, batch, theirs, ours)), self.dtype, fault)
+        figures = stored_figures(cache, LAYER, batch, theirs, ours, before[:2])
+        return beside(runs, figures, self.dtype, fault)
 
 
 @cache
@@ -224,8 +225,8 @@ def _stored(case: Store) -> tuple[Stored, list[Sums]]:
         ops.store_kv(*arguments)
         return take(arguments[2], LAYER, arguments[4])
 
-    expected, (_, _, cache, _, batch) = stored_by(cast(OpTable, reference)), case.arguments(torch.device("cpu"))
-    return expected, honest_runs(lambda ops: collected(stored_figures(cache, LAYER, batch, expected, stored_by(ops))))
+    expected, (k, v, cache, _, batch) = stored_by(cast(OpTable, reference)), case.arguments(torch.device("cpu"))
+    return expected, honest_runs(lambda ops: stored_figures(cache, LAYER, batch, expected, stored_by(ops), (k, v)))
 
 
 def _tensors(made: PagedKVCache) -> list[Tensor]:

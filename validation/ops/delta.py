@@ -18,7 +18,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import Place
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.null import Sums, collected, of_numbers
+from haarkv.validation.layers.judge import Values
+from haarkv.validation.layers.null import Sums, of_numbers
 from haarkv.validation.ops.caches import LAYER
 from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen
 
@@ -163,11 +164,12 @@ class Delta:
             return Finding(math.nan, "", fault)
         return beside(runs, self._figures(expected, left, ours.cpu(), kept), self.dtype)
 
-    def _figures(self, expected: Tensor, left: list[dict[str, Tensor]], ours: Tensor, kept: list[dict[str, Tensor]]) -> Sums:
+    def _figures(self, expected: Tensor, left: list[dict[str, Tensor]], ours: Tensor, kept: list[dict[str, Tensor]]) -> Values:
         """Of the output [T, Hv, dv] and of the states [versions, Hv, dk, dv], by head."""
         states, theirs = (torch.cat([one["delta"].cpu().flatten(2) for one in some]) for some in (left, kept))
         heads = self.value_heads
-        return collected((*of_numbers(self.op, expected, ours, heads), *of_numbers("delta_state", states, theirs, heads)))
+        yield from of_numbers(self.op, expected, ours, heads)
+        yield from of_numbers("delta_state", states, theirs, heads)
 
     def _kept(self, arguments: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """What each sequence's state is after the call, version by version."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks
-from haarkv.validation.layers.null import RUNS, Null, Shared, Sums, honest
+from haarkv.validation.layers.null import RUNS, Figure, Null, Shared, Sums, by_figure, collected, drawn, honest
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Finding:
         return self.share <= 1 and self.fault is None
 
 
-def honest_runs(figures_of: Callable[[OpTable], Sums]) -> list[Sums]:
+def honest_runs(figures_of: Callable[[OpTable], Iterable[tuple[Figure, Tensor]]]) -> list[Sums]:
     """The figures of honest runs of the reference.
 
     Args:
@@ -43,16 +43,18 @@ def honest_runs(figures_of: Callable[[OpTable], Sums]) -> list[Sums]:
     """
     shared, ops = Shared(), cast(OpTable, reference)
     tables = (honest(ops, seed, shared, lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
-    return [figures_of(table) for table in tables]
+    return drawn([by_figure(figures_of(table)) for table in tables])
 
 
-def beside(runs: list[Sums], figures: Sums, dtype: torch.dtype, fault: str | None = None) -> Finding:
+def beside(
+    runs: list[Sums], figures: Iterable[tuple[Figure, Tensor]], dtype: torch.dtype, fault: str | None = None
+) -> Finding:
     """A candidate's figures beside those of honest runs.
 
     Args:
         dtype: of what the op is given; in BF16 a device may round centroids to FP16.
     """
-    excesses = Null(runs).excesses(figures, dtype != torch.float32)
+    excesses = Null(runs).excesses(collected(figures), dtype != torch.float32)
     worst = max(excesses, key=excesses.__getitem__)
     return Finding(excesses[worst], " ".join(str(part) for part in worst if part != -1), fault)
 
