@@ -312,7 +312,6 @@ def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, 
     candidate = CudaExecutor(model, interpreted=not GPU)
     report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(layers))
     assert report.passed, report.first_divergence
-    assert sum(row.unexplained for row in report.rows) == 0
 
 
 # -- With a GPU --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Tokens that stay in BF16 on the NPU programs: what the host hands over, whom it refuses, and layers in the interpreter."""
 
-import bounds
 import pytest
 import torch
 from npu_checked import CONFIG, filled
@@ -16,6 +15,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.kept import keeping, kept_shape
 from haarkv.tq_ops.npu.scopes import AttentionShape
 from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.validation.layers import trial
 from haarkv.validation.layers.runner import validate
 
 KEPT = [{"tail": 20, "sink": 3}, {"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
@@ -105,7 +105,7 @@ def test_a_mask_that_ends_one_key_too_late_beside_a_tail_is_found(monkeypatch):
 
     mask = AttentionShape.mask
     monkeypatch.setattr(AttentionShape, "mask", later)
-    monkeypatch.setattr(bounds, "MOST_CONFIRMED", 0)
+    monkeypatch.setattr(trial, "MOST_CONFIRMED", 0)
     config = resized(CONFIG, num_layers=1)
     model, plan = small_model(config, dtype=torch.bfloat16), KVSpec("tq4", tail=124, sink=4).plan(1)
     candidate = catalog.create("npu", model, plan, "sim")

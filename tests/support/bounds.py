@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from haarkv.validation.bounds import BLOCK_X_LARGEST, BLOCK_X_TOTAL, EXECUTOR_LOGITS
+from haarkv.validation.bounds import EXECUTOR_LOGITS
+from haarkv.validation.layers.null import BLOCK_X_LARGEST, BLOCK_X_TOTAL
 
 __all__ = ["BLOCK_X_LARGEST", "BLOCK_X_TOTAL", "EXECUTOR_LOGITS"]
 

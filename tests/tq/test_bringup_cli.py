@@ -242,7 +242,7 @@ class Empty(ReferenceExecutor):
 
 
 BROKEN = {
-    "byte": ("store", altered(store_kv=store_a_wrong_byte), "tq4: 1 unexplained levels of V"),
+    "byte": ("store", altered(store_kv=store_a_wrong_byte), "times what honest runs allow"),
     "layer": ("layer", perturbed(0, "o_proj"), " at tq4, layer 0, attention_mlp"),
     "layer's V": ("layer", perturbed(0, "v_proj"), " at tq4, layer 0, store_kv.v"),
     "head": ("head", perturbed(None, "lm_head"), " at tq4, forward"),
@@ -377,7 +377,7 @@ def test_a_wrong_byte_of_a_program_fails_its_rung(bringup, monkeypatch):
     monkeypatch.setattr(SimRunner, "call", wrong)
     code, out, _ = bringup("--device", "sim", "--model", "tiny", executor="npu")
     assert (code, out.splitlines()[-2].split(";")[0]) == (1, "failed: store at tq4")
-    assert "unexplained levels of K" in out, out
+    assert "times what honest runs allow" in out, out
 
 
 @with_pypto
@@ -429,7 +429,7 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, ch
     code, out, err = bringup(*given)
     assert code == 0, out + err
     assert "of tq4, k=lr3,v=tq3, mixed at" in kept(bringup.folder, "latency")["found"]["said"]
-    assert "k=lr3,v=tq4: no level unexplained" in kept(bringup.folder, "store")["found"]["said"]
+    assert "k=lr3,v=tq4: levels and lengths at" in kept(bringup.folder, "store")["found"]["said"]
     write_calibration(file, checkpoint, seed=1)
     trial(interrupted)
     code, out, _ = bringup(*given, "--resume")

@@ -123,14 +123,17 @@ def test_a_tie_is_taken_over_into_what_follows():
         # The level of layer 1's K that lies nearest to its boundary, on the other side of it.
         x = k.clone()
         if layer == 1 and len(k) > 2:
-            choice = formats.get("tq4").choice(k, layer, 0.0)
-            away = (choice.value.unsqueeze(-1) - choice.boundaries).abs().amin(-1)
+            described = formats.get("tq4").description(k.shape[-1])
+            unit = (k / k.norm(dim=-1, keepdim=True)).bfloat16().float()
+            rotated = unit @ described.transform.on(layer, k.shape[-1], k.device)
+            distance = rotated.unsqueeze(-1) - torch.tensor(described.boundaries)
+            away = distance.abs().amin(-1)
             token, head, coordinate = (int(i) for i in (away == away.min()).nonzero()[0])
-            level = int((choice.value[token, head, coordinate] >= choice.boundaries).sum())
+            distance = distance[token, head, coordinate]
+            level = int((distance >= 0).sum())
             fields = cache.k_format(layer).quantize(x, layer)
             reference.store_kv(x, v, cache, layer, batch)
             levels = formats.get("tq4").levels(fields)
-            distance = choice.value[token, head, coordinate] - choice.boundaries
             levels[token, head, coordinate] = level + (1 if distance[distance.abs().argmin()] < 0 else -1)
             low, high = levels.chunk(2, dim=-1)
             block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size

@@ -15,6 +15,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
+from haarkv.validation import bounds
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.judge import (
     Values,
@@ -259,7 +260,7 @@ class Forced:
         # Where all is forgotten at once, the state that is read does not matter.
         apart = collected(hidden_figures(made.hidden_in, made.hidden_out, other.hidden_out, {}))
         matters = max(null.excesses(apart, self.rounds).values()) > 1
-        again = self.judge(other, self.run(other, {STATE: {}}), null, FREE)
+        again = self.judge(other, self.run(other, {STATE: {}}), null, bounds.FREE)
         wrong = first(again.verdicts)
         if wrong is None or not wrong.fails:
             self.over_others += matters
@@ -396,8 +397,6 @@ class Forced:
 
 
 STEEPER = "softmax 1 % too steep"
-FREE = 4.0
-"""How many times what a null allows is no fault where it is of another input than the candidate's."""
 _STAGES = {
     "store_kv": ("store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v"),
     "gated_delta": ("conv_state", "delta_state"),

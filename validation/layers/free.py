@@ -23,7 +23,7 @@ from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.forced import FREE, Forced
+from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer
 from haarkv.validation.layers.judge import judge_strays, verdicts
 from haarkv.validation.layers.null import Null, by_figure, collected, drawn, of_numbers
@@ -32,7 +32,7 @@ from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, state_of
-from haarkv.validation.layers.trial import Outcome, Repeats, Run, Trial, differing, differing_forward
+from haarkv.validation.layers.trial import WHOLE_AGAIN, Outcome, Repeats, Run, Trial, differing, differing_forward
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Free:
         except InputError as error:
             detail = f"what the executor makes of its own layers cannot be gone on from: {error}"
             return run, Verdict.broken("free_running", detail), math.inf
-        judged = self._forced.judge(expected, run, self._null(index, expected), FREE)
+        judged = self._forced.judge(expected, run, self._null(index, expected), bounds.FREE)
         failing = first(judged.verdicts)
         if failing is None or not failing.fails:
             return run, None, judged.share
@@ -172,7 +172,7 @@ class Free:
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
         """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""
         for index, kept in enumerate(self.runs):
-            again = [self._trial.run(kept.hidden, index, kept.bad, forward.batch) for _ in range(bounds.WHOLE_AGAIN)]
+            again = [self._trial.run(kept.hidden, index, kept.bad, forward.batch) for _ in range(WHOLE_AGAIN)]
             if (unstable := differing([kept.run, *again])) is not None:
                 return index, unstable
         vocab_size = self._reference.model.config.vocab_size

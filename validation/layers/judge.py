@@ -78,7 +78,7 @@ def part_figures(part: Part, layer: int, ours: dict[str, Tensor], theirs: dict[s
         near, off = ((vectors - x.transpose(0, 1)).square().sum(-1) for vectors in restored)
         equal = far & (off <= bounds.AS_NEAR * near)
         far, changed = far & ~equal, torch.where(equal, 1, changed)
-    long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1) / bounds.SCALES
+    long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
     for kind, numbers in (("changed", changed), ("leaps", far), ("length", long)):
         for head, each in enumerate(numbers):
             yield Figure(part.stage, head, kind), counted(each)

@@ -312,6 +312,12 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
     )  # fmt: skip
 
 
+BLOCK_X_NUMBERS = 32
+BLOCK_X_LARGEST = 32_767.0
+BLOCK_X_TOTAL = 524_000.0
+"""The step of each 32 numbers is the larger of their largest size and of the sum of their sizes, each divided by its own."""
+
+
 def half_steps(x: Tensor, weight: Blocks) -> Tensor:
     """What each number of x [T, in] may be off by before it is multiplied with blocks as they lie: fp64 [T, in].
 
@@ -321,10 +327,10 @@ def half_steps(x: Tensor, weight: Blocks) -> Tensor:
     sizes = x.double().abs()
     if weight.column_scales is not None:
         sizes = sizes * weight.column_scales
-    by_block = sizes.view(len(x), -1, bounds.BLOCK_X_NUMBERS)
+    by_block = sizes.view(len(x), -1, BLOCK_X_NUMBERS)
     if weight.x_bits == 8:
         most = bounds.BLOCK_X_TIE * by_block.amax(-1) / LARGEST
     else:
-        most = 0.51 * torch.maximum(by_block.amax(-1) / bounds.BLOCK_X_LARGEST, by_block.sum(-1) / bounds.BLOCK_X_TOTAL)
-    half = most.repeat_interleave(bounds.BLOCK_X_NUMBERS, dim=1)
+        most = 0.51 * torch.maximum(by_block.amax(-1) / BLOCK_X_LARGEST, by_block.sum(-1) / BLOCK_X_TOTAL)
+    half = most.repeat_interleave(BLOCK_X_NUMBERS, dim=1)
     return half if weight.column_scales is None else half / weight.column_scales

@@ -16,7 +16,6 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.validation import bounds
 from haarkv.validation.layers.parts import Part, Stored, load, parts_of, put, stage_of, take, tensors_of
 from haarkv.validation.layers.record import copied, unchanged
 from haarkv.validation.layers.report import Verdict
@@ -27,6 +26,12 @@ if TYPE_CHECKING:
 
 Strays = dict[int, dict[str, list[str]]]
 """Places that changed and were not to be written: layer -> part -> which, in words."""
+CONFIRMING_RUNS = 8
+"""What is found to be wrong runs so often again, to see whether it is wrong every time."""
+MOST_CONFIRMED = 4
+"""So many findings of a validation are."""
+WHOLE_AGAIN = 3
+"""A forward that does not follow from its own layers runs again so often."""
 WITHIN_ROUNDING = "within rounding: sums that come in another order each time do so"
 """Of runs that differ and are right. It is a finding all the same: no executor here says of itself that it does that."""
 
@@ -171,7 +176,7 @@ class Repeats:
     """
 
     def __init__(self, always: int) -> None:
-        self._always, self._left = always, bounds.MOST_CONFIRMED
+        self._always, self._left = always, MOST_CONFIRMED
 
     def of_layer(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
         """A layer that differs from itself; None if it does not, or if only faults are run again."""
@@ -182,7 +187,7 @@ class Repeats:
         if not self._left:
             return None
         self._left -= 1
-        return differing([run, *(again() for _ in range(bounds.CONFIRMING_RUNS))])
+        return differing([run, *(again() for _ in range(CONFIRMING_RUNS))])
 
 
 def differing(runs: Sequence[Any]) -> Verdict | None:
@@ -212,7 +217,7 @@ def differing_forward(
     """
     batch, layers = forward.batch, range(len(bad))
     runs: list[list[Any]] = [[outcome, [take(whole.cache, index, batch) for index in layers]]]
-    for _ in range(bounds.WHOLE_AGAIN):
+    for _ in range(WHOLE_AGAIN):
         for index, poison in enumerate(bad):
             whole.put(index, batch, poison)
         again = whole.forward(forward, vocab_size)
