@@ -33,11 +33,11 @@ FREE = 4.0
 # vector at most.
 SAME_KV = 0.1
 
-# -- Two executors (`tq diff`, `tq dev bringup`) --------------------------------------------------------------------------------
-# By how much a logit may differ after the same tokens, in standard deviations of the position's logits: tokens that lie closer
-# are a near tie. Measured on `tiny`, tq4: the reference's sums in another order 0.070 in BF16 and 0.024 in FP32; cpu 0.180 over
-# 512 positions of BF16; npu in PyPTO's interpreter 0.092.
+# -- Two executors (`tq diff`, `tq dev bringup`) ----------------------------------------------------------------------------
+# By how much a logit may differ after the same tokens, in standard deviations of the position's logits: tokens that lie
+# closer are a near tie. Measured on `tiny`, tq4: the reference's sums in another order 0.070 in BF16 and 0.024 in FP32; cpu
+# 0.180 over 512 positions of BF16; npu in PyPTO's interpreter 0.092.
 EXECUTOR_LOGITS = {"bfloat16": 64 * 2.0**-8, "float32": 16 * 2.0**-8}
-# What a layer of the NPU's programs adds to a hidden state, relative, where little but attention is added. Measured: 6.0e-3, the
-# largest of 130 tokens; a mask that is off by one moves it by 0.1 to 0.7.
+# What a layer of the NPU's programs adds to a hidden state, relative, where little but attention is added. Measured: 6.0e-3,
+# the largest of 130 tokens; a mask that is off by one moves it by 0.1 to 0.7.
 NPU_LAYER_ADDED = 1e-2
