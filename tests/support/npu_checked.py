@@ -1,6 +1,7 @@
 """Layers of a small model by the NPU programs in the interpreter, held against the reference."""
 
 import torch
+from bounds import BF16_TIES
 from npu_layers import faint, telling, with_leftovers, worst_token
 from small_models import SMALL, cache_tensors, new_cache, resized, small_model
 
@@ -8,7 +9,7 @@ from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.bounds import BF16_TIES, NPU_LAYER_ADDED
+from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.ops.caches import windows_of
 
 TQ4_SPEC = KVSpec("tq4")

@@ -19,11 +19,24 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation import validate
+from haarkv.validation import bounds, validate
 from haarkv.validation.faults.base import DRIVES, instead, table_with
 from haarkv.validation.faults.ops import keeping, steeper, stored
 from haarkv.validation.layers import null
-from haarkv.validation.layers.null import RUNS, Figure, Null, Shared, added, excess, honest, value
+from haarkv.validation.layers.null import (
+    NONE,
+    RUNS,
+    Figure,
+    Null,
+    Shared,
+    added,
+    by_ties,
+    collected,
+    excess,
+    honest,
+    of_numbers,
+    value,
+)  # fmt: skip
 from haarkv.validation.layers.self_test import first_layers
 
 DTYPES = ("float32", "bfloat16")
@@ -164,18 +177,30 @@ def test_what_is_nearer_to_the_reference_than_honest_runs_is_right(kind):
 
 
 def test_a_figure_of_nothing_is_zero_and_of_something_beside_nothing_infinite():
-    for kind in ("energy", "gain", "slip a name"):
-        assert value(Figure("o_proj", -1, kind), (0.0, 0.0)) == 0
-        assert value(Figure("o_proj", -1, kind), (1.0, 0.0)) == math.inf
+    for kind in ("gain", "slip a name"):
+        assert value(Figure("o_proj", -1, kind), NONE) == 0
+        assert value(Figure("o_proj", -1, kind), (1.0, 0.0, 0.0)) == math.inf
+
+
+def test_one_number_on_the_other_side_of_a_rounding_point_is_no_gain():
+    """Not even the largest of few numbers, where no honest run's falls there; twice as far is one."""
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gain = Figure("window.k", -1, "gain")
+    off = torch.zeros_like(x)
+    off.flatten()[x.abs().argmax()] = bounds.STEP[x.dtype] * x.abs().max()
+    for factor, out in ((1, False), (-1, False), (3, True)):
+        sums = collected(of_numbers("window.k", x, x.float() + factor * off))[gain]
+        assert (excess(gain, value(gain, sums), [0.0] * RUNS, rounds=True, ties=by_ties(sums)) > 1) == out
 
 
 # -- Over forwards -----------------------------------------------------------------------------------------------------------
 def test_sums_of_forwards_add_up():
-    """Counts and products grow; the unit of an energy is fourteen roundings in all."""
+    """Counts, energies and products grow."""
     energy, gain, changed = (Figure("o_proj", -1, kind) for kind in ("energy", "gain", "changed"))
-    one = {energy: (2.0, 1.0), gain: (3.0, 4.0), changed: (5.0, 0.0)}
+    one = {energy: (2.0, 0.0, 0.0), gain: (3.0, 4.0, 5.0), changed: (5.0, 0.0, 0.0)}
     assert added({}, one) == one
-    assert added(one, {**one, gain: (1.0, 4.0)}) == {energy: (4.0, 1.0), gain: (4.0, 8.0), changed: (10.0, 0.0)}
+    both = {energy: (4.0, 0.0, 0.0), gain: (4.0, 8.0, 7.0), changed: (10.0, 0.0, 0.0)}
+    assert added(one, {**one, gain: (1.0, 4.0, 2.0)}) == both
 
 
 def test_what_no_forward_shows_alone_all_of_them_show():
@@ -183,8 +208,8 @@ def test_what_no_forward_shows_alone_all_of_them_show():
     figure, generator = Figure("o_proj", -1, "gain"), torch.Generator().manual_seed(0)
     of_layer = Null()
     for _ in range(100):
-        of_layer.runs = [{figure: (float(draw), 1.0)} for draw in torch.randn(RUNS, generator=generator)]
-        candidate = {figure: (5.0, 1.0)}
+        of_layer.runs = [{figure: (float(draw), 1.0, 0.0)} for draw in torch.randn(RUNS, generator=generator)]
+        candidate = {figure: (5.0, 1.0, 0.0)}
         assert of_layer.excesses(candidate, rounds=False)[figure] < 1
         of_layer.add(candidate)
     assert of_layer.total_excesses(rounds=False)[figure] > 2

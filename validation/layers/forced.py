@@ -29,6 +29,7 @@ from haarkv.validation.layers.judge import (
 from haarkv.validation.layers.null import (
     Figure,
     Null,
+    Numbers,
     Rows,
     Slips,
     Sums,
@@ -329,7 +330,7 @@ class Forced:
         """What a steeper softmax changes each attention by, by its place among the calls; and the figures of honest runs."""
         tables = self.reference.honest(made)
         steeper: dict[int, Slips] = {}
-        runs: list[dict[Figure, tuple[float, float]]] = [{} for _ in tables]
+        runs: list[dict[Figure, Numbers]] = [{} for _ in tables]
         for place, call in enumerate(made.calls):
             self._load(call, made)
             if call.op == "paged_attention":
@@ -407,7 +408,7 @@ _STAGES = {
 def _differing(ours: Stored, theirs: Stored, figures: Sums) -> list[str]:
     """Stages of what was stored that show another bit. A state has versions that nobody goes on from: its figures tell."""
     if STATE in ours:
-        return [figure.stage for figure, (top, _) in figures.items() if figure.kind == "energy" and top != 0]
+        return [figure.stage for figure, sums in figures.items() if figure.kind == "energy" and sums[0] != 0]
     same = all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])
     return [] if same else [figure.stage for figure in figures]
 

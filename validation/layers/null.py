@@ -43,33 +43,43 @@ class Figure(NamedTuple):
 
 
 Rows = Mapping[Figure, Tensor]
-"""[n, 2] fp64: two numbers a figure of each token, or of whatever a stage gives."""
-Sums = Mapping[Figure, tuple[float, float]]
+"""[n, 3] fp64: three numbers a figure of each token, or of whatever a stage gives. Of an energy or a count the first is all;
+of a gain or a slip they are a ratio's two parts, and the sum of fourth powers from which `excess` has what ties may do."""
+Numbers = tuple[float, float, float]
+Sums = Mapping[Figure, Numbers]
 """The same of all tokens; they add up over forwards."""
+NONE: Numbers = (0.0, 0.0, 0.0)
 
 
 def added(one: Sums, other: Sums) -> Sums:
     """The sums of two forwards together."""
     total = dict(one)
-    for figure, (top, bottom) in other.items():
-        before = total.get(figure, (0.0, 0.0))
-        total[figure] = (before[0] + top, before[1] + bottom)
+    for figure, (top, bottom, fourth) in other.items():
+        before = total.get(figure, NONE)
+        total[figure] = (before[0] + top, before[1] + bottom, before[2] + fourth)
     return total
 
 
-def value(figure: Figure, sums: tuple[float, float]) -> float:
+def value(figure: Figure, sums: Numbers) -> float:
     """Of a gain or a slip the ratio of its sums, of all others the first; honest runs give neither NaN nor infinity."""
-    top, bottom = sums
+    top, bottom, _ = sums
     if figure.kind != "gain" and not figure.kind.startswith("slip"):
         return top
     return 0.0 if top == 0 else top / bottom if bottom else math.inf
 
 
-def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool) -> float:
+def by_ties(sums: Numbers) -> float:
+    """What ties may make of a gain or a slip: that of the largest number alone, or some fourteen at random."""
+    _, bottom, fourth = sums
+    return fourth**0.25 / bottom if bottom else 0.0
+
+
+def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool, ties: float = 0.0) -> float:
     """How many times as far out as allowed a figure is; above 1 is a fault.
 
     Args:
         honest: the same figure of honest runs.
+        ties: from `by_ties`.
         rounds: the model's dtype is BF16, so that a device may round centroids to FP16.
     """
     if not math.isfinite(candidate):
@@ -89,7 +99,7 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
         least = bounds.FP16_GAIN
     # Between the reference and honest runs nothing is out: numbers beside a tie may tip one way in all of them.
     nearest = min(max(candidate, min(mean, 0.0)), max(mean, 0.0))
-    return abs(candidate - nearest) / max(least, bounds.FARTHER * bounds.SIGMAS * spread)
+    return abs(candidate - nearest) / (max(least, bounds.FARTHER * bounds.SIGMAS * spread) + ties)
 
 
 @dataclass
@@ -116,10 +126,11 @@ class Null:
 
 
 def _excesses(candidate: Sums, honest: Sequence[Sums], rounds: bool) -> dict[Figure, float]:
-    return {
-        figure: excess(figure, value(figure, sums), [value(figure, run.get(figure, (0.0, 0.0))) for run in honest], rounds)
-        for figure, sums in candidate.items()
-    }
+    excesses = {}
+    for figure, sums in candidate.items():
+        null = [value(figure, run.get(figure, NONE)) for run in honest]
+        excesses[figure] = excess(figure, value(figure, sums), null, rounds, by_ties(sums))
+    return excesses
 
 
 # -- Figures -----------------------------------------------------------------------------------------------------------------
@@ -151,27 +162,27 @@ def of_numbers(
         unit = (bounds.STEP[ours.dtype] * reference.abs().max()) if unit is None else unit
         weight = torch.where(unit > 0, 1 / unit, 0.0)
         energy = part * weight if bool((unit > 0).any()) else part
-        yield Figure(stage, head, "energy"), _pairs(energy, energy / bounds.TIES, None)
-        yield Figure(stage, head, "gain"), _pairs(part * weight, reference * weight, reference * weight)
+        yield Figure(stage, head, "energy"), counted(energy.flatten(1).square().sum(-1, dtype=torch.float64) / bounds.TIES)
+        yield Figure(stage, head, "gain"), _along(part * weight, reference * weight)
         weights.append(weight)
     for name, direction in (slips or {}).items():
         whole = float(direction.float().square().sum())
         for head, part, along, weight in zip(places, by_head(off, heads), by_head(direction, heads), weights, strict=True):
             if float(along.square().sum()) > 1e-3 * whole / max(heads, 1):
                 place = int(name.rpartition("@")[2]) if "@" in name else head
-                rows = _pairs(part * weight, along * weight, along * weight)
-                yield Figure(stage, place, f"slip {name.partition(' @')[0]}"), rows
+                yield Figure(stage, place, f"slip {name.partition(' @')[0]}"), _along(part * weight, along * weight)
 
 
-def _pairs(x: Tensor, y: Tensor, z: Tensor | None) -> Tensor:
-    """[n, 2] fp64 of numbers [n, *]: the sums of x * y, and of z * z."""
-    top = (x * y).flatten(1).sum(-1, dtype=torch.float64)
-    return torch.stack([top, torch.zeros_like(top) if z is None else (z * z).flatten(1).sum(-1, dtype=torch.float64)], 1)
+def _along(off: Tensor, direction: Tensor) -> Tensor:
+    """[n, 3] fp64: how far numbers [n, *] lie along a direction [n, *]."""
+    squares = direction.square()
+    sums = (off * direction, squares, squares.square())
+    return torch.stack([x.flatten(1).sum(-1, dtype=torch.float64) for x in sums], 1)
 
 
 def counted(numbers: Tensor) -> Tensor:
-    """[n, 2] fp64 of a number [n] that is no ratio."""
-    return torch.stack([numbers.double(), torch.zeros(len(numbers), dtype=torch.float64)], 1)
+    """[n, 3] fp64 of a number [n] that is no ratio."""
+    return torch.nn.functional.pad(numbers.double()[:, None], (0, 2))
 
 
 def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
@@ -201,20 +212,20 @@ def drawn(runs: Sequence[Rows]) -> list[Sums]:
     if len(runs) == RUNS:
         return [{figure: _total(rows) for figure, rows in run.items()} for run in runs]
     generator = torch.Generator().manual_seed(len(runs[0]))
-    sums: list[dict[Figure, tuple[float, float]]] = [{} for _ in range(RUNS)]
+    sums: list[dict[Figure, Numbers]] = [{} for _ in range(RUNS)]
     for figure in runs[0]:
         for kind in range(2):
             one, other = (run[figure] for run in runs[kind::2])
             signs = 2 * torch.randint(2, (RUNS // 2, len(one)), generator=generator).double() - 1
             totals = (one + other).sum(0) / 2 + signs @ (one - other) / math.sqrt(2)
-            for place, (top, bottom) in enumerate(totals.tolist()):
-                sums[2 * place + kind][figure] = (top, bottom)
+            for place, (top, bottom, fourth) in enumerate(totals.tolist()):
+                sums[2 * place + kind][figure] = (top, bottom, fourth)
     return list(sums)
 
 
-def _total(rows: Tensor) -> tuple[float, float]:
-    top, bottom = rows.sum(0).tolist()
-    return top, bottom
+def _total(rows: Tensor) -> Numbers:
+    top, bottom, fourth = rows.sum(0).tolist()
+    return top, bottom, fourth
 
 
 # -- Honest runs -------------------------------------------------------------------------------------------------------------
