@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from haarkv.models.gguf_vocabulary import entries_of
+from haarkv.models.gguf_folder import entries_of
 from haarkv.models.gguf_words import words_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.limited import render

@@ -281,7 +281,7 @@ def test_what_is_not_built_is_refused_by_name(saved, tmp_path, capsys, name, ext
 def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
     from gguf_files import llama3_factors
 
-    from haarkv.models.gguf_rope import llama3_entries
+    from haarkv.models.gguf_settings import llama3_entries
     from haarkv.models.rope import Llama3Scaling
 
     if isinstance(entries, dict):

@@ -18,7 +18,7 @@ from transformers_judge import saved_random
 from haarkv.engine.loading import load
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, read_config, source_of
-from haarkv.models.gguf_vocabulary import PROBE, entries_of, special_ids
+from haarkv.models.gguf_folder import PROBE, entries_of, special_ids
 from haarkv.models.gguf_words import words_of
 from haarkv.models.source import Words
 from haarkv.tq_ops.errors import InputError

@@ -20,7 +20,7 @@ from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.checkpoint import load_weights, stored_tensors
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.footprint import weight_bytes
-from haarkv.models.fused.weights import fuse
+from haarkv.models.fused import fuse
 from haarkv.models.parallel import Split
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import NonFiniteError
