@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
-from haarkv.models.hf_config import HFConfig
-from haarkv.models.hf_rope import FoundRope, read_rope
+from haarkv.models.hf_config import FoundRope, HFConfig, read_rope
 
 _LOCAL_THETA = 1e4
 _LOCAL = "sliding_attention"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from haarkv.models.config import ModelConfig, Norm, dense_layers
-from haarkv.models.hf_config import HFConfig
-from haarkv.models.hf_rope import read_rope
+from haarkv.models.hf_config import HFConfig, read_rope
 from haarkv.models.qwen3_14b.config import late_windows
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from haarkv.models.config import ModelConfig, Norm, dense_layers
-from haarkv.models.hf_config import HFConfig
-from haarkv.models.hf_rope import read_rope
+from haarkv.models.hf_config import HFConfig, read_rope
 
 
 def read_config(file: HFConfig) -> ModelConfig:

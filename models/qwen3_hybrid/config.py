@@ -11,8 +11,7 @@ from typing import Any
 
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.delta_net import DeltaNet
-from haarkv.models.hf_config import HFConfig
-from haarkv.models.hf_rope import read_rope
+from haarkv.models.hf_config import HFConfig, read_rope
 from haarkv.tq_ops.errors import InputError
 
 _NEXT = "qwen3_next"

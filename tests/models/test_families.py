@@ -17,7 +17,7 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.hf_weights import read_header
+from haarkv.models.hf_folder import read_header
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec

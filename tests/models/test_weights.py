@@ -30,8 +30,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import load_weights, random_weights
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.hf_folder import HFFolder
-from haarkv.models.hf_weights import read_header
+from haarkv.models.hf_folder import HFFolder, read_header
 from haarkv.models.qwen3_14b.config import QWEN3_14B, SIZES
 from haarkv.models.text import SourceTokenizer
 from haarkv.models.weights import checkpoint_shapes, num_parameters
