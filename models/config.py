@@ -107,7 +107,7 @@ class Attention:
 
 
 class Mixer(Protocol):
-    """What of a layer looks at other tokens. `models.mixers` runs it by its class."""
+    """What of a layer looks at other tokens. `models.layer` runs it by its class."""
 
     @property
     def kv_shape(self) -> KVShape | None:
@@ -193,7 +193,7 @@ class ModelConfig:
     """One model, of whatever family.
 
     Attributes:
-        model_type: its family, a key of `models.registry.FAMILIES`.
+        model_type: its family, a key of `models.families.FAMILIES`.
         final_norm: before the head.
         embedding_scale: what embeddings are multiplied with, rounded to the model's dtype.
         tied: the head is the embedding.

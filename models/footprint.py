@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from haarkv.models.config import ModelConfig
-from haarkv.models.mixers import kind_of
+from haarkv.models.layer import kind_of
 from haarkv.models.parallel import Split
 from haarkv.models.source import Held, KeptBlocks
 from haarkv.models.tensors import StoredTensor

@@ -9,7 +9,6 @@ from reprlib import repr as shown
 from typing import Any
 
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
-from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
@@ -42,7 +41,7 @@ _MOST = {
 """What a model may have of each, several times what any has. A larger number is a mistake, found before memory is taken."""
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, _SLIDING = "full_attention", "sliding_attention"
 _MOST_EXPERTS = 2**16
 """Of all layers together."""
 
@@ -63,13 +62,15 @@ def config_of(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
     Raises:
         InputError: as `read_hf_config`.
     """
+    from haarkv.models.families import FAMILIES  # which reads entries by this module
+
     file = HFConfig(path, settings)
     model_type = file.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         name = model_type if isinstance(model_type, str) else shown(model_type or "nameless")
         raise InputError(f"{path} is a {name} model; this project runs model_type {known}")
-    config = family_of(model_type).read_config(file)
+    config = FAMILIES[model_type].read_config(file)
     for layer in dict.fromkeys(config.layers):
         _require_possible(path, layer)
     if config.max_position_embeddings > _MOST["max_position_embeddings"]:
@@ -143,6 +144,20 @@ class HFConfig:
             if present:
                 raise InputError(f"{self.path} asks for {reason}, which this project does not build")
 
+    def layer_kinds(self, count: int, *known: str) -> list[str] | None:
+        """The kind of each layer; None where the config does not name them.
+
+        Raises:
+            InputError: not one for each, or one that is not known.
+        """
+        kinds = self.raw.get("layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != count:
+            raise InputError(f"{self.path}: layer_types does not name the kind of each of {count} layers")
+        self.refuse({f"layers of the type {shown(kind)}": kind not in known for kind in kinds})
+        return kinds
+
     def windows(self, window: object, is_local: Sequence[bool]) -> list[int | None]:
         """The sliding window of each layer: `window` where `layer_types`, or else `is_local`, says so.
 
@@ -152,11 +167,7 @@ class HFConfig:
         Raises:
             InputError: a window or a kind of layer that cannot be.
         """
-        kinds = self.raw.get("layer_types")
-        if kinds is not None:
-            if not isinstance(kinds, list) or len(kinds) != len(is_local):
-                raise InputError(f"{self.path}: layer_types does not name the kind of each of {len(is_local)} layers")
-            self.refuse({f"layers of the type {shown(kind)}": kind not in (_FULL, _SLIDING) for kind in kinds})
+        if kinds := self.layer_kinds(len(is_local), FULL, _SLIDING):
             is_local = [kind == _SLIDING for kind in kinds]
         if not any(is_local) or window is None:
             return [None] * len(is_local)
@@ -175,6 +186,16 @@ class HFConfig:
         return Attention(
             heads, self.count("num_key_value_heads", heads), dim, **{"scale": float(dim**-0.5), "rope": rope.on(dim), **more}
         )
+
+    def experts(self, *, normalized: bool, shared: int = 0) -> Experts:
+        """Layers' experts; transformers 5 writes num_local_experts for what Qwen's own files call num_experts."""
+        sparse = self.raw.get("decoder_sparse_step", 1) == 1
+        self.refuse({"dense layers among those with experts": self.raw.get("mlp_only_layers") or not sparse})
+        count = self.count("num_experts" if self.raw.get("num_experts") is not None else "num_local_experts")
+        chosen = self.count("num_experts_per_tok")
+        if chosen > count:
+            raise InputError(f"{self.path}: a token cannot go through {chosen} of {count} experts")
+        return Experts(count, chosen, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
 
     def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
         """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone.
@@ -229,11 +250,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def read_hf_settings(path: Path) -> Mapping[str, Any]:
-    """The entries of a `config.json` over its family's `DEFAULTS`; of a model with other parts, those of the one for text.
+    """The entries of a `config.json` over its family's defaults; of a model with other parts, those of the one for text.
 
     Raises:
         InputError: no such file, or no settings.
     """
+    from haarkv.models.families import FAMILIES
+
     if not path.exists():
         other = of_another_form(path.parent) or "; a model is a folder in Hugging Face format, tiny, or random:SIZE"
         raise InputError(f"{path} does not exist{other}")
@@ -245,9 +268,8 @@ def read_hf_settings(path: Path) -> Mapping[str, Any]:
         ends = {"eos_token_id": [id for of in (inner, raw) for id in _listed(of.get("eos_token_id"))]}
         raw = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw} | inner | ends
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        return raw
-    return {**family_of(model_type).DEFAULTS[model_type], **raw}
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return {**family.defaults, **raw} if family else raw
 
 
 _OTHER_FORMS = {

@@ -17,7 +17,7 @@ import tq
 from haarkv.engine.conversations import Conversations
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.models.catalog import read_config
-from haarkv.models.registry import FAMILIES
+from haarkv.models.families import FAMILIES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file, plan_file
 from haarkv.tq_ops.kv.plan import KVSpec

@@ -30,7 +30,6 @@ from haarkv.models.config import (
     dense_layers,
     unknown_part,
 )
-from haarkv.models.registry import FAMILIES
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -232,4 +231,3 @@ def test_a_declaration_is_known_as_a_whole():
     }, "a new field belongs in `others` above"  # fmt: skip
     assert set(Activation.__args__) == {"silu", "gelu_tanh"}
     assert ModelConfig.__dataclass_fields__.keys() >= {"embedding_scale", "tied", "layers"}
-    assert FAMILIES["gemma"] != FAMILIES["llama"]

@@ -16,8 +16,8 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.config import Attention
-from haarkv.models.delta_net import DeltaNet
 from haarkv.models.hf_config import read_hf_config
+from haarkv.models.layer import DeltaNet
 from haarkv.models.parallel import Split
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError

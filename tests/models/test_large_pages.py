@@ -8,7 +8,7 @@ import weakref
 import torch
 from on_large_pages import asks_for_large_pages, needs_large_pages
 
-from haarkv.models import large_pages
+from haarkv.models import checkpoint as large_pages
 from haarkv.models.checkpoint import PAGE, LargePages
 
 
