@@ -22,7 +22,13 @@ from haarkv.models.config import Experts, ModelConfig, Rope
 from haarkv.models.gguf_names import HYBRIDS, SAMPLING, rows_of, stored_name
 from haarkv.models.gguf_settings import MODEL_TYPES
 from haarkv.models.gguf_source import GGUFSource
-from haarkv.models.gguf_words import (
+from haarkv.models.hf_config import config_of
+from haarkv.models.hf_folder import HFFolder
+from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, inverse_frequencies
+from haarkv.models.source import Held, Words
+from haarkv.models.text import has_patterns
+from haarkv.models.weights import checkpoint_shapes
+from haarkv.models.words import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -39,12 +45,6 @@ from haarkv.models.gguf_words import (
     pre_tokenizer_of,
     words_of,
 )
-from haarkv.models.hf_config import config_of
-from haarkv.models.hf_folder import HFFolder
-from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, inverse_frequencies
-from haarkv.models.source import Held, Words
-from haarkv.models.text import has_patterns
-from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.warn import warn
 

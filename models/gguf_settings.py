@@ -15,8 +15,8 @@ from torch import Tensor
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
 from haarkv.models.gguf_names import HYBRIDS
-from haarkv.models.gguf_words import ends_of
 from haarkv.models.rope import Llama3Scaling
+from haarkv.models.words import ends_of
 from haarkv.tq_ops.errors import InputError
 
 MODEL_TYPES = {

@@ -28,8 +28,8 @@ from haarkv.models.gguf_names import (
     rows_of,
 )
 from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings
-from haarkv.models.gguf_words import words_of
 from haarkv.models.source import DRAFTING_ENTRY, Empty, Held, Words, checked_sampling
+from haarkv.models.words import words_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 

@@ -29,8 +29,7 @@ CHOOSES = (
 )
 # llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.
 LLAMA_CPP = (
-    "models/gguf_settings.py", "models/gguf_names.py", "models/gguf_source.py", "models/gguf_folder.py",
-    "models/gguf_words.py", "models/hf_words.py",
+    "models/gguf_settings.py", "models/gguf_names.py", "models/gguf_source.py", "models/gguf_folder.py", "models/words.py",
 )  # fmt: skip
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)

@@ -19,8 +19,8 @@ from haarkv.engine.loading import load
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.gguf_folder import PROBE, entries_of, special_ids
-from haarkv.models.gguf_words import words_of
 from haarkv.models.source import Words
+from haarkv.models.words import words_of
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
