@@ -282,9 +282,6 @@ def stream_tensors(
 ) -> Iterator[tuple[str, Weight]]:
     """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
 
-    Args:
-        name: as in `read_config`, which gave `config`.
-        keep_blocks: as of `load_weights`.
     Raises:
         InputError: as `load_weights`, with the first.
     """

@@ -120,11 +120,7 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated MLP: `down(act(gate(x)) * up(x))`.
-
-    Attributes:
-        width: of what is between.
-    """
+    """A gated MLP: `down(act(gate(x)) * up(x))`."""
 
     width: int
     activation: Activation = "silu"
@@ -312,11 +308,7 @@ def dense_layers(
     rms_norm_eps: float = 1e-6, head_norms: bool = False, bias: bool = False, rope_scaling: RopeScaling | None = None,
     windows: Sequence[int | None] | None = None,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Layers of the plain kind: attention with RoPE on whole heads, logits over sqrt(head_dim), a SiLU-gated MLP, two norms.
-
-    Args:
-        windows: of each layer; no layer has one unless given.
-    """
+    """Layers of the plain kind: attention with RoPE on whole heads, logits over sqrt(head_dim), a SiLU-gated MLP."""
     attention = Attention(
         num_heads, num_kv_heads, head_dim, Rope(rope_theta, head_dim, rope_scaling), head_dim**-0.5,
         head_norms=head_norms, bias=bias,

@@ -155,9 +155,6 @@ def with_stacks(weights: Weights, config: ModelConfig, device: torch.device, pla
     """A model's weights on a device, the experts of each layer in one `Stack`.
 
     Every tensor is there once: an expert's are views. Experts that lie so already stay where they are.
-
-    Args:
-        place: puts one weight on the device.
     """
     layers = tuple(
         _with_stack(layer, declared.mlp, device, place) for layer, declared in zip(weights.layers, config.layers, strict=True)

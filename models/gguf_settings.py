@@ -189,8 +189,6 @@ def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
     Short waves have 1, long ones the same large factor, and between them 1/factor grows as the frequency does: a line, whose
     two ends are all that Llama 3's four numbers say.
 
-    Args:
-        factors: [D/2] fp32.
     Raises:
         InputError: they are none of Llama 3's.
     """

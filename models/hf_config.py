@@ -176,11 +176,7 @@ class HFConfig:
         return [window if local else None for local in is_local]
 
     def attention(self, rope: FoundRope, **more: Any) -> Attention:
-        """The mixer of all families: RoPE on whole heads, logits over sqrt(head_dim).
-
-        Args:
-            more: what else the family declares.
-        """
+        """The mixer of all families: RoPE on whole heads, logits over sqrt(head_dim)."""
         heads = self.count("num_attention_heads")
         dim = self.count("head_dim", self.count("hidden_size") // heads)
         return Attention(
@@ -198,11 +194,7 @@ class HFConfig:
         return Experts(count, chosen, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
 
     def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
-        """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone.
-
-        Args:
-            windows: of each layer; none has one unless given.
-        """
+        """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone."""
         act = self.raw.get("hidden_act", "silu")
         self.refuse({f"activation {shown(act)}": act != "silu"})
         layer = Layer(attention, Dense(self.count("intermediate_size")), Norm(self.number("rms_norm_eps", 1e-6)))
@@ -210,12 +202,7 @@ class HFConfig:
         return tuple(replace(layer, mixer=replace(attention, window=window)) for window in windows or [None] * count)
 
     def model(self, layers: tuple[Layer, ...], positions: int, **more: Any) -> ModelConfig:
-        """What all families say alike of a whole model. A window that is as wide as the context hides nothing and is dropped.
-
-        Args:
-            positions: that it may be run with.
-            more: what else the family declares.
-        """
+        """What all families say alike. A window that is as wide as the positions hides nothing and is dropped."""
 
         def seen(layer: Layer) -> Layer:
             mixer = layer.mixer

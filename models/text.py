@@ -85,9 +85,6 @@ class Tokenizer(Protocol):
 class SourceTokenizer:
     """The tokenizer of a model's source, with its chat template where it has one.
 
-    Args:
-        source: its own words are used.
-        config: of the model.
     Raises:
         InputError: there is no tokenizer, it cannot be read, or has tokens that the model lacks.
     """

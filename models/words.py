@@ -96,9 +96,6 @@ def ends_a_part(token: str, id_of: Callable[[str], int | None]) -> bool:
 def words_of(path: Path, entries: Mapping[str, Any], rows: int | None = None) -> Words:
     """The tokenizer and the chat template.
 
-    Args:
-        entries: of the file, by key.
-        rows: of the embedding, where there is one; one for each token.
     Raises:
         InputError: there is no tokenizer, one of a kind that is not built, by name, or one that cannot be.
     """

@@ -86,12 +86,7 @@ class LayerProgram:
 
 @dataclass(frozen=True)
 class MlpProgram:
-    """What follows a `partial` layer program on one of several ranks: what its columns add to the MLP's result, FP32.
-
-    Attributes:
-        rows: tokens of a tile.
-        parts: what the layer is made of.
-    """
+    """What follows a `partial` layer program on one of several ranks: what its columns add to the MLP's result, FP32."""
 
     name: str
     hidden_size: int
