@@ -66,7 +66,8 @@ def saved(tmp_path_factory):
 
     @cache
     def get(name):
-        folder = saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1])
+        folder = tmp_path_factory.mktemp(name)
+        saved_random(folder, MODELS[name][0], SHAPE | MODELS[name][1])
         config = json.loads((folder / "config.json").read_text())
         if name == "qwen3":  # as transformers 4 wrote it
             config = config | {"rope_theta": config.pop("rope_parameters")["rope_theta"]}
