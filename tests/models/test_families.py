@@ -18,7 +18,16 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.config import (
-    Activation, Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, dense_layers, unknown_part,
+    Activation,
+    Attention,
+    Dense,
+    Experts,
+    Layer,
+    ModelConfig,
+    Norm,
+    Rope,
+    dense_layers,
+    unknown_part,
 )
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.hf_folder import read_header
@@ -71,7 +80,7 @@ def test_the_comparison_sees_a_wrong_cache(saved):
 
 
 # One of each kind of layer; the rest runs with `make test-long`.
-OF_EACH_KIND = ("qwen3", "qwen3_moe", "mistral_window", "qwen2_window", "gemma", "gemma3_text", "llama3")
+OF_EACH_KIND = ("qwen3", "qwen3_moe", "mistral_window", "qwen2_window", "gemma", "gemma3", "llama3")
 
 
 @pytest.mark.parametrize("name", rest(MORE, MODELS, lambda _, name: name in OF_EACH_KIND))
@@ -152,7 +161,7 @@ def test_windows_are_where_transformers_has_them(saved):
     expected = {
         "mistral_window": [40] * 3,
         "qwen2_window": [None, 33, 33],
-        "gemma3_text": [*[40] * 5, None, 40],
+        "gemma3": [*[40] * 5, None, 40],
         "mistral": [None] * 3,
     }
     for name, of_layers in expected.items():
@@ -252,7 +261,7 @@ def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
     [
         *((name, None) for name in ("llama3", "qwen2_yarn", "mistral_window", "gemma", "qwen3_yarn")),
         ("qwen3_moe", "layer 0 of this qwen3_moe model is another than it knows: it has experts"),
-        ("gemma3_text", "its programs need a hidden_size that is a multiple of 64, not 96"),
+        ("gemma3", "its programs need a hidden_size that is a multiple of 64, not 96"),
     ],
 )
 def test_the_npu_says_what_its_programs_lack(saved, name, reason):
@@ -289,3 +298,109 @@ def test_the_gpus_kernels_take_biases_scaled_rope_and_experts(saved, name):
     candidate, plan = CudaExecutor(model, interpreted=True), KVSpec("tq4").plan(model.config.num_layers)
     report = validate(ReferenceExecutor(model), candidate, model, [PROMPT[0, :3].tolist()], 0, plan)
     assert report.passed, report.first_divergence
+
+
+# -- Hybrids as they are published -------------------------------------------------------------------------------------------
+
+
+def as_published(source, target, name):
+    """The same checkpoint as Qwen's own lie: the text model within one that sees, with MTP layers, experts stacked."""
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    stacked = {key: tensor for key, tensor in tensors.items() if ".mlp.experts." not in key}
+    for layer in range(4 if name == "qwen3_5_moe" else 0):
+        place = f"model.layers.{layer}.mlp.experts"
+        of = {part: [tensors[f"{place}.{e}.{part}_proj.weight"] for e in range(8)] for part in ("gate", "up", "down")}
+        both = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+        stacked |= {f"{place}.gate_up_proj": torch.stack(both), f"{place}.down_proj": torch.stack(of["down"])}
+    renamed = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in stacked.items()}
+    beside = {"model.visual.patch_embed.proj.weight": torch.zeros(2, 2), "mtp.fc.weight": torch.zeros(3, 3),
+              "mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 4, 3)}  # fmt: skip
+    save_file(renamed | beside, target / "model.safetensors")
+    inner = config | {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "full_attention_interval": 4}
+    outer = {"model_type": name, "text_config": inner, "vision_config": {"depth": 2}, "tie_word_embeddings": False}
+    (target / "config.json").write_text(json.dumps(outer))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_checkpoint_as_it_is_published_is_the_text_model_alone(saved, tmp_path, name):
+    folder, theirs = saved(name)
+    as_published(folder, tmp_path, name)
+    ours = logits_of(load_model(tmp_path), TOKENS)
+    assert torch.equal(ours, logits_of(load_model(folder), TOKENS))
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([TOKENS])).logits[0]
+    assert float((ours - expected).abs().max() / expected.std()) <= 1e-4
+
+
+def test_an_expert_too_few_in_a_stacked_tensor_is_named(saved, tmp_path):
+    as_published(saved("qwen3_5_moe")[0], tmp_path, "qwen3_5_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    save_file(tensors | {name: tensors[name][:7].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"lacks the tensor model\.layers\.1\.mlp\.experts\.7\.down_proj\.weight"):
+        load_model(tmp_path)
+
+
+def test_published_sizes_have_the_parameters_of_transformers_text_models():
+    """On the meta device: only shapes are made."""
+    for size, name in {"qwen3.5-27b": "qwen3_5", "qwen3.5-35b-a3b": "qwen3_5_moe", "qwen3-next": "qwen3_next"}.items():
+        config = read_config(f"random:{size}")
+        entries = {
+            "hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
+            "num_attention_heads": config.heads.num_heads, "num_key_value_heads": config.heads.num_kv_heads,
+            "linear_num_value_heads": config.layers[0].mixer.num_value_heads, "intermediate_size": 17408,
+        }  # fmt: skip
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(
+                getattr(transformers, f"{HYBRIDS[name][0]}Config")(**entries)
+            )
+        assert num_parameters(config) == theirs.num_parameters(), size
+    assert round(num_parameters(read_config("random:qwen3.5-0.8b")) / 1e9, 2) == 0.75
+
+
+# -- Declarations ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("executor", "name", "reason"),
+    [
+        ("onnx", "gemma", "activation is gelu_tanh"),
+        ("onnx", "mistral_window", "window is 40"),
+        ("onnx", "qwen3_moe", "it has experts"),
+        ("onnx", "qwen3_5", "it mixes tokens by DeltaNet"),
+        ("npu", "qwen3_5", "it mixes tokens by DeltaNet"),
+    ],
+)
+def test_an_executor_refuses_a_layer_that_it_does_not_know(saved, executor, name, reason):
+    config = read_config(saved(name)[0])
+    with pytest.raises(InputError, match=reason):
+        catalog.check(executor, config, KVSpec("tq4").plan(config.num_layers))
+
+
+def test_a_declaration_is_known_as_a_whole():
+    """Whatever field says something else: one that is added later, too."""
+    (layer,) = dense_layers(1, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=96)
+    assert unknown_part(layer) is None
+    attention, every = layer.attention, ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+    others = {
+        "head_norms is True": replace(layer, mixer=replace(attention, head_norms=True)),
+        "bias is True": replace(layer, mixer=replace(attention, bias=True)),
+        "gated is True": replace(layer, mixer=replace(attention, gated=True)),
+        "window is 8": replace(layer, mixer=replace(attention, window=8)),
+        "dims is 32": replace(layer, mixer=replace(attention, rope=Rope(1e6, 32))),
+        "activation is gelu_tanh": replace(layer, mlp=Dense(96, "gelu_tanh")),
+        "plus_one is True": replace(layer, norm=Norm(1e-6, plus_one=True)),
+        "norms_behind is True": replace(layer, norms_behind=True),
+        "it has experts": replace(layer, mlp=Experts(4, 2, 96)),
+    }
+    for reason, other in others.items():
+        assert unknown_part(other) == reason
+        known = reason.partition(" ")[0]
+        assert (unknown_part(other, every) is None) == (known in every)
+    fields = {name for kind in (Attention, Dense, Norm, Layer) for name in kind.__dataclass_fields__}
+    assert fields == {
+        "num_heads", "num_kv_heads", "head_dim", "rope", "scale", "window", "head_norms", "bias", "gated", "width",
+        "activation", "eps", "plus_one", "mixer", "mlp", "norm", "norms_behind",
+    }, "a new field belongs in `others` above"  # fmt: skip
+    assert set(Activation.__args__) == {"silu", "gelu_tanh"}
+    assert ModelConfig.__dataclass_fields__.keys() >= {"embedding_scale", "tied", "layers"}

@@ -15,12 +15,19 @@ from haarkv.models.catalog import path_of
 from haarkv.tq_ops.kv.plan import KVSpec
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-GEMMA3 = {"num_key_value_heads": 1, "num_hidden_layers": 7, "sliding_window": 40, "query_pre_attn_scalar": 64, "hidden_size": 96}
+GEMMA3 = {
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 7,
+    "sliding_window": 40,
+    "query_pre_attn_scalar": 64,
+    "hidden_size": 96,
+}
 LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 MODELS = {
     "qwen3": ("Qwen3", {"num_attention_heads": 10, "head_dim": 128, "rope_theta": 1e6}),
     "qwen3_one_kv_head": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 256, "rope_theta": 5e5}),
-    "qwen3_tied": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rope_theta": 1e4, "tie_word_embeddings": True}),
+    "qwen3_tied": ("Qwen3", {
+        "num_attention_heads": 4, "num_key_value_heads": 4, "rope_theta": 1e4, "tie_word_embeddings": True}),
     "qwen3_yarn": ("Qwen3", {"rope_parameters": YARN}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe_plain_sums": ("Qwen3Moe", EXPERTS | {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False}),
@@ -82,6 +89,12 @@ def saved(tmp_path_factory):
         return folder, written(folder, name)
 
     return get
+
+
+@pytest.fixture(scope="module")
+def folder_of(saved):
+    """The folder alone."""
+    return lambda name: saved(name)[0]
 
 
 @pytest.fixture(scope="module")
