@@ -171,14 +171,6 @@ def test_windows_are_where_transformers_has_them(saved):
         assert kinds is None or [kind == "sliding_attention" for kind in kinds] == [window is not None for window in of_layers]
 
 
-def test_a_mistral_that_does_not_say_its_window_has_one(saved, tmp_path):
-    raw = json.loads((saved("mistral")[0] / "config.json").read_text()) | {"max_position_embeddings": 32768}
-    raw.pop("sliding_window")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(raw))
-    assert windows(read_hf_config(path)) == [4096] * 3
-
-
 @pytest.mark.parametrize("family", sorted({family for family, _ in (MODELS | HYBRIDS).values()}))
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, family):
     """Each entry is left out alone, then all of them: what is declared equals that of transformers' own, whole config.
