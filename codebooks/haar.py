@@ -27,9 +27,6 @@ def compute_rotation(layer: int, head_dim: int) -> Tensor:
 
     Row vectors: `y = x @ rotation`, back with `y @ rotation.T`.
 
-    Args:
-        layer: index of the decoder layer, from 0.
-        head_dim: D.
     Returns:
         [D, D] bf16, orthogonal up to BF16 rounding.
     Raises:
@@ -69,9 +66,6 @@ def draw_gaussian(seed: int, count: int) -> Floats:
 
     A count that 16 does not divide gets the beginning of the next longer draw.
 
-    Args:
-        seed: of the Mersenne twister.
-        count: numbers.
     Returns:
         [count] fp32.
     """

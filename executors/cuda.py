@@ -20,8 +20,8 @@ from haarkv.models import fused
 from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.caches import new_cache
 from haarkv.models.config import Attention, ModelConfig
-from haarkv.models.delta_net import DeltaNet
-from haarkv.models.packed import with_stacks
+from haarkv.models.fused import with_stacks
+from haarkv.models.layer import DeltaNet
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed

@@ -21,9 +21,19 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.model import UNSTORED, build
 from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec, Sizes, cache_name, new_name
+from haarkv.models.qwen3_14b.onnx.spec import (
+    DEFAULT_OPSET,
+    GraphSpec,
+    Sizes,
+    cache_name,
+    coded_values,
+    coded_weights,
+    new_name,
+    stored_values,
+    weight_types,
+    weight_values,
+)
 from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
-from haarkv.models.qwen3_14b.onnx.weights import coded_values, coded_weights, stored_values, weight_types, weight_values
 from haarkv.models.weights import EMBEDDING
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH

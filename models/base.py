@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig, Rope
-from haarkv.models.layer import decoder_layer
-from haarkv.models.mixers import Step
+from haarkv.models.layer import Step, decoder_layer
 from haarkv.models.parallel import ALONE, Ranks, even_share
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import Weights
@@ -19,28 +17,6 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import rows_of
-
-if TYPE_CHECKING:
-    from haarkv.models.hf_config import HFConfig
-
-
-class Family(Protocol):
-    """A model family: a module with these names. To add one, write it and name it in `models.registry.FAMILIES`.
-
-    Attributes:
-        SIZES: members by the word that `random:SIZE` takes; may be empty.
-        DEFAULTS: by `model_type`, what transformers' config class says where a `config.json` says nothing.
-    """
-
-    SIZES: Mapping[str, ModelConfig]
-    DEFAULTS: Mapping[str, Mapping[str, Any]]
-
-    def read_config(self, file: HFConfig) -> ModelConfig:
-        """The declaration of a model, from its `config.json`.
-
-        Raises:
-            InputError: an entry that cannot be, or a feature that is not built, by name.
-        """
 
 
 @dataclass(frozen=True)

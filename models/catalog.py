@@ -21,11 +21,11 @@ from haarkv.models.checkpoint import (
     stored_tensors,
 )
 from haarkv.models.config import ModelConfig
+from haarkv.models.families import SIZES
 from haarkv.models.footprint import IN_PLACE, WeightBytes, keeps, random_bytes, weight_bytes
 from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import ALONE, Ranks, Split
-from haarkv.models.registry import FAMILIES, family_of
 from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_file
@@ -156,7 +156,7 @@ def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
     """Shapes of a model by name, without touching its weights.
 
     Args:
-        name: as in `path_of`; of `random:SIZE`, the sizes are each family's `SIZES` (0.6b … 32b of Qwen3).
+        name: as in `path_of`; of `random:SIZE`, the sizes are `models.families.SIZES` (0.6b … 32b of Qwen3).
         layers: for `random:SIZE`, how many of the model's layers to build.
     Raises:
         InputError: no such model, a config that no family builds, or layers for a checkpoint.
@@ -172,11 +172,10 @@ def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
                 "or a GGUF file"
             )
         return config_of(source.settings_path, settings)
-    sizes = {size: config for kind in FAMILIES for size, config in family_of(kind).SIZES.items()}
     size = str(name).removeprefix(_RANDOM)
-    if size not in sizes:
-        raise InputError(f"no such size: {name}; choose from {', '.join(_RANDOM + s for s in sizes)}")
-    config = sizes[size]
+    if size not in SIZES:
+        raise InputError(f"no such size: {name}; choose from {', '.join(_RANDOM + s for s in SIZES)}")
+    config = SIZES[size]
     if layers is None:
         return config
     if not 1 <= layers <= config.num_layers:
@@ -283,9 +282,6 @@ def stream_tensors(
 ) -> Iterator[tuple[str, Weight]]:
     """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
 
-    Args:
-        name: as in `read_config`, which gave `config`.
-        keep_blocks: as of `load_weights`.
     Raises:
         InputError: as `load_weights`, with the first.
     """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -14,7 +17,6 @@ from torch import Tensor
 
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes, in_file_pages, is_picked, keeps, random_bytes, weight_bytes
-from haarkv.models.large_pages import LargePages
 from haarkv.models.parallel import Split
 from haarkv.models.source import Empty, Held, KeptBlocks, Source
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors
@@ -215,3 +217,49 @@ def _compare(path: Path, shapes: Mapping[str, tuple[int, ...]], held: Mapping[st
             raise InputError(f"{stored.file}: {name} has shape {shown(list(stored.shape))}, the config asks for {list(shape)}")
         if stored.fault:
             raise InputError(f"{stored.file}: {name} {stored.fault}")
+
+
+PAGE = 2 * 2**20
+_CHUNK = 256 * 2**20
+_LINE = 64
+
+
+class LargePages:
+    """Tensors one after the other in chunks of large pages; a chunk is given back when its last tensor is gone.
+
+    What no tensor is written to takes no memory. Where there are no large pages, these are the system's usual ones.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: Any = None
+        self._used = self._size = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor on the host whose numbers are whatever they are, as of `torch.empty`."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        nbytes = count * dtype.itemsize
+        if self._used + nbytes > self._size:
+            self._chunk, self._size = _chunk_of(nbytes)
+            self._used = 0
+        tensor = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=self._used).view(shape)
+        self._used += -(-nbytes // _LINE) * _LINE
+        return tensor
+
+
+def _chunk_of(nbytes: int) -> tuple[mmap.mmap, int]:
+    """A chunk of at least `nbytes` bytes, and its size. A process that may not have a whole one gets what it needs."""
+    sizes = [-(-count // PAGE) * PAGE for count in (max(nbytes, _CHUNK), nbytes)]
+    try:
+        return _memory(sizes[0]), sizes[0]
+    except OSError:
+        return _memory(sizes[1]), sizes[1]
+
+
+def _memory(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone. The kernel aligns whole large pages."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not on this system, or switched off
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

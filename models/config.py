@@ -107,7 +107,7 @@ class Attention:
 
 
 class Mixer(Protocol):
-    """What of a layer looks at other tokens. `models.mixers` runs it by its class."""
+    """What of a layer looks at other tokens. `models.layer` runs it by its class."""
 
     @property
     def kv_shape(self) -> KVShape | None:
@@ -120,11 +120,7 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated MLP: `down(act(gate(x)) * up(x))`.
-
-    Attributes:
-        width: of what is between.
-    """
+    """A gated MLP: `down(act(gate(x)) * up(x))`."""
 
     width: int
     activation: Activation = "silu"
@@ -193,7 +189,7 @@ class ModelConfig:
     """One model, of whatever family.
 
     Attributes:
-        model_type: its family, a key of `models.registry.FAMILIES`.
+        model_type: its family, a key of `models.families.FAMILIES`.
         final_norm: before the head.
         embedding_scale: what embeddings are multiplied with, rounded to the model's dtype.
         tied: the head is the embedding.
@@ -312,11 +308,7 @@ def dense_layers(
     rms_norm_eps: float = 1e-6, head_norms: bool = False, bias: bool = False, rope_scaling: RopeScaling | None = None,
     windows: Sequence[int | None] | None = None,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Layers of the plain kind: attention with RoPE on whole heads, logits over sqrt(head_dim), a SiLU-gated MLP, two norms.
-
-    Args:
-        windows: of each layer; no layer has one unless given.
-    """
+    """Layers of the plain kind: attention with RoPE on whole heads, logits over sqrt(head_dim), a SiLU-gated MLP."""
     attention = Attention(
         num_heads, num_kv_heads, head_dim, Rope(rope_theta, head_dim, rope_scaling), head_dim**-0.5,
         head_norms=head_norms, bias=bias,

@@ -18,8 +18,6 @@ def fingerprint(named: Iterable[tuple[str, Weight]]) -> str:
     Few pages of a checkpoint are read, and a model that was loaded in another dtype has the same one. A tensor that has been
     met under another name, such as a tied head, does not count twice. Of blocks it is the restored numbers that count.
 
-    Args:
-        named: (Hugging Face name, tensor), as `Weights.named` or a `state_dict` gives them, in any order.
     Returns:
         16 hexadecimal digits.
     """
@@ -34,11 +32,7 @@ def fingerprint(named: Iterable[tuple[str, Weight]]) -> str:
 
 
 def streamed_fingerprint(tensors: Iterable[tuple[str, Weight]]) -> str:
-    """The same of tensors that come one by one, none under two names; none is kept.
-
-    Args:
-        tensors: (Hugging Face name, tensor), as `models.catalog.stream_tensors` gives them.
-    """
+    """The same of tensors that come one by one, none under two names; none is kept."""
     said = {name: _said_of(name, tensor) for name, tensor in tensors}
     return hashlib.sha256(b"".join(said[name] for name in sorted(said, key=_in_order))).hexdigest()[:16]
 

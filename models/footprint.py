@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from haarkv.models.config import ModelConfig
-from haarkv.models.mixers import kind_of
+from haarkv.models.layer import kind_of
 from haarkv.models.parallel import Split
 from haarkv.models.source import Held, KeptBlocks
 from haarkv.models.tensors import StoredTensor
@@ -57,12 +57,7 @@ class WeightBytes:
         return self.kept + self.passed
 
     def mapped_by(self, tokens: Iterable[int], more: int) -> int:
-        """Of the file's pages, what was read once a text has been written: of `picked`, what lies around its tokens' rows.
-
-        Args:
-            tokens: ids of the prompts.
-            more: new tokens, which nobody knows before.
-        """
+        """Of the file's pages, what was read once a text has been written: of `picked`, what lies around its tokens' rows."""
         if not self.picked:
             return self.mapped
         row = self.picked // self.rows

@@ -1,7 +1,13 @@
 """Matrices to the quantised types of a GGUF file, bit for bit as gguf restores them.
 
-Each type has an encoder that fits scales by `gguf_fit` and packs them as ggml lays its blocks out. Where gguf quantises
-itself, by plain rounding, each block that plain rounding serves better is taken from there: none loses more than by it.
+    symmetric   x ~ s q            Q4_0, Q5_0, Q6_K
+    affine      x ~ s q + m        Q4_1, Q5_1; with s >= 0 and m <= 0 Q4_K
+
+Plain rounding takes a block's scale from its largest number or its range. Here scales around that one are tried: numbers are
+rounded to levels, the scale (and the minimum) that suit those levels best follow by least squares, and numbers are rounded
+again. The best of all by sum w (x - x')^2 is kept; plain rounding is among those that are tried, gguf's own where gguf has
+one. What the w are is the caller's: the mean square of what a column is multiplied with makes the sum the error of the
+product. Source of the idea: llama.cpp's quantisers (ggml-quants.c); nothing of them is used.
 """
 
 from __future__ import annotations
@@ -13,13 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from haarkv.models.gguf_fit import affine, rounded, symmetric
 from haarkv.tq_ops.errors import InputError
 
 _AT_ONCE = 2**16
 """Numbers that are fitted together: what a fit computes with stays in the caches."""
-_SUPER, _SUB = 256, 32
+_SUB = 32
 _LARGEST_HALF = 65504.0
+_TRIES = (0.85, 0.91, 0.96, 1.0, 1.05)
+"""Scales that are tried, of plain rounding's."""
+_TINY = 1e-30
 
 
 def quantize(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
@@ -82,6 +90,79 @@ def _loss(blocks: Tensor, x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType)
     return (w * (restored - x).square()).sum(1)
 
 
+# -- Fits --------------------------------------------------------------------------------------------------------------
+
+
+def symmetric(x: Tensor, w: Tensor, low: int) -> Tensor:
+    """Scales of blocks by which rounding to levels `low` … `-low - 1` loses least.
+
+    Args:
+        x, w: [N, n] fp32, numbers of each block and what their errors count.
+    Returns:
+        [N] fp32; negative where the largest number is positive and takes level `low`.
+    """
+    largest, high, zero = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0], -low - 1, torch.zeros(len(x))
+    best = largest / low
+    least = _loss_of(x, w, best, zero, low, high)
+    # The largest number may also take the other end, where scales are of the other sign.
+    for start in (best, -largest / high):
+        for part in _TRIES:
+            levels = rounded(x, (start * part)[:, None], zero[:, None], low, high)[0]
+            scale = (w * x * levels).sum(1) / (w * levels * levels).sum(1).clamp_min(_TINY)
+            loss = _loss_of(x, w, scale, zero, low, high)
+            best, least = torch.where(loss < least, scale, best), torch.minimum(loss, least)
+    return best
+
+
+def affine(x: Tensor, w: Tensor, high: int, *, below: bool) -> tuple[Tensor, Tensor]:
+    """Scales and minima of blocks by which rounding to levels 0 … `high` loses least.
+
+    Args:
+        x, w: as of `symmetric`.
+        below: the minimum is at most 0, as Q4_K stores it.
+    Returns:
+        [N] fp32 each: scales, at least 0; minima.
+    """
+    minimum, maximum = x.amin(1), x.amax(1)
+    minimum = minimum.clamp_max(0.0) if below else minimum
+    plain = ((maximum - minimum) / high).clamp_min(0.0)
+    best, at, least = plain, minimum, _loss_of(x, w, plain, minimum, 0, high)
+    for part in _TRIES:
+        scale, offset = plain * part, minimum
+        for _ in range(2):
+            scale, offset = _line(x, w, rounded(x, scale[:, None], offset[:, None], 0, high)[0], below)
+        found = _loss_of(x, w, scale, offset, 0, high)
+        take = found < least
+        best, at, least = torch.where(take, scale, best), torch.where(take, offset, at), torch.where(take, found, least)
+    return best, at
+
+
+def _line(x: Tensor, w: Tensor, levels: Tensor, below: bool) -> tuple[Tensor, Tensor]:
+    """The scale and the minimum of least squares for given levels."""
+    total, of_q, of_x = w.sum(1), (w * levels).sum(1), (w * x).sum(1)
+    of_qq, of_qx = (w * levels * levels).sum(1), (w * levels * x).sum(1)
+    free = (total * of_qx - of_q * of_x) / (total * of_qq - of_q * of_q).clamp_min(_TINY)
+    offset = (of_x - free * of_q) / total.clamp_min(_TINY)
+    if not below:
+        return free.clamp_min(0.0), offset
+    # A minimum above 0 cannot be stored: then the line goes through 0.
+    through = of_qx / of_qq.clamp_min(_TINY)
+    return torch.where(offset > 0, through, free).clamp_min(0.0), offset.clamp_max(0.0)
+
+
+def _loss_of(x: Tensor, w: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> Tensor:
+    """[N], sum w (x - x')^2."""
+    _, restored = rounded(x, scale[:, None], offset[:, None], low, high)
+    return restored.sub_(x).square_().mul_(w).sum(1)
+
+
+def rounded(x: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """(levels, what they restore to) of numbers [N, n] by scales [N, n or 1] as they are stored."""
+    inverse = torch.where(scale.abs() > _TINY, 1.0 / scale, torch.zeros_like(scale))
+    levels = ((x - offset) * inverse).round_().clamp_(low, high)
+    return levels, levels * scale + offset
+
+
 # -- One encoder a type ----------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +188,7 @@ def _symmetric_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
     half = 1 << (bits - 1)
 
     def encode(x: Tensor, w: Tensor) -> Tensor:
-        stored, scale = _half(symmetric(x, w, -half, half - 1))
+        stored, scale = _half(symmetric(x, w, -half))
         levels, _ = rounded(x, scale[:, None], torch.zeros(1), -half, half - 1)
         levels = levels.to(torch.int64) + half
         parts = [stored, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
@@ -189,7 +270,7 @@ def _q6_k(x: Tensor, w: Tensor) -> Tensor:
     """210 bytes: 128 of low four bits, 64 of high two, 16 signed scales, d. Fits and plain scales, as of `_q4_k`."""
     subs, weights = x.reshape(-1, 16), w.reshape(-1, 16)
     plain = subs.gather(1, subs.abs().argmax(1, keepdim=True))[:, 0] / -32
-    return _best([_q6_k_of(x, w, scale.view(-1, 16)) for scale in (symmetric(subs, weights, -32, 31), plain)])
+    return _best([_q6_k_of(x, w, scale.view(-1, 16)) for scale in (symmetric(subs, weights, -32), plain)])
 
 
 def _q6_k_of(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,13 @@ from reprlib import repr as shown
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from haarkv.models import gguf_hybrid
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
-from haarkv.models.gguf_rope import llama3_entries, scaling_entries
-from haarkv.models.gguf_words import ends_of
+from haarkv.models.gguf_names import HYBRIDS
+from haarkv.models.rope import Llama3Scaling
+from haarkv.models.words import ends_of
 from haarkv.tq_ops.errors import InputError
 
 MODEL_TYPES = {
@@ -36,6 +38,14 @@ _ENTRIES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
+}
+_HYBRID_ENTRIES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.group_count": "linear_num_key_heads",
+    "full_attention_interval": "full_attention_interval",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_PATTERN, _GEMMA_LOCAL_BASE, _GEMMA_27B = 6, 1e4, 62
@@ -72,8 +82,8 @@ class GGUFSettings:
         found |= scaling_entries(self.path, self.architecture, self.file.entries)
         if (factors := self.file.tensors.get(ROPE_FACTORS)) is not None:
             found |= self._llama3(factors, found)
-        if self.architecture in gguf_hybrid.ARCHITECTURES:
-            found |= gguf_hybrid.entries(self.said, found)
+        if self.architecture in HYBRIDS:
+            self._add_hybrid(found)
         if found["model_type"] == "gemma3_text":
             self._add_gemma(found)
         elif window := found.get("sliding_window"):
@@ -99,7 +109,7 @@ class GGUFSettings:
             found["partial_rotary_factor"] = rotated / dim
         if self.architecture == "qwen3moe":
             found["norm_topk_prob"] = self.said("expert_weights_norm", True)
-        elif self.architecture not in gguf_hybrid.ARCHITECTURES and found.pop("num_experts", None):
+        elif self.architecture not in HYBRIDS and found.pop("num_experts", None):
             found["model_type"] += " with experts"
 
     def _llama3(self, factors: GGUFTensor, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +119,17 @@ class GGUFSettings:
         if factors.shape != (dim // 2 if isinstance(dim, int) else None,) or not isinstance(theta, float):
             raise InputError(f"{self.path}: {ROPE_FACTORS} has shape {list(factors.shape)}, heads have {shown(dim)} channels")
         return llama3_entries(self.path, self.file.read(factors, torch.float32), theta)
+
+    def _add_hybrid(self, found: dict[str, Any]) -> None:
+        """What a file says of DeltaNet and of layers beside the model's own."""
+        found |= {name: value for key, name in _HYBRID_ENTRIES.items() if (value := self.said(key)) is not None}
+        inner, heads = self.said("ssm.inner_size"), found.get("linear_num_value_heads")
+        if isinstance(inner, int) and isinstance(heads, int) and heads > 0:
+            found["linear_value_head_dim"] = inner // heads
+        # Layers that predict several tokens at once stand behind the others.
+        layers, ahead = found.get("num_hidden_layers"), self.said("nextn_predict_layers")
+        if isinstance(layers, int) and isinstance(ahead, int) and 0 < ahead < layers:
+            found["num_hidden_layers"] = layers - ahead
 
     def _add_gemma(self, found: dict[str, Any]) -> None:
         layers, window = found.get("num_hidden_layers"), found.get("sliding_window")
@@ -128,3 +149,70 @@ class GGUFSettings:
         if layers == _GEMMA_27B and all(isinstance(found.get(key), int) for key in ("hidden_size", "num_attention_heads")):
             scale = found["hidden_size"] // max(1, found["num_attention_heads"])
         found["query_pre_attn_scalar"] = scale
+
+
+_KEYS = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_NEUTRAL = {"finetuned": None, "attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+"""Further keys and the value with which each changes nothing; None: whatever it is."""
+_AS_TRAINED = 8192
+_LEAST_ERROR = 1e-4
+
+
+def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_scaling`, where a file asks for one; {} if it does not.
+
+    Raises:
+        InputError: a part of it that no `config.json` can say, by name.
+    """
+    prefix = f"{architecture}.rope.scaling."
+    said = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
+    factor = said.pop("factor", None) or entries.get(f"{architecture}.rope.scale_linear")
+    kind = said.pop("type", "linear" if factor else "none")  # llama.cpp's own default
+    if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
+        return {}
+    found: dict[str, Any] = {"rope_type": kind} | ({} if factor is None else {"factor": factor})
+    for key, value in said.items():
+        if key in _KEYS:
+            found[_KEYS[key]] = value
+        elif key not in _NEUTRAL or _NEUTRAL[key] not in (None, value):
+            raise InputError(f"{path}: {prefix}{key} is {shown(value)}, which this project does not build")
+    return {"rope_scaling": found}
+
+
+def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
+    """`rope_scaling` of a Llama 3, whose frequencies are divided by factors.
+
+    Short waves have 1, long ones the same large factor, and between them 1/factor grows as the frequency does: a line, whose
+    two ends are all that Llama 3's four numbers say.
+
+    Raises:
+        InputError: they are none of Llama 3's.
+    """
+    half = len(factors)
+    plain = 1.0 / (theta ** (torch.arange(half, dtype=torch.float64) / half))
+    factors = factors.double()
+    largest = float(factors.max())
+    if not (math.isfinite(largest) and float(factors.min()) > 0):
+        raise InputError(f"{path}: rope_freqs.weight has factors that RoPE cannot be divided by")
+    if largest == 1.0 == float(factors.min()):
+        return {}
+    between = (factors > 1.0) & (factors < largest)
+    blend = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
+    if len(blend) < 2:  # nothing to lay a line through: the numbers of all Llamas that there are
+        low, high = 1.0, 4.0
+    else:
+        turns = _AS_TRAINED * plain[between] / (2 * math.pi)
+        slope = float((blend[-1] - blend[0]) / (turns[-1] - turns[0]))
+        low = float(turns[0] - blend[0] / slope) if slope > 0 else 0.0
+        low, high = (float(f"{bound:.6g}") for bound in (low, low + 1 / slope if slope > 0 else 0.0))
+    found = {"factor": largest, "low_freq_factor": low, "high_freq_factor": high}
+    if 0 < low < high:
+        scaling = Llama3Scaling(largest, low, high, _AS_TRAINED)
+        error = (plain.float() / scaling.scaled(plain.float(), theta) / factors - 1).abs().max()
+        if float(error) <= _LEAST_ERROR:
+            return {"rope_scaling": found | {"rope_type": "llama3", "original_max_position_embeddings": _AS_TRAINED}}
+    raise InputError(f"{path}: rope_freqs.weight holds factors that are none of Llama 3's RoPE, the one that is built")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as shown
@@ -12,21 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.models import gguf_hybrid
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
-from haarkv.models.gguf_names import EXPERTS, IN_GEMMA_LAYER, IN_LAYER, OUTER, SAMPLING, rows_of
-from haarkv.models.gguf_place import Place
+from haarkv.models.gguf_names import (
+    DRAFTING,
+    EXPERTS,
+    HYBRIDS,
+    OUTER,
+    SAMPLING,
+    WHOLE,
+    Place,
+    delta_order,
+    less_one,
+    names_in_layer,
+    rows_of,
+)
 from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings
-from haarkv.models.gguf_words import words_of
 from haarkv.models.source import DRAFTING_ENTRY, Empty, Held, Words, checked_sampling
+from haarkv.models.words import words_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
-_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(\w+)\.(weight|bias)")
-_IN_HYBRID_LAYER = IN_LAYER | gguf_hybrid.IN_LAYER
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
+_MOST_LAYERS = 10**4
 _NOTHING: Mapping[str, str] = {}
-_ANY_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(.+)")
+_PLUS_ONE = {"gemma3", *HYBRIDS}
+"""Architectures whose norms are stored with 1 added, but for DeltaNet's own."""
 
 
 @lru_cache(maxsize=1)
@@ -71,105 +82,79 @@ class GGUFSource:
         return Held(place.shape, tensor.dtype, place.nbytes, path, tensor.fault, kind, place.in_place, block)
 
     def _found(self) -> dict[str, Place]:
-        """Every tensor by Hugging Face's name; one that has none keeps its own, for whoever refuses it."""
-        if self._architecture in gguf_hybrid.ARCHITECTURES:
-            return self._found_hybrid()
-        gemma, llama = self._architecture == "gemma3", self._architecture == "llama"
-        found: dict[str, Place] = {}
-        for name, tensor in self._file.tensors.items():
-            if name in OUTER:
-                found[OUTER[name]] = Place(tensor, shifted=gemma and name == "output_norm.weight")
-            elif name != ROPE_FACTORS:
-                layer = _LAYER.fullmatch(name)
-                index, part, kind = layer.groups() if layer else ("", "", "")
-                known = IN_GEMMA_LAYER if gemma else IN_LAYER
-                if part in known:
-                    count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if llama else None
-                    heads = self._said.said(f"attention.{count}", self._said.said("attention.head_count")) if count else None
-                    place = Place(tensor, heads=self._heads(name, tensor, heads), shifted=gemma and part.endswith("norm"))
-                    found[f"model.layers.{index}.{known[part]}.{kind}"] = place
-                elif part in EXPERTS and len(tensor.shape) == 3:
-                    found |= _of_experts(index, part, tensor)
-                else:
-                    found[name] = Place(tensor)
-        return found
-
-    def _found_hybrid(self) -> dict[str, Place]:
-        """The same of layers that keep a state."""
+        """Every tensor by Hugging Face's name; one that has none keeps its own, and is refused by it."""
+        change = less_one if self._architecture in _PLUS_ONE else None
         found = {
-            OUTER[name]: Place(tensor, shifted=name == "output_norm.weight")
+            OUTER[name]: Place(tensor, change=change if name == "output_norm.weight" else None)
             for name, tensor in self._file.tensors.items()
             if name in OUTER
         }
-        return found | self._layers(range(self.settings().get("num_hidden_layers") or 0))
+        if self._architecture not in HYBRIDS:
+            return found | self._layers(range(_MOST_LAYERS), {})
+        settings = self.settings()
+        return found | self._layers(range(settings.get("num_hidden_layers") or 0), settings)
 
-    def _layers(self, which: range, more: Mapping[str, str] = _NOTHING) -> dict[str, Place]:
-        """Some layers of a hybrid, numbered from 0 on. All norms are stored with 1 added, but for DeltaNet's own.
+    def _layers(self, which: range, settings: Mapping[str, Any], more: Mapping[str, str] = _NOTHING) -> dict[str, Place]:
+        """Some layers, numbered from 0 on.
 
         Args:
+            settings: of a hybrid, by which DeltaNet's rows are ordered.
             more: Hugging Face's whole names of what only these have, by the file's within a layer.
         """
-        settings = self.settings()
-        found: dict[str, Place] = {}
+        known, found = names_in_layer(self._architecture), dict[str, Place]()
         for name, tensor in self._file.tensors.items():
-            layer = _ANY_LAYER.fullmatch(name)
+            layer = _LAYER.fullmatch(name)
             index, rest = layer.groups() if layer else (-1, "")
-            if name in OUTER or (layer and int(index) not in which):
+            if name in OUTER or name == ROPE_FACTORS or (layer and int(index) not in which):
                 continue
-            number, part = int(index) - which.start, rest.removesuffix(".weight")
+            number, (part, _, kind) = int(index) - which.start, rest.rpartition(".")
             if part in EXPERTS and len(tensor.shape) == 3:
                 found |= _of_experts(number, part, tensor)
                 continue
-            known = f"{_IN_HYBRID_LAYER[part]}.weight" if part in _IN_HYBRID_LAYER else gguf_hybrid.other_name(rest)
-            own = more.get(part) or (f"model.layers.{number}.{known}" if known else name)
-            order = gguf_hybrid.order_of(own, tensor.shape, settings)
-            found[own] = Place(tensor, shifted=part.endswith("norm") and part != "ssm_norm", order=order)
+            own = f"{known[part]}.{kind}" if part in known and kind in ("weight", "bias") else WHOLE.get(rest)
+            own = more.get(part) or (f"model.layers.{number}.{own}" if own else name)
+            norm = self._architecture in _PLUS_ONE and part.endswith("norm") and part != "ssm_norm"
+            order: dict[str, Any] = {"rows": self._rows(name, part, tensor), "change": less_one if norm else None}
+            found[own] = Place(tensor, **order | delta_order(own, tensor.shape, settings))
         return found
 
-    def drafting(self) -> tuple[GGUFSource, GGUFSource] | None:
-        entry, layer = (_Drafting(self.path, before) for before in (True, False))
-        return (entry, layer) if entry.tensors() else None
-
-    def _heads(self, name: str, tensor: GGUFTensor, heads: object) -> int | None:
+    def _rows(self, name: str, part: str, tensor: GGUFTensor) -> Tensor | None:
+        """The file's order of the rows of a Llama's Q or K."""
+        count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if self._architecture == "llama" else None
+        heads = self._said.said(f"attention.{count}", self._said.said("attention.head_count")) if count else None
         if heads is None:
             return None
         rows = tensor.shape[0]
         if not isinstance(heads, int) or heads <= 0 or rows % (2 * heads):
             raise InputError(f"{self.path}: {name} has {rows} rows, which {shown(heads)} heads cannot share evenly")
-        return heads
+        return rows_of(rows, heads)
+
+    def drafting(self) -> tuple[GGUFSource, GGUFSource] | None:
+        entry, layer = (_Drafting(self.path, before) for before in (True, False))
+        return (entry, layer) if entry.tensors() else None
+
+    def _place(self, name: str) -> Place:
+        self._places = self._places or self._found()
+        return self._places[name]
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
-        self._places = self._places or self._found()
-        place = self._places[name]
-        options: dict[str, Any] = {} if empty is None else {"empty": empty}
-        change: Callable[[Tensor], Tensor] | None = (lambda values: values - 1.0) if place.shifted else None
-        if place.order is not None:
-            return self._read_in_order(place, place.order, dtype, part)
-        if len(place.shape) == 1:
-            whole = self._file.read(place.tensor, dtype, change=change, **options)
-            whole = whole if place.heads is None else whole[rows_of(len(whole), place.heads)]
-            return whole if part is None else whole[part].contiguous()
-        if part is None and place.expert is None and place.heads is None:
-            return self._file.read(place.tensor, dtype, change=change, **options)
-        rows, columns = place.wanted(part)
-        return self._file.read(place.tensor, dtype, rows, columns, change, **options)
-
-    def _read_in_order(
-        self, place: Place, order: gguf_hybrid.Order, dtype: torch.dtype, part: tuple[slice, ...] | None
-    ) -> Tensor:
-        change: Callable[[Tensor], Tensor] | None = (lambda values: torch.log(-values)) if order.logged else None
-        of_matrix = order.rows if len(place.tensor.shape) > 1 else None
-        whole = self._file.read(place.tensor, dtype, of_matrix, change=change)
-        if of_matrix is None and order.rows is not None:
-            whole = whole[order.rows]
-        if order.columns is not None:
-            whole = whole[:, order.columns]
+        place = self._place(name)
+        options: dict[str, Any] = {"change": place.change} | ({} if empty is None else {"empty": empty})
+        is_matrix = len(place.tensor.shape) > 1
+        if is_matrix and place.columns is None and place.axes is None:
+            if part is None and place.expert is None and place.rows is None:
+                return self._file.read(place.tensor, dtype, **options)
+            return self._file.read(place.tensor, dtype, *place.wanted(part), **options)
+        whole = self._file.read(place.tensor, dtype, place.rows if is_matrix else None, **options)
+        if place.rows is not None and not is_matrix:
+            whole = whole[place.rows]
+        if place.columns is not None:
+            whole = whole[:, place.columns]
         whole = whole.view(place.shape)
         return whole if part is None else whole[part].contiguous()
 
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
-        self._places = self._places or self._found()
-        place = self._places[name]
+        place = self._place(name)
         if place.blocks is None:
             return None
         kind, stored = block_type(place.tensor.kind), self._file.stored_rows(place.tensor)
@@ -178,7 +163,7 @@ class GGUFSource:
             return None
         begin, end, _ = columns.indices(place.shape[1])
         # In the file's pages, but where their order is another.
-        data = stored[rows] if place.heads or place.order else stored[int(rows[0]) : int(rows[-1]) + 1]
+        data = stored[rows] if place.rows is not None else stored[int(rows[0]) : int(rows[-1]) + 1]
         return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
 
     @property
@@ -202,8 +187,8 @@ class GGUFSource:
             if (known := of_columns.get(name)) is None or len(known) != place.tensor.shape[-1]:
                 continue
             stored = called[id(place.tensor)]
-            if place.order is not None and place.order.columns is not None:
-                known = torch.empty_like(known).index_copy_(0, place.order.columns, known)
+            if place.columns is not None:
+                known = torch.empty_like(known).index_copy_(0, place.columns, known)
             if place.expert is None:
                 found[stored] = known
             else:
@@ -236,10 +221,11 @@ class _Drafting(GGUFSource):
         self._before = before
 
     def _found(self) -> dict[str, Place]:
-        if self._architecture not in gguf_hybrid.ARCHITECTURES:
+        if self._architecture not in HYBRIDS:
             return {}
-        behind = self.settings().get("num_hidden_layers") or 0
-        found = self._layers(range(behind, behind + 1), gguf_hybrid.DRAFTING)
+        settings = self.settings()
+        behind = settings.get("num_hidden_layers") or 0
+        found = self._layers(range(behind, behind + 1), settings, DRAFTING)
         return {name: place for name, place in found.items() if (name in DRAFTING_ENTRY) == self._before}
 
 

@@ -8,6 +8,7 @@ gguf writes the file; tensors go to it one after the other, so that one of them 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from haarkv.models.config import ModelConfig
+from haarkv.models.footprint import WeightBytes
 from haarkv.models.gguf_file import block_type, block_type_named
-from haarkv.models.gguf_mix import place_called, stays_plain, type_of
+from haarkv.models.gguf_names import stored_name
 from haarkv.models.gguf_quantize import quantize
 from haarkv.models.gguf_source import GGUFSource
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
 _FILE_TYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15, "Q6_K": 18,
-    "BF16": 32,
+    "Q4_K_M": 15, "Q6_K": 18, "Q4_K": 14, "Q8_0": 7, "Q5_1": 9, "Q5_0": 8, "Q4_1": 3, "Q4_0": 2, "BF16": 32, "F16": 1,
+    "F32": 0,
 }  # fmt: skip
 """llama.cpp's numbers of what most of a file is."""
+MIXES = tuple(map(str.lower, _FILE_TYPES))
+"""Each the type of all matrices but the head, which has at least Q6_K's bits; `q4_k_m` is of Q4_K and Q6_K."""
+_FEWER_BITS = ("Q4_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+_NARROW = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+"""In place of blocks that do not divide a row."""
+_COSTS_MOST = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")
+_PLAIN_PARTS = ("ffn_gate_inp", "ssm_conv1d", "rope_freqs", "norm")
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
 _REPLACED = (
     "general.architecture", "general.alignment", "general.file_type", "general.quantization_version", "split.no",
     "split.count", "split.tensors.count",
@@ -53,6 +65,55 @@ class Written:
     nbytes: int
     copied: int
     weighted: int
+
+
+def type_of(name: str, shape: tuple[int, ...], mix: str, layers: int, *, tied: bool) -> str | None:
+    """gguf's name of the type of a tensor, by its name in a file; None of one that is in no blocks, whatever the mix: vectors,
+    routers, short convolutions.
+
+    In `q4_k_m` more bits go to the head, and of the first and the last eighth of the layers, and of the others each third, to
+    what costs most: the projections to V, and out of an MLP. Blocks of 256 numbers need rows of whole blocks; where there are
+    none, a type of 32 numbers that has at least as many bits takes their place.
+
+    Args:
+        layers: of the model.
+        tied: the embedding is the head as well.
+    Raises:
+        InputError: no such mix.
+    """
+    if mix not in MIXES:
+        raise InputError(f"no such type of weights: {mix}; choose from {', '.join(MIXES)}")
+    if len(shape) < 2 or not name.endswith(".weight") or any(part in name for part in _PLAIN_PARTS):
+        return None
+    wanted, is_head = mix.upper(), name == ("token_embd.weight" if tied else "output.weight")
+    if mix == "q4_k_m":
+        wanted = "Q6_K" if is_head or _has_more_bits(name, layers) else "Q4_K"
+    elif is_head and wanted in _FEWER_BITS:
+        wanted = "Q6_K"
+    types = (wanted, _NARROW.get(wanted, "F16"))
+    return next((of for of in types if shape[-1] % block_type_named(of).numbers == 0), "F16")
+
+
+def _has_more_bits(name: str, layers: int) -> bool:
+    layer = _LAYER.match(name)
+    if layer is None or not name.endswith(_COSTS_MOST):
+        return False
+    index, eighth = int(layer[1]), layers // 8
+    return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
+
+
+def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
+    """What a model's weights would take in a file of a mix, from whose pages they are computed with.
+
+    Raises:
+        InputError: no such mix.
+    """
+    kept, names = 0, "qwen35" if config.state_shapes else ""
+    for name, tensor in checkpoint_tensors(config).items():
+        called = type_of(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
+        kind = block_type_named(called or "F32")
+        kept += math.prod(tensor.shape) // kind.numbers * kind.nbytes
+    return WeightBytes(kept=kept)
 
 
 class Origin(Protocol):
@@ -205,8 +266,7 @@ def _plan(source: Origin, mix: str) -> list[_Planned]:
     layers = said if isinstance(said, int) else 0
     planned = []
     for name, (shape, stored) in tensors.items():
-        place = place_called(name, layers, tied=tied)
-        planned.append(_Planned(name, shape, stored, stored if stays_plain(name, shape) else type_of(place, shape[-1], mix)))
+        planned.append(_Planned(name, shape, stored, type_of(name, shape, mix, layers, tied=tied) or stored))
     return planned
 
 
@@ -217,7 +277,9 @@ def _begun(source: Origin, path: Path, planned: list[_Planned], mix: str) -> ggu
         if key not in _REPLACED and value != []:
             kind, inner = source.kind_of(key) or _own_kind(value)
             sub_type = None if inner is None else gguf.GGUFValueType(inner)
-            writer.add_key_value(key, _exact(value, kind), gguf.GGUFValueType(kind), sub_type)
+            # gguf's writer takes truth values as such.
+            exact = bool(value) if kind == gguf.GGUFValueType.BOOL else value
+            writer.add_key_value(key, exact, gguf.GGUFValueType(kind), sub_type)
     writer.add_file_type(_FILE_TYPES[mix.upper()])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for of in planned:
@@ -237,11 +299,6 @@ def _own_kind(value: Any) -> tuple[int, int | None]:
         return kinds.ARRAY, kinds.INT32 if inner == kinds.UINT32 else inner
     known = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     return known[type(value)], None
-
-
-def _exact(value: Any, kind: int) -> Any:
-    """A value as gguf's writer takes it: a list of truth values as such."""
-    return bool(value) if kind == gguf.GGUFValueType.BOOL else value
 
 
 def _stored(source: Origin, of: _Planned, importance: Tensor | None) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
-from haarkv.models.hf_rope import FoundRope
-from haarkv.models.registry import FAMILIES, family_of
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
+from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
 
@@ -42,7 +41,7 @@ _MOST = {
 """What a model may have of each, several times what any has. A larger number is a mistake, found before memory is taken."""
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, _SLIDING = "full_attention", "sliding_attention"
 _MOST_EXPERTS = 2**16
 """Of all layers together."""
 
@@ -63,13 +62,15 @@ def config_of(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
     Raises:
         InputError: as `read_hf_config`.
     """
+    from haarkv.models.families import FAMILIES  # which reads entries by this module
+
     file = HFConfig(path, settings)
     model_type = file.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         name = model_type if isinstance(model_type, str) else shown(model_type or "nameless")
         raise InputError(f"{path} is a {name} model; this project runs model_type {known}")
-    config = family_of(model_type).read_config(file)
+    config = FAMILIES[model_type].read_config(file)
     for layer in dict.fromkeys(config.layers):
         _require_possible(path, layer)
     if config.max_position_embeddings > _MOST["max_position_embeddings"]:
@@ -143,6 +144,20 @@ class HFConfig:
             if present:
                 raise InputError(f"{self.path} asks for {reason}, which this project does not build")
 
+    def layer_kinds(self, count: int, *known: str) -> list[str] | None:
+        """The kind of each layer; None where the config does not name them.
+
+        Raises:
+            InputError: not one for each, or one that is not known.
+        """
+        kinds = self.raw.get("layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != count:
+            raise InputError(f"{self.path}: layer_types does not name the kind of each of {count} layers")
+        self.refuse({f"layers of the type {shown(kind)}": kind not in known for kind in kinds})
+        return kinds
+
     def windows(self, window: object, is_local: Sequence[bool]) -> list[int | None]:
         """The sliding window of each layer: `window` where `layer_types`, or else `is_local`, says so.
 
@@ -152,11 +167,7 @@ class HFConfig:
         Raises:
             InputError: a window or a kind of layer that cannot be.
         """
-        kinds = self.raw.get("layer_types")
-        if kinds is not None:
-            if not isinstance(kinds, list) or len(kinds) != len(is_local):
-                raise InputError(f"{self.path}: layer_types does not name the kind of each of {len(is_local)} layers")
-            self.refuse({f"layers of the type {shown(kind)}": kind not in (_FULL, _SLIDING) for kind in kinds})
+        if kinds := self.layer_kinds(len(is_local), FULL, _SLIDING):
             is_local = [kind == _SLIDING for kind in kinds]
         if not any(is_local) or window is None:
             return [None] * len(is_local)
@@ -165,23 +176,25 @@ class HFConfig:
         return [window if local else None for local in is_local]
 
     def attention(self, rope: FoundRope, **more: Any) -> Attention:
-        """The mixer of all families: RoPE on whole heads, logits over sqrt(head_dim).
-
-        Args:
-            more: what else the family declares.
-        """
+        """The mixer of all families: RoPE on whole heads, logits over sqrt(head_dim)."""
         heads = self.count("num_attention_heads")
         dim = self.count("head_dim", self.count("hidden_size") // heads)
         return Attention(
             heads, self.count("num_key_value_heads", heads), dim, **{"scale": float(dim**-0.5), "rope": rope.on(dim), **more}
         )
 
-    def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
-        """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone.
+    def experts(self, *, normalized: bool, shared: int = 0) -> Experts:
+        """Layers' experts; transformers 5 writes num_local_experts for what Qwen's own files call num_experts."""
+        sparse = self.raw.get("decoder_sparse_step", 1) == 1
+        self.refuse({"dense layers among those with experts": self.raw.get("mlp_only_layers") or not sparse})
+        count = self.count("num_experts" if self.raw.get("num_experts") is not None else "num_local_experts")
+        chosen = self.count("num_experts_per_tok")
+        if chosen > count:
+            raise InputError(f"{self.path}: a token cannot go through {chosen} of {count} experts")
+        return Experts(count, chosen, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
 
-        Args:
-            windows: of each layer; none has one unless given.
-        """
+    def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
+        """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone."""
         act = self.raw.get("hidden_act", "silu")
         self.refuse({f"activation {shown(act)}": act != "silu"})
         layer = Layer(attention, Dense(self.count("intermediate_size")), Norm(self.number("rms_norm_eps", 1e-6)))
@@ -189,12 +202,7 @@ class HFConfig:
         return tuple(replace(layer, mixer=replace(attention, window=window)) for window in windows or [None] * count)
 
     def model(self, layers: tuple[Layer, ...], positions: int, **more: Any) -> ModelConfig:
-        """What all families say alike of a whole model. A window that is as wide as the context hides nothing and is dropped.
-
-        Args:
-            positions: that it may be run with.
-            more: what else the family declares.
-        """
+        """What all families say alike. A window that is as wide as the positions hides nothing and is dropped."""
 
         def seen(layer: Layer) -> Layer:
             mixer = layer.mixer
@@ -229,11 +237,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def read_hf_settings(path: Path) -> Mapping[str, Any]:
-    """The entries of a `config.json` over its family's `DEFAULTS`; of a model with other parts, those of the one for text.
+    """The entries of a `config.json` over its family's defaults; of a model with other parts, those of the one for text.
 
     Raises:
         InputError: no such file, or no settings.
     """
+    from haarkv.models.families import FAMILIES
+
     if not path.exists():
         other = of_another_form(path.parent) or "; a model is a folder in Hugging Face format, tiny, or random:SIZE"
         raise InputError(f"{path} does not exist{other}")
@@ -245,9 +255,8 @@ def read_hf_settings(path: Path) -> Mapping[str, Any]:
         ends = {"eos_token_id": [id for of in (inner, raw) for id in _listed(of.get("eos_token_id"))]}
         raw = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw} | inner | ends
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        return raw
-    return {**family_of(model_type).DEFAULTS[model_type], **raw}
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return {**family.defaults, **raw} if family else raw
 
 
 _OTHER_FORMS = {
@@ -265,3 +274,88 @@ def of_another_form(folder: Path) -> str:
     """What a folder holds in place of a model in Hugging Face format, as the end of a sentence; "" of nothing known."""
     there = ((path.name, what) for form, what in _OTHER_FORMS.items() for path in sorted(folder.glob(form))[:1])
     return next((f", but {name}, {what}" for name, what in there), "")
+
+
+@dataclass(frozen=True)
+class FoundRope:
+    """What a config says of RoPE.
+
+    Attributes:
+        positions: that the model may be run with.
+        part: of each head that is turned.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    positions: int
+    part: float = 1.0
+
+    def on(self, head_dim: int) -> Rope:
+        """The embedding of heads with `head_dim` coordinates."""
+        return Rope(self.theta, int(head_dim * self.part), self.scaling)
+
+
+def read_rope(
+    file: HFConfig, positions: int, default_theta: float = 1e4, kind_of_layer: str = "", default_part: float | None = None
+) -> FoundRope:
+    """Read rotary parameters. transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
+
+    Args:
+        positions: the config's `max_position_embeddings`. YaRN is often switched on without raising it, and transformers
+            then runs longer texts all the same: the result has as many positions as the factor reaches.
+        default_part: of each head that is turned, where the family has such a part and the config does not say it; None:
+            the family turns whole heads, and a config that says otherwise is refused.
+        kind_of_layer: whose part of `rope_parameters` is meant, where these are told apart by `layer_types`.
+    Raises:
+        InputError: a scaling that is not built, by name, or an entry of it that cannot be.
+    """
+    old, new = file.part("rope_scaling"), file.part("rope_parameters")
+    if kind_of_layer and kind_of_layer in new.raw:
+        new = new.part(kind_of_layer)
+    rope = old if old.raw else new
+    kind = next((rope.raw[key] for key in ("rope_type", "type") if rope.raw.get(key) is not None), "default")
+    if not isinstance(kind, str):
+        raise InputError(f"{file.path}: rope_type {shown(kind)} is not a string")
+    theta = (rope if rope.raw.get("rope_theta") is not None else file).number("rope_theta", default_theta)
+    partial = rope.raw.get("partial_rotary_factor") or file.raw.get("partial_rotary_factor") or default_part or 1
+    if default_part is not None and not (isinstance(partial, int | float) and 0 < partial <= 1):
+        raise InputError(f"{file.path}: partial_rotary_factor {shown(partial)} is no part of a head")
+    file.refuse(
+        {
+            f"RoPE on a part of each head (partial_rotary_factor {shown(partial)})": partial != 1 and default_part is None,
+            f"rope scaling {shown(kind)} (built are {', '.join(_READERS)})": kind != "default" and kind not in _READERS,
+        }
+    )
+    if kind == "default":
+        return FoundRope(theta, None, positions, partial)
+    # A config may state the trained length beside its rotary parameters; transformers then prefers that one.
+    outer = file.raw.get("original_max_position_embeddings") is not None
+    original = (file if outer else rope).count("original_max_position_embeddings", positions)
+    scaling = _READERS[kind](rope, positions, original)
+    if isinstance(scaling, YarnScaling):
+        if theta <= 1:
+            raise InputError(f"{file.path}: rope_theta {theta:g} must be above 1 for YaRN, which divides by its logarithm")
+        positions = max(positions, round(scaling.factor * original))
+    return FoundRope(theta, scaling, positions, partial)
+
+
+def _linear(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
+    return LinearScaling(rope.number("factor"))
+
+
+def _llama3(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise InputError(f"{rope.path}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
+    return Llama3Scaling(rope.number("factor"), low, high, original)
+
+
+def _yarn(rope: HFConfig, positions: int, original: int) -> RopeScaling:
+    factor = rope.number("factor", positions / original)
+    scales = [rope.number(key) if rope.raw.get(key) not in (None, 0) else None for key in ("mscale", "mscale_all_dim")]
+    attention = rope.number("attention_factor", yarn_attention_factor(factor, *scales))
+    fast, slow = rope.number("beta_fast", 32), rope.number("beta_slow", 1)
+    return YarnScaling(factor, original, attention, fast, slow, rope.raw.get("truncate") is None or rope.flag("truncate"))
+
+
+_READERS: dict[str, Callable[[HFConfig, int, int], RopeScaling]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

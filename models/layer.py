@@ -1,15 +1,25 @@
-"""One decoder layer as it declares itself, the same for prefill and decode: it sees tokens, not phases."""
+"""One decoder layer as it declares itself, the same for prefill and decode: it sees tokens, not phases.
+
+What of a layer looks at other tokens, its mixer, is run by the class of its declaration. To add one, declare it
+(`models.config.Mixer`), and name its `MixerKind` in `MIXERS`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.models.config import Activation, Experts, Layer
-from haarkv.models.mixers import Step, kind_of
+from haarkv.models.config import Activation, Attention, Experts, Layer, Mixer, Norm, Rope
 from haarkv.models.parallel import Ranks
-from haarkv.models.tensors import LayerWeights
+from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
 from haarkv.tq_ops.fused import ExpertOps
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
 from haarkv.tq_ops.table import OpTable
 
 
@@ -82,3 +92,210 @@ def _one_by_one(x: Tensor, logits: Tensor, weights: LayerWeights, mlp: Experts, 
         y = gated_mlp(x[token], weights.within(f"experts.{expert}."), mlp.activation, ops)
         out[token] += share[token, place, None] * y
     return out
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward, as its layers see it.
+
+    Attributes:
+        rope: cos and sin [T, dims / 2] fp32 of the batch's positions, of each embedding that its layers use.
+    """
+
+    ops: OpTable
+    cache: PagedKVCache
+    batch: Batch
+    rope: Mapping[Rope, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class MixerKind:
+    """A mixer's two halves.
+
+    Attributes:
+        tensors: of its declaration, the layer's norm and hidden_size: every tensor by field.
+        mix: x [T, hidden] normed, the layer's weights, its declaration, its norm, its index and the step -> [T, hidden] fp32,
+            what is added to the hidden state. Of several ranks, this one's part of the sum.
+    """
+
+    tensors: Callable[[Any, Norm, int], dict[str, StoredTensor]]
+    mix: Callable[[Tensor, LayerWeights, Any, Norm, int, Step], Tensor]
+
+
+def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
+    """Projections, norms of heads and biases of an `Attention`."""
+    hidden = Axis(hidden_size, "hidden")
+    queries = Axis(mixer.heads.q_size, "q", cut=True, unit=mixer.head_dim)
+    keys = Axis(mixer.heads.kv_size, "kv", cut=True, unit=mixer.head_dim, shared=True)
+    # Each head's gate lies behind its query.
+    with_gates = Axis(2 * queries.size, "q", cut=True, unit=2 * queries.unit) if mixer.gated else queries
+    rows = {"q": with_gates, "k": keys, "v": keys}
+    tensors = {f"{x}_proj": StoredTensor(f"self_attn.{x}_proj.weight", (axis, hidden)) for x, axis in rows.items()}
+    if mixer.head_norms:
+        tensors |= {
+            f"{x}_norm": StoredTensor(f"self_attn.{x}_norm.weight", (Axis(mixer.head_dim),), plus_one=norm.plus_one)
+            for x in "qk"
+        }
+    tensors["o_proj"] = StoredTensor("self_attn.o_proj.weight", (hidden, queries))
+    if mixer.bias:
+        tensors |= {f"{x}_bias": StoredTensor(f"self_attn.{x}_proj.bias", (axis,)) for x, axis in rows.items()}
+    return tensors
+
+
+def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index: int, step: Step) -> Tensor:
+    """Softmax attention over what the cache stores, the new tokens' K and V included; see `MixerKind.mix`.
+
+    Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE. What is gated is
+    rounded once more, after its gate, which is FP32.
+    """
+    ops, rope = step.ops, step.rope[mixer.rope]
+
+    def projected(side: str) -> Tensor:
+        y = ops.linear(x, weights.matrix(f"{side}_proj"))
+        if mixer.bias:
+            y = y + weights[f"{side}_bias"]
+        return y.view(len(x), -1, mixer.head_dim)
+
+    def turned(y: Tensor, side: str) -> Tensor:
+        if mixer.head_norms:
+            y = ops.rms_norm(y, weights[f"{side}_norm"], norm.eps)
+        if mixer.rope.dims == mixer.head_dim:
+            return ops.rope(y, *rope)
+        first, rest = torch.split(y, [mixer.rope.dims, mixer.head_dim - mixer.rope.dims], dim=-1)
+        return torch.cat([ops.rope(first, *rope), rest], dim=-1)
+
+    q = projected("q")
+    if mixer.gated:
+        q, gate = q.view(len(x), mixer.num_heads, 2, mixer.head_dim).unbind(2)
+    q, k, v = turned(q, "q"), turned(projected("k"), "k"), projected("v")
+    attended = _stored_and_attended(q.to(x.dtype), k, v, index, step, mixer.scale).flatten(1)
+    if mixer.gated:
+        attended = ops.sigmoid_mul(gate.flatten(1), attended.float(), x.dtype)
+    return ops.linear(attended, weights.matrix("o_proj"))
+
+
+def _stored_and_attended(q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, scale: float) -> Tensor:
+    """Store new K and V, then attend: all tokens at once, or in pieces where a layer's ring has too little room."""
+    cache, ops = step.cache, step.ops
+    out: Tensor | None = None
+    for tokens, batch in cache.pieces(index, step.batch):
+        some = (q, k, v) if tokens is None else (q[tokens], k[tokens], v[tokens])
+        with cache.with_room(index, batch):
+            ops.store_kv(*some[1:], cache, index, batch)
+            attended = ops.paged_attention(some[0], cache, index, batch, scale)
+        if tokens is None:
+            return attended
+        out = attended.new_empty(len(q), *attended.shape[1:]) if out is None else out
+        out[tokens] = attended
+    assert out is not None
+    return out
+
+
+# -- Gated DeltaNet: a mixer whose memory of all tokens is one matrix a head, and a short convolution before it -------------
+#
+#     x = silu(conv(projected)), of which q and k are made unit vectors, q over sqrt(key_dim)
+#     S = S * exp(-exp(a_log) * softplus(a + dt_bias));   S += k (v - S^T k) * sigmoid(b);   out = S^T q
+#
+# Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), as Qwen3-Next and Qwen3.5
+# build it.
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A mixer: the gated delta rule.
+
+    Attributes:
+        num_key_heads: heads of Q and of K; each serves num_value_heads / num_key_heads heads of V.
+        num_value_heads: as many matrices are remembered, [key_dim, value_dim] each.
+        key_dim, value_dim: of one head.
+        taps: newest tokens that the convolution sums, the token itself among them.
+        by_key_head: the checkpoint stacks its projections key head by key head (Qwen3-Next), instead of one after the other.
+        versions: of its state, which `ModelConfig.for_drafts` makes more.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    by_key_head: bool = False
+    versions: int = VERSIONS
+    kv_shape: None = None
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of Q, K and V."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> StateShape:
+        """The convolution's last inputs, and the matrices."""
+        shapes = {
+            "conv": (self.taps - 1, sum(self.widths)),
+            "delta": (self.num_value_heads, self.key_dim, self.value_dim),
+        }
+        return StateShape(tuple((name, shape, torch.float32) for name, shape in shapes.items()), self.versions)
+
+
+def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:  # noqa: ARG001
+    """Projections, convolution, decays and norm of a `DeltaNet`. What decides how fast it forgets stays in FP32."""
+    hidden, heads, values = Axis(hidden_size, "hidden"), Axis(mixer.num_value_heads), Axis(mixer.widths[2])
+    mixed = Axis(sum(mixer.widths))
+    stacked = {"in_proj_qkvz": Axis(mixed.size + values.size), "in_proj_ba": Axis(2 * heads.size)}
+    apart = {"in_proj_qkv": mixed, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    rows = stacked if mixer.by_key_head else apart
+    return {
+        **{field: StoredTensor(f"linear_attn.{field}.weight", (axis, hidden)) for field, axis in rows.items()},
+        "conv1d": StoredTensor("linear_attn.conv1d.weight", (mixed, Axis(1), Axis(mixer.taps)), in_fp32=True),
+        "a_log": StoredTensor("linear_attn.A_log", (heads,), in_fp32=True),
+        "dt_bias": StoredTensor("linear_attn.dt_bias", (heads,), in_fp32=True),
+        "delta_norm": StoredTensor("linear_attn.norm.weight", (Axis(mixer.value_dim),), in_fp32=True),
+        "out_proj": StoredTensor("linear_attn.out_proj.weight", (hidden, values)),
+    }
+
+
+def remember(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, index: int, step: Step) -> Tensor:
+    """The gated delta rule over all tokens so far, whose state the cache keeps; see `MixerKind.mix`.
+
+    Rounding points: those of `tq_ops.reference`; from the projections to the gated norm all is FP32, and so is the state.
+    """
+    ops = step.ops
+    if mixer.by_key_head:
+        qkvz, ba = (ops.linear(x, weights.matrix(f"in_proj_{parts}")) for parts in ("qkvz", "ba"))
+        mixed, z, b, a = _apart(qkvz, ba, mixer)
+    else:
+        mixed, z, b, a = (ops.linear(x, weights.matrix(f"in_proj_{part}")) for part in ("qkv", "z", "b", "a"))
+    told = ops.gated_delta(mixed, a, b, weights["conv1d"], weights["a_log"], weights["dt_bias"], step.cache, index, step.batch)
+    normed = ops.rms_norm(told, weights["delta_norm"], norm.eps)
+    return ops.linear(ops.silu_mul(z, normed.flatten(1), x.dtype), weights.matrix("out_proj"))
+
+
+def _apart(qkvz: Tensor, ba: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Projections that are stacked key head by key head, one after the other: Q with K and V, z, b and a."""
+    per_key = mixer.num_value_heads // mixer.num_key_heads
+    values = per_key * mixer.value_dim
+    by_head = qkvz.view(len(qkvz), mixer.num_key_heads, -1)
+    parts = torch.split(by_head, [mixer.key_dim, mixer.key_dim, values, values], dim=-1)
+    q, k, v, z = (part.flatten(1) for part in parts)
+    b, a = (part.flatten(1) for part in torch.split(ba.view(len(ba), mixer.num_key_heads, -1), per_key, dim=-1))
+    return torch.cat([q, k, v], dim=-1), z, b, a
+
+
+MIXERS: dict[type, MixerKind] = {
+    Attention: MixerKind(attention_tensors, attend),
+    DeltaNet: MixerKind(delta_tensors, remember),
+}
+"""Every mixer, by the class of its declaration."""
+
+
+def kind_of(mixer: Mixer) -> MixerKind:
+    """The halves of a declared mixer.
+
+    Raises:
+        ValueError: nothing runs such a mixer.
+    """
+    kind = MIXERS.get(type(mixer))
+    if kind is None:
+        raise ValueError(f"nothing here runs a layer that mixes tokens by {type(mixer).__name__}")
+    return kind

@@ -3,21 +3,28 @@
 jinja2's sandbox keeps a chat template from files and from Python's internals. It does not keep it from a loop without end,
 from strings of terabytes, or from nesting until the interpreter's stack is gone; what the process may take does. The process
 stays for the next request: to start one takes longer than most templates.
+
+What a message spells of a tokenizer's added tokens is text: a mark in each tells it from the chat template's own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
+from tokenizers import Tokenizer as FastTokenizer
+
 from haarkv.models import limited_worker
+from haarkv.models.limited_worker import visible
 from haarkv.tq_ops.errors import InputError
 
 _WAITS = 3
@@ -97,3 +104,85 @@ def render(
     if "error" in said:
         raise InputError(f"the chat template cannot be used: {said['error']}; --no-chat goes without it")
     return [str(text) for text in said["texts"]]
+
+
+# Private use; and letters, where a normalizer drops what is none.
+_MARKS = tuple(map(chr, chain(range(0xE000, 0xE080), range(0x13000, 0x13400), range(0xF0000, 0xFFFFE))))
+
+_TAG = re.compile("</?(?!think>)[a-z][a-z0-9]*>")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Spellings:
+    """Where messages and arguments of a chat template spell what would be a control token.
+
+    Control tokens are the added ones, but for spaces and for plain tags, such as `<table>`, that are not special and that the
+    template does not spell: those are how a model reads HTML. In its own answers only special ones count: it may think there,
+    and the template looks for the others to leave that out.
+
+    Args:
+        tokenizer: its added tokens are looked for.
+        source: of the chat template.
+        normalizes: the tokenizer may be asked what its normalizer makes of a text.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, source: str, *, normalizes: bool) -> None:
+        added = [token for token in tokenizer.get_added_tokens_decoder().values() if visible(token.content)]
+        control = [each for each in added if each.special or each.content in source or not _TAG.fullmatch(each.content)]
+        self._all = {token.content: token.special for token in control}
+        self._beginnings = {token[:length] for token in self._all for length in range(1, len(token))}
+        self._longest = max(map(len, self._all), default=1)
+        self._elsewhere = source + "".join(token.content for token in added)
+        normalizer = tokenizer.normalizer if normalizes else None
+        self._normalize = normalizer.normalize_str if normalizer else str
+        self._normalized = {normalizer.normalize_str(token.content) for token in control if normalizer and token.normalized}
+
+    def marked(
+        self, conversations: Sequence[Messages], arguments: Mapping[str, Any]
+    ) -> tuple[str, Sequence[Messages], Mapping[str, Any]]:
+        """Conversations and arguments, with a mark behind the first character of each spelling.
+
+        Returns:
+            the mark, which nothing else holds, with both; "" with what came, where nothing is spelled.
+        Raises:
+            InputError: there is no character left for a mark.
+        """
+        said = json.dumps([conversations, arguments], ensure_ascii=False)
+        mark = next((mark for mark in _MARKS if self._is_free(mark, said)), None)
+        if mark is None:
+            raise InputError("the messages hold every character of private use; leave some out, or give --parse-special")
+        marked = [
+            [{key: text if key == "role" else self._each(text, mark, message.get("role") == "assistant")
+              for key, text in message.items()} for message in messages] for messages in conversations
+        ]  # fmt: skip
+        with_marks = self._each(arguments, mark)
+        if mark not in json.dumps([marked, with_marks], ensure_ascii=False) and not self._spelled_otherwise(said):
+            return "", conversations, arguments
+        return mark, marked, with_marks
+
+    def _is_free(self, mark: str, said: str) -> bool:
+        written = (mark, json.dumps(mark)[1:-1])  # the second by a template that asks for ASCII
+        taken = any(form in text for form in written for text in (said, self._elsewhere))
+        return not taken and mark in self._normalize(f"a{mark}a")
+
+    def _spelled_otherwise(self, said: str) -> bool:
+        """Whether the normalizer makes a spelling of what is none before."""
+        return bool(self._normalized) and any(token in self._normalize(said) for token in self._normalized)
+
+    def _each(self, value: Any, mark: str, answer: bool = False) -> Any:
+        """A value that a template sees, with its texts marked."""
+        if isinstance(value, str):
+            places = set(self._places(value, answer))
+            return "".join(sign + mark * (at in places) for at, sign in enumerate(value)) if places else value
+        if isinstance(value, Mapping):
+            return {key: self._each(item, mark, answer) for key, item in value.items()}
+        return [self._each(item, mark, answer) for item in value] if isinstance(value, list | tuple) else value
+
+    def _places(self, text: str, answer: bool) -> Iterator[int]:
+        """Where a spelling begins, or what begins one at the text's end, which a text behind it might complete."""
+        for token, special in self._all.items():
+            if (special or not answer) and token in text:
+                yield from (match.start() for match in re.finditer(f"(?={re.escape(token)})", text))
+        end = text.rstrip()
+        yield from (at for at in range(max(0, len(end) - self._longest), len(end)) if end[at:] in self._beginnings)

@@ -99,8 +99,6 @@ def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
 class Split:
     """The part of a model that one rank holds.
 
-    Attributes:
-        whole: shapes of the model.
     Raises:
         InputError: the model cannot be cut into so many parts, with what cannot.
     """

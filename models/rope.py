@@ -151,10 +151,6 @@ class RopeTable:
     computed as they are asked for, always whole spans of positions, so that no bit depends on who asks; the spans used last
     are kept. A device's positions are known to the device alone: there, the table is whole.
 
-    Args:
-        rope: theta, turned dimensions and scaling.
-        positions: of the model.
-        device: where the results live.
     Attributes:
         positions: so many, from 0.
     Raises:

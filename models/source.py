@@ -126,10 +126,6 @@ class Source(Protocol):
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
         """One of `tensors()` that is stored in quantised blocks, as it is stored; None if it is not, or if the part that is
         wanted does not begin and end with whole blocks.
-
-        Args:
-            dtype: of its numbers once restored.
-            part: as of `read`.
         """
 
     def drafting(self) -> tuple[Source, Source] | None:

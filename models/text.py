@@ -15,11 +15,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from haarkv.models.catalog import source_of, tokenizer_source_of
 from haarkv.models.config import ModelConfig
-from haarkv.models.gguf_words import LINEAR, ends_a_part
-from haarkv.models.limited import TooMuchError, answer, render
+from haarkv.models.limited import Messages, Spellings, TooMuchError, answer, render
 from haarkv.models.limited_worker import Respelled
 from haarkv.models.source import Source
-from haarkv.models.spellings import Messages, Spellings
+from haarkv.models.words import LINEAR, ends_a_part
 from haarkv.tq_ops.errors import InputError
 
 _SIGNS = sorted(ByteLevel.alphabet())
@@ -86,9 +85,6 @@ class Tokenizer(Protocol):
 class SourceTokenizer:
     """The tokenizer of a model's source, with its chat template where it has one.
 
-    Args:
-        source: its own words are used.
-        config: of the model.
     Raises:
         InputError: there is no tokenizer, it cannot be read, or has tokens that the model lacks.
     """

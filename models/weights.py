@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import Dense, Layer, ModelConfig
-from haarkv.models.mixers import kind_of
+from haarkv.models.layer import kind_of
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
 from haarkv.tq_ops.weight import Weight, memory_of
 

@@ -1,5 +1,1 @@
-"""The dense Qwen3 family, named after the member whose kernels were published."""
-
-from haarkv.models.qwen3_14b.config import DEFAULTS, SIZES, read_config
-
-__all__ = ["DEFAULTS", "SIZES", "read_config"]
+"""What builds a layer of attention and a dense MLP whole, named after the model whose kernels were published."""

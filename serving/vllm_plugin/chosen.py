@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from haarkv.engine import plans
 from haarkv.models.catalog import read_config, source_of
+from haarkv.models.families import FAMILIES
 from haarkv.models.hf_config import config_of
 from haarkv.models.parallel import kv_heads_of
-from haarkv.models.registry import FAMILIES
 from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SINK, SKIP_LAYERS, TAIL
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -30,8 +30,8 @@ Pair = tuple[KVFormat, KVFormat]
 """K's format and V's."""
 
 _SLIDING, _FULL, _STATE = "sliding_attention", "full_attention", "linear_attention"
-_HYBRIDS = tuple(kind for kind, module in FAMILIES.items() if module.endswith("_hybrid") and not kind.endswith("_next"))
-"""Qwen3-Next was not tried."""
+_HYBRIDS = tuple(kind for kind, of in FAMILIES.items() if "linear_key_head_dim" in of.defaults and not kind.endswith("_next"))
+"""Families with layers of Gated DeltaNet; Qwen3-Next was not tried."""
 _OF_DRAFT = ("draft_model.", "mtp.")
 """What the names begin with that vLLM gives the layers of a draft model, and those of a Qwen3.5's own drafts."""
 

@@ -16,7 +16,7 @@ from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_c
 from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import read_config
-from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.models.families import SIZES
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
@@ -31,24 +31,24 @@ MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 def test_a_step_of_the_14b_must_move_what_arithmetic_says(kv, gigabytes):
     """29.5 GB of weights but for the embedding, of which a step reads rows only; 163,840 bytes a token in bf16."""
     plan = KVSpec(kv).plan(40)
-    cost = step_cost(without_numbers(QWEN3_14B), Case(1, 32768), cases.token_bytes(plan, QWEN3_14B))
+    cost = step_cost(without_numbers(SIZES["14b"]), Case(1, 32768), cases.token_bytes(plan, SIZES["14b"]))
     assert math.isclose(cost.weights + 2 * 151936 * 5120, 29.5e9, rel_tol=2e-3)
     assert math.isclose(cost.kv, gigabytes * 1e9, rel_tol=2e-3)
-    assert cost.flops == 2 * cost.weights / 2 + 40 * attention_cost(QWEN3_14B, Case(1, 32768), 0, 0).flops
+    assert cost.flops == 2 * cost.weights / 2 + 40 * attention_cost(SIZES["14b"], Case(1, 32768), 0, 0).flops
 
 
 def test_attention_and_storing_of_one_layer():
     case, nbytes = Case(8, 4096), 2 * 8 * 66
-    cost = attention_cost(QWEN3_14B, case, nbytes, 2)
+    cost = attention_cost(SIZES["14b"], case, nbytes, 2)
     assert (cost.weights, cost.kv, cost.rest) == (0, 8 * 4096 * 1056, 2 * 8 * 40 * 128 * 2)
     assert cost.flops == 8 * 40 * 4096 * 128 * 4  # two products, a multiplication and an addition each
-    assert store_cost(QWEN3_14B, case, nbytes).nbytes == 8 * (nbytes + 2 * 8 * 128 * 4)
+    assert store_cost(SIZES["14b"], case, nbytes).nbytes == 8 * (nbytes + 2 * 8 * 128 * 4)
 
 
 def test_the_floor_is_the_longer_of_bytes_and_operations():
     assert MACHINE.floor_ms(10e9, 1) == 1000
     assert MACHINE.floor_ms(1, 100e9) == 1000
-    cost = attention_cost(QWEN3_14B, Case(1, 1024), 1056, 2)
+    cost = attention_cost(SIZES["14b"], Case(1, 1024), 1056, 2)
     made = CostRow("attention", "cpu tq4", Case(1, 1024), cost, MACHINE, Spread(2.0, 1.0, 3.0)).figures()
     assert made["of_floor"] == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
     assert math.isclose(made["gbps"], cost.nbytes / 2e-3 / 1e9)
@@ -272,7 +272,7 @@ def test_steps_of_a_model_with_states_count_them_and_no_layer_is_measured_alone(
 
 def test_a_layers_share_of_a_step():
     """40 layers and the head make the step; a layer reads its own K and V."""
-    model, case = without_numbers(QWEN3_14B), Case(2, 1000)
+    model, case = without_numbers(SIZES["14b"]), Case(2, 1000)
     step, layer = step_cost(model, case, [1056] * 40), layer_cost(model, case, 1056)
     head = 151936 * 5120
     assert math.isclose(40 * layer.weights + 2 * head, step.weights)

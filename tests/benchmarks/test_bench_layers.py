@@ -10,7 +10,7 @@ from haarkv.benchmarks import cases
 from haarkv.benchmarks.cases import Case
 from haarkv.benchmarks.decode_cost import attention_cost, layer_cost, step_cost, whole_prompt_cost
 from haarkv.benchmarks.timing import Machine
-from haarkv.models.gemma import SIZES
+from haarkv.models.families import SIZES
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main

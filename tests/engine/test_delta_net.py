@@ -17,8 +17,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.caches import new_cache
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
-from haarkv.models.delta_net import DeltaNet
 from haarkv.models.footprint import WeightBytes
+from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import Recurrent

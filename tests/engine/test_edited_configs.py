@@ -17,7 +17,7 @@ import tq
 from haarkv.engine.conversations import Conversations
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.models.catalog import read_config
-from haarkv.models.registry import FAMILIES
+from haarkv.models.families import FAMILIES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file, plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -66,7 +66,8 @@ def saved(tmp_path_factory):
 
     @cache
     def get(name):
-        folder = saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1])
+        folder = tmp_path_factory.mktemp(name)
+        saved_random(folder, MODELS[name][0], SHAPE | MODELS[name][1])
         config = json.loads((folder / "config.json").read_text())
         if name == "qwen3":  # as transformers 4 wrote it
             config = config | {"rope_theta": config.pop("rope_parameters")["rope_theta"]}

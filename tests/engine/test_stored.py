@@ -26,7 +26,7 @@ from haarkv.engine.session import Session
 from haarkv.executors.catalog import create
 from haarkv.models.caches import new_cache
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
-from haarkv.models.delta_net import DeltaNet
+from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences

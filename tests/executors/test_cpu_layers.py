@@ -14,8 +14,8 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
-from haarkv.models.delta_net import DeltaNet
-from haarkv.models.registry import FAMILIES
+from haarkv.models.families import FAMILIES
+from haarkv.models.layer import DeltaNet
 from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops.cpu import layers as dense_layers
 from haarkv.tq_ops.cpu import library
@@ -157,7 +157,7 @@ def test_more_new_tokens_than_a_ring_has_room_for_are_refused():
         executor.forward(torch.tensor([1] * 41), paging.batch([paging.add()], [41]), cache)
 
 
-HYBRIDS = {kind for kind, module in FAMILIES.items() if module == FAMILIES["qwen3_next"]}
+HYBRIDS = {kind for kind, family in FAMILIES.items() if family.read_config is FAMILIES["qwen3_next"].read_config}
 
 
 def test_every_family_runs_in_one_call_or_says_why_not():

@@ -17,7 +17,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.caches import new_cache
 from haarkv.models.config import Attention, Experts, Layer, ModelConfig, Norm, Rope
-from haarkv.models.delta_net import DeltaNet
+from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.runner import validate

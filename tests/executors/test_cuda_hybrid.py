@@ -16,7 +16,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.caches import new_cache
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
-from haarkv.models.delta_net import DeltaNet
+from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.rollback import Advance

@@ -16,13 +16,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from haarkv.models.gguf_vocabulary import entries_of
-from haarkv.models.gguf_words import words_of
+from haarkv.models.gguf_folder import entries_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.limited import render
 from haarkv.models.limited_worker import Respelled
 from haarkv.models.source import Words
 from haarkv.models.text import SourceTokenizer
+from haarkv.models.words import words_of
 from haarkv.tq_ops.errors import InputError
 
 TOOL = {

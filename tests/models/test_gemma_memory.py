@@ -4,8 +4,8 @@ import pytest
 
 from haarkv.engine.plans import needed, plan_for
 from haarkv.models.caches import new_cache
+from haarkv.models.families import SIZES
 from haarkv.models.footprint import WeightBytes
-from haarkv.models.gemma.config import SIZES
 from haarkv.tq_ops.kv.plan import KVSpec
 
 VECTOR = {"tq4": 130, "bf16": 512}  # bytes of 256 numbers: codes and a scale of two bytes, or BF16

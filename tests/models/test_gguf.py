@@ -1,81 +1,50 @@
 """GGUF files: the same model as the folder that they were written from, of every family; what cannot be is one line."""
 
 import json
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-import transformers
 from checkpoints import write_checkpoint
-from gguf_files import LLAMA3, SHAPE, YARN, byte_vocabulary, convert, header, pieces, text
+from family_models import IN_FILES, TOKENS, folder_of, logits_of, saved, vocabulary_of
+from gguf_files import LLAMA3, byte_vocabulary, convert, header, llama3_factors, pieces, text
 from refusals import assert_refused
 from safetensors.torch import load_file
-from transformers_judge import draw_weights, saved_random
 
 import tq
+from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, path_of, read_config, source_of, weights_of
 from haarkv.models.checkpoint import load_weights, stored_tensors
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.parallel import Split
+from haarkv.models.rope import Llama3Scaling, inverse_frequencies
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
-MODELS = {
-    "llama": ("Llama", {}),
-    "llama_tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
-    "mistral_linear": ("Mistral", {"sliding_window": None, "rope_parameters": {
-        "rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
-    "qwen2": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e6}}),
-    "qwen3_yarn": ("Qwen3", {"rope_parameters": YARN}),
-    "qwen3_moe": ("Qwen3Moe", {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}),
-}  # fmt: skip
+__all__ = ["folder_of", "saved"]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Folders that transformers wrote, by name, each written once."""
-    return cache(lambda name: saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1]))
-
-
-def frequencies(config):
-    from haarkv.models.rope import inverse_frequencies
-
-    return inverse_frequencies(config.common.attention.rope)
-
-
-def comparable(config):
-    """All that both say: frequencies are compared apart, the ends of a text stand beside its words, a Mistral is a llama."""
-    layers = tuple(
-        replace(of, mixer=replace(of.attention, rope=replace(of.attention.rope, scaling=None))) for of in config.layers
-    )
-    return replace(config, layers=layers, eos_token_ids=(), model_type="")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_file_is_the_folder_it_was_written_from(saved, tmp_path, name):
-    folder, path = saved(name), convert(saved(name), tmp_path / "m.gguf")
+@pytest.mark.parametrize("name", IN_FILES)
+def test_a_file_is_the_folder_it_was_written_from(folder_of, tmp_path, name):
+    folder, path = folder_of(name), convert(folder_of(name), tmp_path / "m.gguf", vocabulary=vocabulary_of(name))
     ours, theirs = load_model(path), load_model(folder)
-    assert {of: tensor.shape for of, tensor in ours.weights.named()} == {
-        of: tensor.shape for of, tensor in theirs.weights.named()
-    }
-    for (of, one), (_, other) in zip(ours.weights.named(), theirs.weights.named(), strict=True):
-        assert torch.equal(one, other), of
-    torch.testing.assert_close(frequencies(ours.config), frequencies(theirs.config), rtol=1e-5, atol=0)
-    assert comparable(ours.config) == comparable(theirs.config)
+    assert shape_of(ours.config) == shape_of(theirs.config)
+    for (of, one), (other_of, other) in zip(ours.weights.named(), theirs.weights.named(), strict=True):
+        assert of == other_of
+        through = name.startswith(("gemma3", "qwen3_5")) and of.endswith(("A_log", "norm.weight"))  # exp, or 1 + w
+        torch.testing.assert_close(one, other, rtol=1e-6 * through, atol=1e-6 * through, msg=of)
+    for one, other in zip(ours.config.attentions, theirs.config.attentions, strict=True):
+        frequencies = inverse_frequencies(one.rope), inverse_frequencies(other.rope)
+        torch.testing.assert_close(*frequencies, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_model_in_parts_is_the_model_in_one_file(saved, tmp_path, name, kind):
-    whole = convert(saved(name), tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary())
-    first = convert(saved(name), tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary(), each=4)
+def test_a_model_in_parts_is_the_model_in_one_file(folder_of, tmp_path, name, kind):
+    whole = convert(folder_of(name), tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary())
+    first = convert(folder_of(name), tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary(), each=4)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert parts[0] == first
     assert source_of(first).files() == parts
@@ -96,8 +65,8 @@ def test_a_model_in_parts_is_the_model_in_one_file(saved, tmp_path, name, kind):
     assert whole.with_suffix(".q8").read_bytes() == first.with_suffix(".q8").read_bytes()
 
 
-def parts_of(saved, folder):
-    first = convert(saved("llama"), folder / "m.gguf", vocabulary=byte_vocabulary(), each=8)
+def parts_of(folder_of, folder):
+    first = convert(folder_of("llama"), folder / "m.gguf", vocabulary=byte_vocabulary(), each=11)
     return [first, *sorted(folder.glob("m-*.gguf"))[1:]]
 
 
@@ -115,8 +84,8 @@ def parts_of(saved, folder):
         (lambda first, second, third: first.rename(first.with_name("m.gguf")), ["m.gguf is one of 3 parts", "names again"]),
     ],
 )
-def test_a_model_in_parts_is_refused_by_the_part_that_is_wrong(saved, tmp_path, capsys, damage, words):
-    parts = parts_of(saved, tmp_path)
+def test_a_model_in_parts_is_refused_by_the_part_that_is_wrong(folder_of, tmp_path, capsys, damage, words):
+    parts = parts_of(folder_of, tmp_path)
     assert len(parts) == 3
     named = damage(*parts)
     named = named if isinstance(named, Path) else parts[0]
@@ -126,8 +95,8 @@ def test_a_model_in_parts_is_refused_by_the_part_that_is_wrong(saved, tmp_path, 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_are_restored_as_gguf_restores_them(saved, tmp_path, kind, dtype):
-    path = convert(saved("qwen2"), tmp_path / "m.gguf", kind)
+def test_blocks_are_restored_as_gguf_restores_them(folder_of, tmp_path, kind, dtype):
+    path = convert(folder_of("qwen2"), tmp_path / "m.gguf", kind)
     reader = gguf.GGUFReader(path)
     theirs = {of.name: torch.from_numpy(gguf.dequantize(of.data, of.tensor_type).copy()) for of in reader.tensors}
     source = source_of(path)
@@ -138,19 +107,17 @@ def test_blocks_are_restored_as_gguf_restores_them(saved, tmp_path, kind, dtype)
         assert torch.equal(source.read(ours, dtype), theirs[name].to(dtype)), name
 
 
-def test_many_rows_are_restored_a_few_at_a_time(saved, tmp_path, monkeypatch):
-    path = convert(saved("llama"), tmp_path / "m.gguf", "Q8_0")
+def test_many_rows_are_restored_a_few_at_a_time(folder_of, tmp_path, monkeypatch):
+    path = convert(folder_of("llama"), tmp_path / "m.gguf", "Q8_0")
     whole = load_model(path)
     monkeypatch.setattr("haarkv.tq_ops.weight._CHUNK", 7 * 192)
     for (name, one), (_, other) in zip(load_model(path).weights.named(), whole.weights.named(), strict=True):
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_two_heads", "qwen3_moe"])
-def test_a_rank_reads_its_part(saved, tmp_path, name, monkeypatch):
-    if name == "qwen2_two_heads":
-        monkeypatch.setitem(MODELS, name, ("Qwen2", {}))
-    path = convert(saved(name), tmp_path / "m.gguf", "Q8_0")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
+def test_a_rank_reads_its_part(folder_of, tmp_path, name):
+    path = convert(folder_of(name), tmp_path / "m.gguf", "Q8_0")
     source, config = source_of(path), read_config(path)
     whole = dict(stored_tensors(source, config, torch.float32))
     for rank in range(2):
@@ -161,8 +128,8 @@ def test_a_rank_reads_its_part(saved, tmp_path, name, monkeypatch):
             assert part.is_contiguous()
 
 
-def test_what_is_stored_as_it_is_wanted_takes_no_memory(saved, tmp_path):
-    path = convert(saved("qwen3_yarn"), tmp_path / "m.gguf", "BF16")
+def test_what_is_stored_as_it_is_wanted_takes_no_memory(folder_of, tmp_path):
+    path = convert(folder_of("qwen3_yarn"), tmp_path / "m.gguf", "BF16")
     held = source_of(path).tensors()
     assert held["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
     made = []
@@ -179,34 +146,19 @@ def test_what_is_stored_as_it_is_wanted_takes_no_memory(saved, tmp_path):
 
 # -- Settings -------------------------------------------------------------------------------------------------------------
 
-GEMMA = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 512, "head_dim": 32, "sliding_window": 16,
-}  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("gemma")
-    theirs = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GEMMA))
-    draw_weights(theirs)
-    theirs.save_pretrained(folder)
-    return folder
-
-
-def test_a_gemma_3_has_its_names_its_windows_and_its_norms(gemma, tmp_path):
-    source = source_of(convert(gemma, tmp_path / "m.gguf"))
-    settings, theirs = source.settings(), json.loads((gemma / "config.json").read_text())
+def test_a_gemma_3_has_its_names_its_windows_and_its_norms(folder_of, tmp_path):
+    source = source_of(convert(folder_of("gemma3"), tmp_path / "m.gguf"))
+    settings, theirs = source.settings(), json.loads((folder_of("gemma3") / "config.json").read_text())
     assert settings["model_type"] == "gemma3_text"
     for key in ("layer_types", "sliding_window", "head_dim", "hidden_size", "rms_norm_eps", "vocab_size"):
         assert settings[key] == theirs[key], key
     assert settings["rope_theta"] == theirs["rope_parameters"]["full_attention"]["rope_theta"]
     assert settings["rope_local_base_freq"] == theirs["rope_parameters"]["sliding_attention"]["rope_theta"]
-    assert settings["query_pre_attn_scalar"] == 32
+    assert settings["query_pre_attn_scalar"] == 64
     assert settings["hidden_activation"] == theirs["hidden_activation"]
     assert settings["tie_word_embeddings"] is True
-    stored = load_file(gemma / "model.safetensors")
+    stored = load_file(folder_of("gemma3") / "model.safetensors")
     assert set(source.tensors()) == set(stored)
     for name, tensor in stored.items():
         torch.testing.assert_close(source.read(name, torch.float32), tensor, rtol=0, atol=2e-7)
@@ -220,22 +172,22 @@ def test_a_gemma_3_has_its_names_its_windows_and_its_norms(gemma, tmp_path):
         ({"gemma3.attention.sliding_window": 0}, [0] * 7),
     ],
 )
-def test_a_gemma_3_may_say_which_layers_have_windows(gemma, tmp_path, extra, expected):
-    kinds = source_of(convert(gemma, tmp_path / "m.gguf", extra=extra)).settings()["layer_types"]
+def test_a_gemma_3_may_say_which_layers_have_windows(folder_of, tmp_path, extra, expected):
+    kinds = source_of(convert(folder_of("gemma3"), tmp_path / "m.gguf", extra=extra)).settings()["layer_types"]
     assert [kind == "sliding_attention" for kind in kinds] == [bool(of) for of in expected]
 
 
-def test_what_a_file_leaves_out_is_what_llama_cpp_takes(saved, tmp_path):
+def test_what_a_file_leaves_out_is_what_llama_cpp_takes(folder_of, tmp_path):
     without = [f"llama.{key}" for key in ("attention.key_length", "attention.value_length", "rope.freq_base",
                                           "attention.head_count_kv", "rope.dimension_count")]  # fmt: skip
-    settings = source_of(convert(saved("llama"), tmp_path / "m.gguf", leave_out=without)).settings()
+    settings = source_of(convert(folder_of("llama"), tmp_path / "m.gguf", leave_out=without)).settings()
     assert [settings[key] for key in ("head_dim", "rope_theta", "num_key_value_heads")] == [32, 1e4, 6]
 
 
-def test_a_llama_with_a_window_is_a_mistral(saved, tmp_path):
-    config = read_config(convert(saved("llama"), tmp_path / "m.gguf", extra={"llama.attention.sliding_window": 64}))
+def test_a_llama_with_a_window_is_a_mistral(folder_of, tmp_path):
+    config = read_config(convert(folder_of("llama"), tmp_path / "m.gguf", extra={"llama.attention.sliding_window": 64}))
     assert config.model_type == "mistral"
-    assert [shape.window for shape in config.kv_shapes] == [64, 64]
+    assert [shape.window for shape in config.kv_shapes] == [64] * 3
 
 
 @pytest.mark.parametrize(
@@ -251,7 +203,7 @@ def test_a_llama_with_a_window_is_a_mistral(saved, tmp_path):
         ("qwen3_yarn", {"qwen3.rope.scaling.yarn_attn_factor": 0.7}, ["qwen3.rope.scaling.yarn_attn_factor is 0.69"]),
         ("qwen3_yarn", {"qwen3.rope.scaling.novel": 2}, ["qwen3.rope.scaling.novel is 2"]),
         ("llama", {"split.count": 3}, ["m.gguf is one of 3 parts", "its name does not say which"]),
-        ("llama", {"llama.block_count": 3}, ["lacks the tensor model.layers.2."]),
+        ("llama", {"llama.block_count": 4}, ["lacks the tensor model.layers.3."]),
         ("llama", {"llama.block_count": 1}, ["holds model.layers.1.", "does not know"]),
         ("llama", {"llama.feed_forward_length": 256}, ["has shape [320, 192]"]),
         ("llama", {"general.sampling.top_k": "many"}, ["top_k is not a whole number"]),
@@ -261,9 +213,9 @@ def test_a_llama_with_a_window_is_a_mistral(saved, tmp_path):
         ("llama", pieces(words=[f"w{i}" for i in range(60)]), ["m.gguf has 321 tokens, and an embedding of 300"]),
     ],
 )  # fmt: skip
-def test_what_is_not_built_is_refused_by_name(saved, tmp_path, capsys, name, extra, words):
+def test_what_is_not_built_is_refused_by_name(folder_of, tmp_path, capsys, name, extra, words):
     vocabulary = byte_vocabulary() if extra and "tokenizer.ggml.tokens" not in extra else None
-    path = convert(saved(name), tmp_path / "m.gguf", extra=extra, vocabulary=vocabulary)
+    path = convert(folder_of(name), tmp_path / "m.gguf", extra=extra, vocabulary=vocabulary)
     code = main(["generate", "--model", str(path), "--prompt", "a"])
     assert_refused((code, *capsys.readouterr()), *words)
 
@@ -279,10 +231,7 @@ def test_what_is_not_built_is_refused_by_name(saved, tmp_path, capsys, name, ext
     ],
 )
 def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
-    from gguf_files import llama3_factors
-
-    from haarkv.models.gguf_rope import llama3_entries
-    from haarkv.models.rope import Llama3Scaling
+    from haarkv.models.gguf_settings import llama3_entries
 
     if isinstance(entries, dict):
         factors = torch.tensor(llama3_factors({"head_dim": 64}, LLAMA3 | entries))
@@ -298,6 +247,30 @@ def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
         factors = torch.linspace(1, 9, 32) if entries == "ramp" else -torch.ones(32)
         with pytest.raises(InputError, match=words):
             llama3_entries(tmp_path, factors, 5e5)
+
+
+def test_layers_that_predict_several_tokens_are_not_read(folder_of, tmp_path):
+    plain = convert(folder_of("qwen3_5"), tmp_path / "plain.gguf", vocabulary=vocabulary_of("qwen3_5"))
+    writer_of = gguf.GGUFWriter.write_header_to_file
+
+    def with_one_more(writer, *given):
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.zeros(192, 384).numpy())
+        writer.add_tensor("blk.4.attn_norm.weight", torch.ones(192).numpy())
+        return writer_of(writer, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_one_more)
+        extra = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+        path = convert(folder_of("qwen3_5"), tmp_path / "m.gguf", vocabulary=vocabulary_of("qwen3_5"), extra=extra)
+    assert read_config(path) == read_config(plain)
+    assert torch.equal(logits_of(load_model(path), TOKENS), logits_of(load_model(plain), TOKENS))
+
+
+def test_qwen3_next_is_refused_by_its_name(folder_of, tmp_path):
+    path = convert(folder_of("qwen3_5_moe"), tmp_path / "m.gguf", vocabulary=vocabulary_of("qwen3_5"))
+    path.write_bytes(path.read_bytes().replace(b"qwen35moe", b"qwen3next"))
+    with pytest.raises(InputError, match="is a qwen3next with experts model"):
+        read_config(path)
 
 
 # -- Damaged files --------------------------------------------------------------------------------------------------------
@@ -333,8 +306,8 @@ def test_a_damaged_header_is_one_line(tmp_path, capsys, content, words):
     assert_refused((main(["info", str(path)]), *capsys.readouterr()), "m.gguf", words)
 
 
-def test_a_type_that_gguf_cannot_restore_is_refused(saved, tmp_path):
-    path = convert(saved("llama"), tmp_path / "m.gguf")
+def test_a_type_that_gguf_cannot_restore_is_refused(folder_of, tmp_path):
+    path = convert(folder_of("llama"), tmp_path / "m.gguf")
     name = b"blk.1.ffn_up.weight"
     content = bytearray(path.read_bytes())
     at = content.index(name) + len(name) + 4 + 16
@@ -352,9 +325,9 @@ def test_a_type_that_gguf_cannot_restore_is_refused(saved, tmp_path):
 # -- Wherever a model is named ----------------------------------------------------------------------------------------------
 
 
-def test_every_command_takes_a_file(saved, tmp_path, capsys):
+def test_every_command_takes_a_file(folder_of, tmp_path, capsys):
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
-    path = convert(saved("llama"), tmp_path / "m.gguf", extra=sampled, vocabulary=byte_vocabulary())
+    path = convert(folder_of("llama"), tmp_path / "m.gguf", extra=sampled, vocabulary=byte_vocabulary())
     model, few = ["--model", str(path)], ["--prompt", "Spam and eggs, and then spam.", "--executor", "cpu"]
     assert path_of(path) == path
     assert main(["info", str(path)]) == 0, capsys.readouterr().err

@@ -9,31 +9,20 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import byte_tokenizer, write_checkpoint
-from gguf_files import LLAMA3, SHAPE, YARN, convert
+from family_models import IN_FILES, written
+from gguf_files import convert
 from refusals import assert_refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers_judge import saved_random
 
 from haarkv.engine.loading import load
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, read_config, source_of
-from haarkv.models.gguf_vocabulary import PROBE, entries_of, special_ids
-from haarkv.models.gguf_words import words_of
+from haarkv.models.gguf_folder import PROBE, entries_of, special_ids
 from haarkv.models.source import Words
+from haarkv.models.words import words_of
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
-
-MODELS = {
-    "llama3": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
-    "mistral": ("Mistral", {"sliding_window": None, "rope_parameters": {
-        "rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
-    "qwen2": ("Qwen2", {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"rope_parameters": YARN}),
-    "qwen3_moe": ("Qwen3Moe", {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}),
-    "gemma3": ("Gemma3Text", {"num_hidden_layers": 7, "sliding_window": 16, "query_pre_attn_scalar": 64}),
-}  # fmt: skip
 
 
 def merging(merges=(("a", "b"),), **model):
@@ -56,10 +45,16 @@ def words_in(folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    return cache(lambda name: words_in(saved_random(tmp_path_factory.mktemp(name), MODELS[name][0], SHAPE | MODELS[name][1])))
+    @cache
+    def get(name):
+        folder = tmp_path_factory.mktemp(name)
+        written(folder, name)
+        return words_in(folder)
+
+    return get
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in IN_FILES if not name.startswith("qwen3_5")])
 def test_tensors_and_settings_are_those_of_another_converter(saved, tmp_path, name):
     out = tmp_path / "m.gguf"
     assert main(["quantize", str(saved(name)), "--out", str(out), "--type", "f32"]) == 0
@@ -100,7 +95,7 @@ def test_a_mix_and_importance_are_as_of_a_file(saved, tmp_path, capsys):
                  "--imatrix-tokens", "512", "--json"]) == 0  # fmt: skip
     said = json.loads(capsys.readouterr().out)
     # Q, K, V, O and three kinds of experts of each layer, and the head; routers are no blocks.
-    assert said["by_importance"] == 2 * 7 + 1
+    assert said["by_importance"] == 3 * 7 + 1
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
     assert (types["blk.0.ffn_up_exps.weight"], types["blk.0.ffn_gate_inp.weight"]) == ("Q4_0", "F32")
     session = load(str(out), kv="bf16", executor="cpu")
@@ -199,7 +194,8 @@ def test_what_a_file_does_not_say_of_a_text_is_refused_or_told_of(tmp_path, kind
 
 def test_a_head_of_its_own_is_written_whatever_the_config_says(tmp_path, capsys):
     """transformers takes the head that the weights hold, and so do we: in a folder and in a file made of it."""
-    folder = words_in(saved_random(tmp_path / "m", "Qwen3", SHAPE | {"head_dim": 64}))
+    written(tmp_path / "m", "qwen3_yarn")
+    folder = words_in(tmp_path / "m")
     right = load_model(folder).weights.lm_head
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -217,7 +213,7 @@ def test_what_is_not_written_is_one_line(tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "m")
     of_bytes = ["llama.cpp has no name for how it cuts text", "convert_hf_to_gguf.py"]
     other = words_in(write_checkpoint(tmp_path / "n", config={"attention_bias": True, "vocab_size": 300}))
-    saved_random(tmp_path / "g", "Gemma3Text", SHAPE | MODELS["gemma3"][1] | {"query_pre_attn_scalar": 32})
+    written(tmp_path / "g", "gemma3_scaled")
     of_gemma = words_in(tmp_path / "g"), ["cannot say all"]  # llama.cpp scales by the size of a head
     for name, words in (of_gemma, (folder, of_bytes), ("random:0.6b", ["random weights"]), (other, ["attention biases"])):
         assert_refused((main(["quantize", str(name), "--out", str(out)]), *capsys.readouterr()), *words)

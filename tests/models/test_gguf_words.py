@@ -9,8 +9,8 @@ from gguf_files import add, byte_vocabulary, close, pieces
 from refusals import assert_refused
 
 from haarkv.models.catalog import source_of
-from haarkv.models.gguf_words import LINEAR
 from haarkv.models.source import Source
+from haarkv.models.words import LINEAR
 from haarkv.tq_ops.errors import InputError
 
 GRAMS = ("Ġ t", "h e", "Ġt he", "1 2", "12 3", "' s", "Ġ Ġ", "Ċ Ċ", "! !", "a b", "ab c", "Ġ a", "Ġa b", "Ã ¤", "Ġ 1")

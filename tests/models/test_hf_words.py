@@ -9,7 +9,7 @@ from checkpoints import write_checkpoint
 from refusals import assert_refused
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from haarkv.models import hf_words
+from haarkv.models import words
 from haarkv.models.catalog import read_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.text import load_tokenizer
@@ -155,7 +155,7 @@ def test_without_the_library_it_is_said_what_to_install(tmp_path, capsys, monkey
     def absent(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(hf_words, "import_module", absent)
+    monkeypatch.setattr(words, "import_module", absent)
     folder = folder_of(tmp_path / "m", tokenizer__model=b"")
     code = main(["generate", "-m", str(folder), "--prompt", "a", "--kv", "tq4"])
     assert_refused((code, *capsys.readouterr()), "tokenizer.model, which `pip install sentencepiece protobuf`")

@@ -8,8 +8,8 @@ import weakref
 import torch
 from on_large_pages import asks_for_large_pages, needs_large_pages
 
-from haarkv.models import large_pages
-from haarkv.models.large_pages import PAGE, LargePages
+from haarkv.models import checkpoint as large_pages
+from haarkv.models.checkpoint import PAGE, LargePages
 
 
 @needs_large_pages

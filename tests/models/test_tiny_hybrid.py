@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hybrid_files import in_gguf, logits_of
+from family_models import in_gguf, logits_of
 from said_again import always_drafting
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM

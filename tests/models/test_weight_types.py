@@ -1,15 +1,14 @@
 """Weights that stay in the blocks of their file: everything computes what it computes with the restored tensors."""
 
 from dataclasses import replace
+from functools import cache
 
 import bounds
 import gguf
 import pytest
 import torch
-import transformers
-from checkpoints import byte_tokenizer
-from gguf_files import byte_vocabulary, convert
-from transformers_judge import draw_weights
+from family_models import folder_of, saved, vocabulary_of
+from gguf_files import convert
 
 import tq
 from haarkv.executors.base import verify
@@ -20,43 +19,25 @@ from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.checkpoint import load_weights, stored_tensors
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.footprint import weight_bytes
-from haarkv.models.fused.weights import fuse
+from haarkv.models.fused import fuse
 from haarkv.models.parallel import Split
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.weight import Blocks, dense, memory_of
 
-SHAPE = {
-    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 64,
-}  # fmt: skip
-MODELS = {
-    "llama": ("Llama", {"tie_word_embeddings": True}),  # rows of Q and K lie in another order
-    "qwen2": ("Qwen2", {}),  # biases beside the projections
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
-    "gemma3": ("Gemma3", {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 16, "query_pre_attn_scalar": 64}),
-}
+NAMES = ("llama_tied", "qwen2", "qwen3_moe", "gemma3", "qwen3_5", "qwen3_5_moe")
 TOKENS = torch.arange(40) * 7 % 300
+__all__ = ["folder_of", "saved"]
 
 
 @pytest.fixture(scope="module")
-def file_of(tmp_path_factory):
+def file_of(folder_of):
     """GGUF files by name of the model and kind of its blocks, each written once."""
-    made = {}
 
+    @cache
     def get(name, kind="Q8_0"):
-        if (name, kind) not in made:
-            family, entries = MODELS[name]
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{family}{'Text' * (name == 'gemma3')}Config")(**SHAPE | entries)
-            theirs = getattr(transformers, f"{family}ForCausalLM")(config)
-            draw_weights(theirs)
-            folder = tmp_path_factory.mktemp(name)
-            theirs.save_pretrained(folder)
-            byte_tokenizer().save(str(folder / "tokenizer.json"))
-            made[name, kind] = convert(folder, folder / "m.gguf", kind, vocabulary=byte_vocabulary())
-        return made[name, kind]
+        return convert(folder_of(name), folder_of(name) / f"{kind}.gguf", kind, vocabulary=vocabulary_of(name))
 
     return get
 
@@ -70,22 +51,29 @@ def logits_of(executor, kv="fp32"):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def distance(ours, theirs, name, dtype):
+    """Relative; in BF16 with experts that of the median token: rounding sends a few through another expert."""
+    if "moe" in name and dtype == "bfloat16":
+        return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median()
+    return (ours - theirs).norm() / theirs.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "float32"), ("Q5_1", "bfloat16")])
 def test_blocks_multiply_as_what_is_restored_from_them(file_of, name, kind, dtype):
     kept, restored = (load_model(file_of(name, kind), dtype, keep_blocks=keep) for keep in (True, False))
-    assert isinstance(kept.weights.layers[1].matrix("q_proj"), Blocks)
+    assert isinstance(kept.weights.layers[-1].matrix("q_proj"), Blocks)
     assert isinstance(kept.weights.embedding, Blocks)
     assert kept.dtype == restored.dtype
     plan = KVSpec("fp32").plan(kept.config.num_layers)
     ours, theirs = (logits_of(create("reference", model, plan, None)) for model in (kept, restored))
     # Blocks are multiplied as FP32 numbers; what is restored as a file loads has the model's dtype.
     assert torch.equal(ours, theirs) == (dtype == "float32")
-    assert (ours - theirs).norm() <= bounds.BLOCK_LOGITS[dtype] * theirs.norm()
+    assert distance(ours, theirs, name, dtype) <= bounds.BLOCK_LOGITS[dtype]
     # The kernels of `cpu` round activations, and no weights.
     fast = logits_of(create("cpu", kept, plan, None))
     assert not torch.equal(fast, ours)
-    assert (fast - ours).norm() <= bounds.BLOCK_LOGITS[dtype] * ours.norm()
+    assert distance(fast, ours, name, dtype) <= bounds.BLOCK_LOGITS[dtype]
 
 
 def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
@@ -98,7 +86,7 @@ def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
 
 
 def test_bytes_are_those_of_the_file(file_of):
-    path = file_of("llama")
+    path = file_of("llama_tied")
     model = load_model(path, keep_blocks=True)
     stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors)
     assert model.weights.nbytes == stored < load_model(path, "bfloat16").weights.nbytes
@@ -115,7 +103,7 @@ def _same_memory(one, other, field):
     return memory_of(one.matrix(field)).data_ptr() == memory_of(other.matrix(field)).data_ptr()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_fingerprint_is_that_of_the_restored_model(file_of, name):
     kept, restored = (fingerprint(load_model(file_of(name), keep_blocks=keep).weights.named()) for keep in (True, False))
     assert kept == restored
@@ -130,7 +118,7 @@ def test_a_copy_on_another_device_has_all_of_it(file_of):
     assert scaled.nbytes == scaled.data.nbytes + 4 * 384
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_moe"])
 def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
     config, source = read_config(file_of(name)), source_of(file_of(name))
     whole = dict(stored_tensors(source, config, torch.float32))
@@ -147,7 +135,7 @@ def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe"])
 def test_what_a_rank_restores_is_counted_as_numbers(file_of, name, dtype):
     config, source = read_config(file_of(name)), source_of(file_of(name))
     for rank in range(2):
@@ -156,7 +144,7 @@ def test_what_a_rank_restores_is_counted_as_numbers(file_of, name, dtype):
         assert counted.total == load_weights(source, config, dtype, split=split, keep_blocks=True).nbytes
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2"])
 def test_balance_scales_blocks_as_it_scales_numbers(file_of, name):
     kept, restored = (load_model(file_of(name), keep_blocks=keep) for keep in (True, False))
     uneven = torch.ones(2, 64)
@@ -172,7 +160,7 @@ def test_balance_scales_blocks_as_it_scales_numbers(file_of, name):
 
 
 def test_a_damaged_block_is_named(file_of):
-    model = load_model(file_of("llama"), keep_blocks=True)
+    model = load_model(file_of("llama_tied"), keep_blocks=True)
     broken = model.weights.layers[1].matrix("up_proj")
     data = broken.data.clone()
     data[3, :2] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # the scale of a block becomes NaN
@@ -181,13 +169,13 @@ def test_a_damaged_block_is_named(file_of):
     model = replace(model, weights=replace(model.weights, layers=tuple(layers)))
     for executor in ("reference", "cpu"):
         with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds nan at \[3, 0\]"):
-            logits_of(create(executor, model, KVSpec("fp32").plan(2), None))
+            logits_of(create(executor, model, KVSpec("fp32").plan(3), None))
 
 
 @pytest.mark.parametrize("executor", ["reference", "cpu"])
 def test_a_session_keeps_what_its_executor_multiplies_with(file_of, executor):
     def made(keep):
-        return tq.load(file_of("llama"), executor=executor, kv="tq4", allow_collapse=True, keep_blocks=keep)
+        return tq.load(file_of("llama_tied"), executor=executor, kv="tq4", allow_collapse=True, keep_blocks=keep)
 
     kept, restored, by_itself = made(True), made(False), made(None)
     first, *others = (s.generate(["a b c"], max_new_tokens=12).completions[0] for s in (kept, restored, by_itself))
@@ -198,7 +186,7 @@ def test_a_session_keeps_what_its_executor_multiplies_with(file_of, executor):
 
 
 def test_types_stay_by_name(file_of):
-    model = load_model(file_of("llama", "Q5_1"), keep_blocks=("Q8_0",))
+    model = load_model(file_of("llama_tied", "Q5_1"), keep_blocks=("Q8_0",))
     assert not any(isinstance(weight, Blocks) for _, weight in model.weights.named())
-    model = load_model(file_of("llama", "Q5_1"), keep_blocks=("Q8_0", "Q5_1"))
+    model = load_model(file_of("llama_tied", "Q5_1"), keep_blocks=("Q8_0", "Q5_1"))
     assert {weight.type.name for _, weight in model.weights.named() if isinstance(weight, Blocks)} == {"Q5_1"}

@@ -30,7 +30,7 @@ NEXTN = {
 }
 """What llama.cpp's converter calls the tensors around the layer that predicts several tokens, and what it adds to each."""
 SHAPE = {
-    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 64,
 }  # fmt: skip
 LLAMA3 = {

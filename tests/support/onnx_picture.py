@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx
 
-from haarkv.models.qwen3_14b.config import QWEN3_14B
+from haarkv.models.families import SIZES
 from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec
@@ -28,7 +28,7 @@ def layer_graph(opened: str = _OPENED) -> str:
         opened: the function whose nodes are drawn inside their call.
     """
     plan = GraphSpec(range(1), embed=False, head=False, opset=DEFAULT_OPSET)
-    model = build(Qwen3Scopes(QWEN3_14B), plan)
+    model = build(Qwen3Scopes(SIZES["14b"]), plan)
     functions = {function.name: function for function in model.functions}
     layer = functions["DecoderLayer_tq4_tq4"]
     lines = [

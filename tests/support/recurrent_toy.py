@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from small_models import SMALL, resized, small_model
 
-from haarkv.models.mixers import MIXERS, MixerKind
+from haarkv.models.layer import MIXERS, MixerKind
 from haarkv.models.tensors import Axis, StoredTensor
 from haarkv.tq_ops.kv.recurrent import StateShape
 

@@ -80,10 +80,11 @@ def worst_error(theirs, ours, kv, prompt, steps=STEPS, chunk=64):
 
 
 def saved_random(folder, family, entries):
-    """A folder that transformers wrote: a model of a family, such as Qwen3, with drawn weights and one token a byte."""
+    """A model of a family of transformers, such as Qwen3, with drawn weights, saved with a tokenizer of one token a byte."""
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**entries))
+    config = getattr(transformers, f"{family}Config")(**entries)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     draw_weights(theirs)
     theirs.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+    return theirs

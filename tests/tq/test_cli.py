@@ -26,7 +26,7 @@ from terminal import AS_IN_A_TERMINAL
 import tq as public
 from haarkv.engine.text import GrowingText
 from haarkv.models.catalog import TINY, read_config
-from haarkv.models.qwen3_14b import config as qwen3_config
+from haarkv.models.families import SIZES
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from tq.cli import main
@@ -288,10 +288,10 @@ def test_an_output_that_cannot_show_a_character_does_not_fail(checkpoint, tmp_pa
 
 def test_random_models_of_a_named_size_run(tq, monkeypatch):
     small = resized(
-        qwen3_config.QWEN3_14B, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
+        SIZES["14b"], hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
         intermediate_size=32, vocab_size=300, max_position_embeddings=256,
     )  # fmt: skip
-    monkeypatch.setitem(qwen3_config.SIZES, "nano", small)
+    monkeypatch.setitem(SIZES, "nano", small)
     common = ("generate", "--model", "random:nano", "--prompt", "é", "--max-new-tokens", 3, "--json")
     result = tq(*common, "--layers", 2).json
     assert result["prompt_tokens"] == 2

@@ -13,7 +13,7 @@ from haarkv.engine.plans import needed, plan_for
 from haarkv.executors.catalog import bytes_in_order
 from haarkv.models.catalog import load_model, read_config, source_of, weights_of
 from haarkv.models.footprint import weight_bytes, work_bytes
-from haarkv.models.gguf_mix import mixed_bytes, place_called, stays_plain, type_of
+from haarkv.models.gguf_writer import mixed_bytes, type_of
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -159,14 +159,14 @@ def test_info_counts_weights_as_a_file_of_a_type_has_them(capsys):
 
 def test_a_mix_takes_blocks_that_divide_rows():
     def wanted(name, width, mix="q4_k_m"):
-        return type_of(place_called(name, 28, tied=True), width, mix)
+        return type_of(name, (8, width), mix, 28, tied=True)
 
     assert wanted("blk.0.ffn_down.weight", 3072) == "Q6_K"
     assert wanted("blk.4.ffn_down.weight", 3072) == "Q4_K"
     assert wanted("blk.4.ffn_up.weight", 576) == "Q5_0"
     assert wanted("token_embd.weight", 576) == "Q8_0"  # the head is tied to it
     assert wanted("blk.4.ffn_up.weight", 40) == "F16"
-    assert stays_plain("output_norm.weight", (576,))
+    assert type_of("output_norm.weight", (576,), "q8_0", 28, tied=True) is None
 
 
 # -- What there is --------------------------------------------------------------------------------------------------------

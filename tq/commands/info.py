@@ -76,7 +76,7 @@ def command(
     from haarkv.models.catalog import DTYPES, maps_file, read_config, source_of, weights_of
     from haarkv.models.checkpoint import held_for
     from haarkv.models.footprint import random_bytes, work_bytes
-    from haarkv.models.gguf_mix import mixed_bytes
+    from haarkv.models.gguf_writer import mixed_bytes
     from haarkv.models.weights import checkpoint_shapes, num_parameters
 
     if name is not None and "model" in options.written():

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine.plans import declaration_in
-from haarkv.models.hf_config import HFConfig
-from haarkv.models.hf_rope import read_rope
+from haarkv.models.hf_config import HFConfig, read_rope
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.shapes import KVShape

@@ -2,21 +2,21 @@
 
 import pytest
 import torch
+from family_models import TOKENS, folder_of, in_gguf, logits_of, saved, vocabulary_of
 from gguf_files import byte_vocabulary, convert
-from hybrid_files import MODELS, TOKENS, VOCABULARY, in_gguf, logits_of, saved
 
 import tq
 from haarkv.models.catalog import load_model, source_of
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 
-__all__ = ["in_gguf", "saved"]
+__all__ = ["folder_of", "in_gguf", "saved"]
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs lab/requirements.txt")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_llama_cpp(saved, tmp_path, name):
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_logits_are_those_of_llama_cpp(folder_of, tmp_path, name):
     """Its cache is FP16. A head of V by another head's decay, or one norm without its 1, is off by the size of a logit."""
-    path = convert(saved(name), tmp_path / "m.gguf", vocabulary=VOCABULARY)
+    path = convert(folder_of(name), tmp_path / "m.gguf", vocabulary=vocabulary_of(name))
     llama = llama_cpp.Llama(str(path), n_ctx=128, n_batch=64, logits_all=True, n_threads=2, verbose=False)
     llama.eval(TOKENS[:30])
     for token in TOKENS[30:]:
@@ -27,12 +27,12 @@ def test_logits_are_those_of_llama_cpp(saved, tmp_path, name):
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-def test_words_are_those_of_llama_cpp(saved, tmp_path):
+def test_words_are_those_of_llama_cpp(folder_of, tmp_path):
     """Marks belong to the letters before them, unlike in Qwen 2."""
     merges = ("Ġ t", "h e", "Ġt he", "e Ì", "1 2", "Ġ Ġ", "Ċ Ċ", "a b")
     special = tuple(f"<|{number}|>" for number in range(36))
     vocabulary = byte_vocabulary(pre="qwen35", merges=merges, special=special, add_bos_token=False)
-    path = convert(saved("dense"), tmp_path / "m.gguf", vocabulary=vocabulary)
+    path = convert(folder_of("qwen3_5"), tmp_path / "m.gguf", vocabulary=vocabulary)
     llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     ours = source_of(path).words().tokenizer
     texts = ("the theory", "e\u0301\u200d the\n\n  b", "cafe\u0301s 12 123", "क्या है", "it's we'RE", "!!! ?!\r\n", "½² ٣")

@@ -81,8 +81,6 @@ def compile_programs(
 def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:
     """Programs that a plan needs: name, kind and layers of each.
 
-    Args:
-        kinds: of `PROGRAMS`.
     Raises:
         InputError: a config or a format that no program can be built for.
     """
@@ -120,12 +118,7 @@ def layer_call(
     plan: KVPlan = PLAN,
     layer: int = 0,
 ) -> list[torch.Tensor]:
-    """Arguments of a layer without values, as order and cost look at sizes, lengths and places alone.
-
-    Args:
-        new, stored: tokens of each sequence.
-        plan, layer: how that layer stores K and V.
-    """
+    """Arguments of a layer without values, as order and cost look at sizes, lengths and places alone."""
     config = model.config
     blocks = sum(-(-(a + b) // BLOCK) for a, b in zip(new, stored, strict=True))
     cache = PagedKVCache(plan, config.attentions[0].kv_shape, num_blocks=blocks)

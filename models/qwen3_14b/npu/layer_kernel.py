@@ -1,4 +1,4 @@
-"""A whole decoder layer as one PyPTO program, for prefill and decode alike.
+"""PyPTO programs: a whole decoder layer, for prefill and decode alike; its MLP alone, on one of several ranks; and the head.
 
 Loops must stand in the jit body; what happens within one iteration is in the helpers above it. What depends on the formats of
 K and V is in their `CacheSide`s.
@@ -299,3 +299,57 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 pypto.assemble(finish(projected, tiles, before, weights, layer), [base, 0], out)
 
     return decoder_layer
+
+
+def build_head(shape: Any, options: dict[str, Any]) -> Any:
+    """The jit-decorated head for a `HeadProgram`: tiles of tokens, and within each the vocabulary a piece at a time."""
+    hidden_size, eps, vocab, piece, rows = shape.hidden_size, shape.rms_norm_eps, shape.vocab_size, shape.piece, shape.rows
+    tiles = Tiles(rows)
+    norm_dtype = pypto.DT_FP32 if shape.plus_one else pypto.DT_BF16
+
+    @pypto.frontend.jit(**options)
+    def head(
+        hidden: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
+        final_norm: pypto.Tensor([1, hidden_size], norm_dtype),
+        lm_head: pypto.Tensor([vocab, hidden_size], pypto.DT_BF16),
+        logits: pypto.Tensor([pypto.DYNAMIC, vocab], pypto.DT_FP32),
+    ):
+        for tile in pypto.loop(hidden.shape[0] // rows, name="TILE", idx_name="tile"):
+            normed = pypto.tensor([rows, hidden_size], pypto.DT_BF16, "normed")
+            for _ in pypto.loop(1, name="NORM", idx_name="i1"):
+                normed[:] = hidden_norm(
+                    pypto.view(hidden, [rows, hidden_size], [tile * rows, 0]), final_norm, hidden_size, eps
+                )
+            for i in pypto.loop((vocab + piece - 1) // piece, name="VOCAB", idx_name="i"):
+                # The last piece overlaps the one before it where the vocabulary is no multiple.
+                begin = (i * piece).min(vocab - piece)
+                part = tiles.project(normed, pypto.view(lm_head, [piece, hidden_size], [begin, 0]))
+                tiles.elementwise()
+                pypto.assemble(pypto.clone(part), [tile * rows, begin], logits)
+
+    return head
+
+
+def build_mlp(part: Any, options: dict[str, Any]) -> Any:
+    """The jit-decorated MLP for an `MlpProgram`, tile by tile: norm, gated MLP, and this rank's part of the sum in FP32."""
+    hidden_size, intermediate, eps, rows = part.hidden_size, part.intermediate_size, part.rms_norm_eps, part.rows
+    tiles = Tiles(rows)
+    norm_dtype = pypto.DT_FP32 if part.parts.plus_one else pypto.DT_BF16
+
+    @pypto.frontend.jit(**options)
+    def mlp_part(
+        hidden: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
+        post_norm: pypto.Tensor([1, hidden_size], norm_dtype),
+        gate_proj: pypto.Tensor([intermediate, hidden_size], pypto.DT_BF16),
+        up_proj: pypto.Tensor([intermediate, hidden_size], pypto.DT_BF16),
+        down_proj: pypto.Tensor([hidden_size, intermediate], pypto.DT_BF16),
+        out: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_FP32),
+    ):
+        for tile in pypto.loop(hidden.shape[0] // rows, name="TILE", idx_name="tile"):
+            for _ in pypto.loop(1, name="MLP", idx_name="i1"):
+                x = pypto.view(hidden, [rows, hidden_size], [tile * rows, 0])
+                added = gated_mlp(x, post_norm, gate_proj, up_proj, down_proj, hidden_size, eps, tiles, part.parts.activation)
+                tiles.elementwise()
+                pypto.assemble(pypto.clone(added), [tile * rows, 0], out)
+
+    return mlp_part

@@ -86,12 +86,7 @@ class LayerProgram:
 
 @dataclass(frozen=True)
 class MlpProgram:
-    """What follows a `partial` layer program on one of several ranks: what its columns add to the MLP's result, FP32.
-
-    Attributes:
-        rows: tokens of a tile.
-        parts: what the layer is made of.
-    """
+    """What follows a `partial` layer program on one of several ranks: what its columns add to the MLP's result, FP32."""
 
     name: str
     hidden_size: int
@@ -106,9 +101,9 @@ class MlpProgram:
         return (*(Argument(name) for name in names), Argument("out", output=True))
 
     def build(self, **options: dict[str, Any]) -> Kernel:
-        from haarkv.models.qwen3_14b.npu import mlp_kernel
+        from haarkv.models.qwen3_14b.npu import layer_kernel
 
-        kernel: Kernel = mlp_kernel.build(self, options)
+        kernel: Kernel = layer_kernel.build_mlp(self, options)
         return kernel
 
 
@@ -136,9 +131,9 @@ class HeadProgram:
         return Argument("hidden"), Argument("final_norm"), Argument("lm_head"), Argument("logits", output=True)
 
     def build(self, **options: dict[str, Any]) -> Kernel:
-        from haarkv.models.qwen3_14b.npu import head_kernel
+        from haarkv.models.qwen3_14b.npu import layer_kernel
 
-        kernel: Kernel = head_kernel.build(self, options)
+        kernel: Kernel = layer_kernel.build_head(self, options)
         return kernel
 
 

@@ -58,11 +58,7 @@ BUCKETS = tuple(
 
 @dataclass(frozen=True)
 class AtcScopes(Qwen3Scopes):
-    """The scopes in what ATC's documentation lists.
-
-    Args:
-        batch, tokens: of the graph.
-    """
+    """The scopes in what ATC's documentation lists."""
 
     batch: int = 1
     tokens: int = 1
@@ -105,11 +101,7 @@ def atc_plan(bucket: Bucket, span: range, *, embed: bool, head: bool, metadata: 
 
 
 def command_line(bucket: Bucket, shapes: dict[str, tuple[int | str, ...]]) -> str:
-    """How ATC compiles one bucket's graph; the processor's name is the caller's `$SOC_VERSION`.
-
-    Args:
-        shapes: of the graph's inputs.
-    """
+    """How ATC compiles one bucket's graph; the processor's name is the caller's `$SOC_VERSION`."""
     wanted = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
     return (
         f'atc --framework=5 --model={bucket.name}.onnx --output={bucket.name} --soc_version="$SOC_VERSION" '

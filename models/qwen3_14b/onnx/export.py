@@ -22,8 +22,16 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.atc import ATC_DTYPES, ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan, command_line
 from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, Sizes, require_opset
-from haarkv.models.qwen3_14b.onnx.weights import coded_values, offsets_of, rope_values, stored_values, weight_types
+from haarkv.models.qwen3_14b.onnx.spec import (
+    GraphSpec,
+    Sizes,
+    coded_values,
+    offsets_of,
+    require_opset,
+    rope_values,
+    stored_values,
+    weight_types,
+)
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError

@@ -10,8 +10,16 @@ from onnx import TensorProto
 
 from haarkv.models.qwen3_14b.onnx.levels import graph_name
 from haarkv.models.qwen3_14b.onnx.scopes import EMBEDDING_FIELD, HEAD_FIELD, KEPT_FIELDS, Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, cache_name, new_name, require_opset
-from haarkv.models.qwen3_14b.onnx.weights import ROPE_COS, ROPE_SIN, part_name, weight_types
+from haarkv.models.qwen3_14b.onnx.spec import (
+    ROPE_COS,
+    ROPE_SIN,
+    GraphSpec,
+    cache_name,
+    new_name,
+    part_name,
+    require_opset,
+    weight_types,
+)
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType

@@ -18,8 +18,7 @@ from typing import Self
 
 from onnx import TensorProto
 
-from haarkv.models.qwen3_14b.onnx.attention import AttentionScopes
-from haarkv.models.qwen3_14b.onnx.stretches import TURNS
+from haarkv.models.qwen3_14b.onnx.attention import TURNS, AttentionScopes
 from haarkv.models.weights import layer_tensors
 from haarkv.tq_ops.onnx.block_products import CodedWeight, product, rows
 from haarkv.tq_ops.onnx.graph import Graph

@@ -1,0 +1,239 @@
+"""The forward of a model over fused ops, the same for prefill and decode: it sees tokens, not phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from haarkv.models.base import DecoderModel, tables_of
+from haarkv.models.config import Dense, Experts, Layer, ModelConfig, unknown_layer
+from haarkv.models.tensors import LayerWeights
+from haarkv.models.weights import Weights
+from haarkv.tq_ops.fused import FusedOps, Heads, Stack
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.weight import Blocks, Weight, dense
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a fused layer multiplies with in one product.
+
+    Attributes:
+        qkv_proj: [(Hq + 2 Hkv) * D, hidden], the projections to Q, K and V; those themselves where they lie in blocks of
+            different types.
+        gate_up_proj: [2 * intermediate, hidden], likewise; None of a layer with experts, which are in its `stack`.
+        heads: what becomes of the first product.
+    """
+
+    qkv_proj: Weight | tuple[Weight, ...]
+    gate_up_proj: Weight | tuple[Weight, ...] | None
+    heads: Heads
+
+
+@dataclass(frozen=True)
+class FusedModel:
+    """A model whose layers attend, run in few ops, of a dense layer 4 products and 5 others; `models.fused.fuse` makes one.
+
+    Its layers compute what `models.layer.decoder_layer` computes, rounded at the same points.
+
+    Attributes:
+        model: declaration, weights and tables; its projections are views of `packed`.
+        packed: by layer.
+    """
+
+    model: DecoderModel
+    packed: tuple[Packed, ...]
+
+    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
+        """As `DecoderModel.forward`."""
+        return self.layers(self.model.embed(token_ids), range(self.model.config.num_layers), batch, cache, ops)
+
+    def head(self, hidden: Tensor, ops: FusedOps) -> Tensor:
+        """As `DecoderModel.head`."""
+        normed = ops.rms_norm(hidden, self.model.weights.final_norm, self.model.config.final_norm.eps)
+        return ops.linear(normed, self.model.weights.lm_head)
+
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
+        """As `DecoderModel.layers`.
+
+        A layer begins with the norm of its input, which stands at the end of the layer before, in one op with its residual.
+        """
+        config, weights = self.model.config, self.model.weights
+        ropes = self.model.rope_at(batch.positions)
+        norms = [*(layer["input_norm"] for layer in weights.layers), weights.final_norm]
+        x = ops.rms_norm(hidden, norms[span.start], config.layers[span.start].norm.eps) if span else hidden
+        for index in span:
+            layer, packed, declared = weights.layers[index], self.packed[index], config.layers[index]
+            mixer, eps = declared.attention, declared.norm.eps
+            qkv = ops.linear(x, packed.qkv_proj)
+            with cache.with_room(index, batch):
+                attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
+            behind = [(layer[f"{part}_out_norm"], eps) if declared.norms_behind else None for part in ("mixer", "mlp")]
+            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer.matrix("o_proj")), layer["post_norm"], eps, behind[0])
+            if layer.stack is not None:
+                update = ops.experts(x, ops.linear(x, layer.matrix("router")), layer.stack)
+            else:
+                assert packed.gate_up_proj is not None
+                gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)
+                gated = ops.silu_mul if declared.mlp.activation == "silu" else ops.gelu_mul
+                update = ops.linear(gated(gate, up, hidden.dtype), layer.matrix("down_proj"))
+            next_eps = config.layers[index + 1].norm.eps if index + 1 < config.num_layers else config.final_norm.eps
+            hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, behind[1])
+        return hidden
+
+
+_KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind", "experts")
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
+
+
+def _restored(weight: Weight, device: torch.device) -> Weight:
+    return dense(weight).to(device)
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """In one sentence why such a model has no fused layers, or None."""
+    return unknown_layer(config, _KNOWS)
+
+
+def fuse(model: DecoderModel, device: torch.device, place: Place = _restored) -> FusedModel:
+    """A model on a device, its projections packed as they are copied there.
+
+    Every tensor is on the device once: what the fused model's own `model` shows under a checkpoint's names are views of what
+    it multiplies with. A model that is on that device already is copied where it is packed: let go of it, and keep `model` of
+    the result, which is taken as it is the next time.
+
+    Args:
+        model: of one rank and a family for which `unsupported` returns None.
+        place: puts a weight in blocks on the device; they are restored unless it is given.
+    """
+    weights, layers, packed = model.weights, [], []
+    for declared, layer in zip(model.config.layers, weights.layers, strict=True):
+        moved, wholes = _packed(layer, declared, device, place)
+        layers.append(moved)
+        heads = Heads(
+            declared.attention.num_heads, model.dtype, wholes.get("q_bias"), moved.get("q_norm"), moved.get("k_norm"),
+            declared.norm.eps,
+        )  # fmt: skip
+        packed.append(Packed(wholes["q_proj"], wholes.get("gate_proj"), heads))
+    embedding = place(weights.embedding, device)
+    head = embedding if weights.lm_head is weights.embedding else place(weights.lm_head, device)
+    moved_weights = replace(
+        weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
+    )
+    same = weights.embedding.device == device
+    ropes = model.ropes if same else tables_of(model.config, device)
+    return FusedModel(replace(model, weights=moved_weights, ropes=ropes), tuple(packed))
+
+
+def _packed(layer: LayerWeights, declared: Layer, device: torch.device, place: Place) -> tuple[LayerWeights, dict[str, Any]]:
+    """A layer on a device, and what is packed of it by the field of its first part."""
+    views: dict[str, Any] = {}
+    wholes: dict[str, Any] = {}
+    stack = None
+    for fields in _TOGETHER:
+        if fields[0] in layer:
+            parts = [layer.matrix(field) for field in fields]
+            wholes[fields[0]], made = together(parts, device, place)
+            views.update(zip(fields, made, strict=True))
+    if isinstance(declared.mlp, Experts):
+        stack, of_experts = stacked(layer, declared.mlp, device, place)
+        views |= of_experts
+    return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device), stack), wholes
+
+
+Place = Callable[[Weight, torch.device], Weight]
+"""Puts a weight on a device."""
+_PARTS = ("gate", "up", "down")
+
+
+def with_stacks(weights: Weights, config: ModelConfig, device: torch.device, place: Place) -> Weights:
+    """A model's weights on a device, the experts of each layer in one `Stack`.
+
+    Every tensor is there once: an expert's are views. Experts that lie so already stay where they are.
+    """
+    layers = tuple(
+        _with_stack(layer, declared.mlp, device, place) for layer, declared in zip(weights.layers, config.layers, strict=True)
+    )
+    return replace(replace(weights, layers=()).placed(lambda weight: place(weight, device)), layers=layers)
+
+
+def _with_stack(layer: LayerWeights, mlp: Dense | Experts, device: torch.device, place: Place) -> LayerWeights:
+    stack, views = stacked(layer, mlp, device, place) if isinstance(mlp, Experts) else (None, {})
+    return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device), stack)
+
+
+def stacked(layer: LayerWeights, mlp: Experts, device: torch.device, place: Place) -> tuple[Stack, dict[str, Weight]]:
+    """A layer's experts on a device, and their tensors by field, which are views."""
+    wholes: dict[str, Weight] = {}
+    views: dict[str, Weight] = {}
+    for part in _PARTS:
+        fields = [f"experts.{expert}.{part}_proj" for expert in range(mlp.count)]
+        whole, made = together([layer.matrix(field) for field in fields], device, place)
+        if isinstance(whole, tuple):  # of different types
+            whole, made = below_one_another([dense(one) for one in whole], device)
+        wholes[part] = whole
+        views |= zip(fields, made, strict=True)
+    return Stack(mlp.count, mlp.per_token, mlp.normalized, mlp.activation, **wholes), views
+
+
+def together(
+    parts: Sequence[Weight], device: torch.device, place: Place
+) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
+    """One weight of some that have as many columns, row below row on a device, and its views that are they.
+
+    In place of the one weight those themselves where they lie in blocks of different types.
+
+    Args:
+        place: puts a weight in blocks on the device; dense ones are copied straight to where they are packed.
+    """
+    parts = [place(part, device) if isinstance(part, Blocks) else part for part in parts]
+    if any(isinstance(part, Blocks) for part in parts):
+        return _blocks_together(parts, device)
+    return below_one_another(cast("list[Tensor]", parts), device)
+
+
+def _blocks_together(parts: Sequence[Weight], device: torch.device) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
+    """One weight of some in blocks of one type, and its parts; those themselves where they differ."""
+    first = parts[0]
+    if not isinstance(first, Blocks) or not all(_alike(first, part) for part in parts[1:]):
+        moved = tuple(part if isinstance(part, Blocks) else part.to(device) for part in parts)
+        return moved, moved
+    of = cast("Sequence[Blocks]", parts)
+    data, views = below_one_another([part.data for part in of], device)
+    scales = None if first.row_scales is None else torch.cat([cast(Tensor, part.row_scales) for part in of])
+    whole = replace(first, data=data, row_scales=scales)
+    return whole, tuple(replace(part, data=view) for part, view in zip(of, views, strict=True))
+
+
+def _alike(first: Blocks, other: Weight) -> bool:
+    """Whether one weight can hold both, row below row."""
+    return (
+        isinstance(other, Blocks) and other.type == first.type and other.dtype == first.dtype
+        and first.column_scales is None and other.column_scales is None
+        and (first.row_scales is None) == (other.row_scales is None)
+    )  # fmt: skip
+
+
+def below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One tensor of some with as many columns, and its views that are they; parts that lie so already stay where they are."""
+    first, rows = parts[0], sum(map(len, parts))
+    if first.device == device and _adjacent(parts):
+        return first.as_strided((rows, *first.shape[1:]), first.stride()), tuple(parts)
+    whole = torch.empty(rows, *first.shape[1:], dtype=first.dtype, device=device)
+    views = torch.split(whole, [len(part) for part in parts])
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part)
+    return whole, views
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether each part begins in memory where the one before it ends."""
+    held = {part.untyped_storage().data_ptr() for part in parts}
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    begins = [part.data_ptr() for part in parts]
+    return len(held) == 1 and begins[1:] == ends[:-1] and all(part.is_contiguous() for part in parts)
