@@ -143,6 +143,6 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float], new: i
     # A state is read and written.
     kv += sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
     pairs = [(mixer, pairs_seen(mixer, case.context) - pairs_seen(mixer, case.context - new)) for mixer in config.attentions]
-    flops = 2 * (tokens * multiplied + case.batch * head.shape.numel())
+    flops = 2.0 * (tokens * multiplied + case.batch * head.shape.numel())
     flops += case.batch * sum(attention_flops(mixer, count) for mixer, count in pairs)
     return Cost(read + head.nbytes, case.batch * kv, 4 * case.batch * config.vocab_size, flops)

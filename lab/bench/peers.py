@@ -88,7 +88,7 @@ def attention(asked: Asked) -> list[Variant]:
 
 
 def llama(process: LlamaProcess, cache: LlamaKV, kind: str, asked: Asked) -> Variant:
-    """llama.cpp with one kind of KV cache: a prompt, or steps behind one. It times itself; what it refuses at first it notes."""
+    """llama.cpp with one kind of KV cache: a prompt, or steps behind one, by its own clock."""
     if asked.case.batch > 1:
         raise InputError("llama.cpp is measured with one sequence; leave out --batches")
     (ids,) = random_prompts(asked.model.config, asked.case)

@@ -124,7 +124,7 @@ def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
 @command.command("decode")
 @of_a_layer
 @click.option("--only", "kinds", multiple=True, type=click.Choice(KINDS),
-              help="Measure attention of a layer, whole prompts, or whole steps; repeatable [default: all but prompts].")  # fmt: skip
+              help="Measure attention of a layer, prompts, or steps; repeatable [default: all but prompts].")  # fmt: skip
 @tensor_parallel
 def decode(kinds: tuple[str, ...], ranks: Ranks, **given: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, whole prompts, whole steps.

@@ -54,7 +54,7 @@ _POLL_S = 0.2
 def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
     """Measure a group in this process; its row is printed as the last line, and its plot written."""
     # What follows imports Triton, which the process that starts this one may lack.
-    from lab.bench.gpu.steps import sdpa, random_model
+    from lab.bench.gpu.steps import random_model, sdpa
 
     request, model = timing.request, None
     if request.model.startswith("random:") or dry:
