@@ -109,9 +109,8 @@ class _PeerNames(click.ParamType[tuple[str, ...]]):
 def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **given: Any) -> None:
     """Measure as `tq bench decode` does, with others beside ours.
 
-    With llama.cpp each side computes a prompt of random tokens and goes on from its own cache, and prompts are measured as
-    well. It gets the same weights as a GGUF, in a temporary folder, and as many threads; of transformers only DynamicCache is
-    measured then.
+    With llama.cpp prompts of random tokens are measured as well; its steps follow such a prompt, ours random K and V. It gets
+    the same weights as a GGUF, in a temporary folder, and as many threads.
     """
     from haarkv.benchmarks.decode import measure, report
     from lab.bench import llama_process
