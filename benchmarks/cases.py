@@ -1,11 +1,10 @@
-"""Models, caches and steps as every benchmark uses them: what is asked of a config, a cache or an executor is asked here."""
+"""Cases and caches of a benchmark: what it asks of a config or a plan, and `--kv` lists."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from haarkv.benchmarks.timing import MOST_COPIES
 from haarkv.engine.plans import plan_for
-from haarkv.executors.base import Executor, verify
 from haarkv.models import caches
-from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -53,11 +50,6 @@ def heads(config: ModelConfig) -> Heads:
     return Heads(*config.attentions[0].heads)
 
 
-def scale(config: ModelConfig) -> float:
-    """What the first layer multiplies its products with."""
-    return config.layers[0].attention.scale
-
-
 def seen(window: int | None, context: int) -> int:
     """Tokens that the last query of a context sees in a layer."""
     return context if window is None else min(context, window)
@@ -76,11 +68,6 @@ def token_bytes(plan: KVPlan, config: ModelConfig) -> list[float]:
     ]
 
 
-def first_layer(plan: KVPlan, config: ModelConfig, times: int = 1) -> tuple[KVPlan, ModelConfig]:
-    """Plan and model of their first layer alone, as often as asked for."""
-    return KVPlan(plan.layers[:1] * times, plan.recent, plan.sink), replace(config, layers=config.layers[:1] * times)
-
-
 def layers_in_turn(plan: KVPlan, config: ModelConfig, copies: int) -> tuple[KVPlan, ModelConfig]:
     """Plan and model of layers that take turns: copies of the first, or all that are like it where their caches differ.
 
@@ -89,7 +76,7 @@ def layers_in_turn(plan: KVPlan, config: ModelConfig, copies: int) -> tuple[KVPl
     like = [index for index, layer in enumerate(config.layers) if layer == config.layers[0]]
     stored = [plan.layers[index] for index in like]
     if len(set(stored)) == 1 and not any(isinstance(side, LearnedFormat) for side in stored[0]):
-        return first_layer(plan, config, copies)
+        return KVPlan(plan.layers[:1] * copies, plan.recent, plan.sink), replace(config, layers=config.layers[:1] * copies)
     return KVPlan(tuple(stored), plan.recent, plan.sink), replace(config, layers=tuple(config.layers[i] for i in like))
 
 
@@ -158,47 +145,8 @@ def filled(
     return cache, paging
 
 
-def next_tokens(config: ModelConfig, count: int, device: torch.device = CPU) -> Tensor:
-    """One token for each sequence."""
-    return torch.arange(count, device=device) % config.vocab_size
-
-
-def random_prompts(config: ModelConfig, count: int, tokens: int, seed: int) -> list[list[int]]:
-    """Prompts of random ids."""
-    draw = torch.Generator().manual_seed(seed)
-    prompts: list[list[int]] = torch.randint(config.vocab_size, (count, tokens), generator=draw).tolist()
-    return prompts
-
-
-def decode_step(executor: Executor, cache: PagedKVCache, paging: PagedSequences, case: Case) -> Callable[[], Tensor]:
-    """A whole decode step of one new token a sequence, ready to be called again and again; it gives the logits [B, vocab]."""
-    tokens = next_tokens(executor.config, case.batch, cache.device)
-
-    def run() -> Tensor:
-        batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
-        logits = verify(executor, tokens, batch, cache)
-        # A sampler reads the token on the host, so a step is over when it is there.
-        logits.argmax(-1).tolist()
-        return logits
-
-    return run
-
-
-def layer_call(
-    executor: Executor, model: DecoderModel, cache: PagedKVCache, paging: PagedSequences, case: Case
-) -> Callable[[], Tensor]:
-    """One call of the first layer for one new token a sequence, always the same; it gives the hidden states [B, hidden]."""
-    batch = paging.batch(range(case.batch), [1] * case.batch).to(cache.device)
-    hidden = model.embed(next_tokens(model.config, case.batch)).to(cache.device)
-
-    @torch.inference_mode()
-    def run() -> Tensor:
-        return executor.layers(hidden, range(1), batch, cache)
-
-    return run
-
-
-_CACHE = re.compile(r"(?P<pairs>[^+]+)(?P<beside>(\+(tail|sink)\d{1,9})*)")
+_PAIR = r"(?:k=[^,+/]+,v=[^,+/]+|[^,+/=]+)"
+_CACHE = rf"(?P<pairs>{_PAIR}(?:/{_PAIR})*)(?P<beside>(?:\+(?:tail|sink)\d{{1,9}})*)"
 
 
 def parse_caches(specs: Sequence[str]) -> list[str]:
@@ -218,15 +166,11 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
     for spec in specs:
         parts = iter(part.strip() for part in spec.split(","))
         for whole in parts:
-            if is_file(whole):
-                found[whole] = None
-                continue
-            while whole.count("k=") != whole.count("v="):
-                following = next(parts, None)
-                if following is None:
+            while not is_file(whole) and whole.count("k=") != whole.count("v="):
+                whole = f"{whole},{next(parts, '')}"
+                if whole.endswith(","):
                     raise _unreadable(spec)
-                whole = f"{whole},{following}"
-            for pair in _split(whole)[0]:
+            for pair in [] if is_file(whole) else _split(whole)[0]:
                 if not formats.needs_calibration(pair):
                     formats.parse(pair)
             found[whole] = None
@@ -236,16 +180,6 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
 def is_file(kv: str) -> bool:
     """Whether a cache is the file of a plan, from `tq plan` or as `tq generate --kv auto` keeps it."""
     return kv.endswith((".json", ".safetensors"))
-
-
-def name_of(kv: str) -> str:
-    """A cache as rows name it: a file without its folder."""
-    return Path(kv).name if is_file(kv) else kv
-
-
-def plain(kv: str) -> bool:
-    """Whether a cache is one pair of formats for all layers, with nothing beside it."""
-    return not is_file(kv) and not set(kv) & set("+/")
 
 
 def plan_of(kv: str, config: ModelConfig) -> KVPlan:
@@ -267,12 +201,11 @@ def plan_of(kv: str, config: ModelConfig) -> KVPlan:
 
 def _split(kv: str) -> tuple[list[str], int | None, int]:
     """Pairs, tail and sink."""
-    read = _CACHE.fullmatch(kv)
+    read = re.fullmatch(_CACHE, kv)
     if read is None:
         raise _unreadable(kv)
-    beside = dict(re.findall(r"\+(tail|sink)(\d+)", read["beside"]))
-    tail = beside.get("tail")
-    return read["pairs"].split("/"), None if tail is None else int(tail), int(beside.get("sink", 0))
+    beside = {name: int(count) for name, count in re.findall(r"\+(tail|sink)(\d+)", read["beside"])}
+    return read["pairs"].split("/"), beside.get("tail"), beside.get("sink", 0)
 
 
 def _unreadable(spec: str) -> InputError:

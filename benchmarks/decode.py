@@ -1,25 +1,25 @@
-"""Decode latency: attention of a layer, a layer's call, whole steps and prompts, of executors and formats in turns.
+"""Decode latency: attention of a layer, whole steps and prompts, of executors and formats in turns.
 
     tq bench decode --model random:0.6b --contexts 4096,16384 --kv bf16,tq4 --executor cpu
 
 A row says what was measured, how many bytes it must move (weights, KV, rest) and how far it is from the floor of this machine,
 measured in the same run: the longer of moving those bytes at a copy's speed and doing the operations at a matrix product's.
+
+A step or a prompt is over when the host has the argmax of its last logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from haarkv.benchmarks import cases, whole
-from haarkv.benchmarks.attention import Asked, Sides, decode_rows
-from haarkv.benchmarks.beside import OURS_ALONE, Beside
-from haarkv.benchmarks.cases import Case, decode_step, filled, first_layer, layer_call, random_kv, token_bytes
-from haarkv.benchmarks.decode_cost import Cost, CostRow, layer_cost, step_cost
+from haarkv.benchmarks import cases
+from haarkv.benchmarks.cases import Case, random_kv, token_bytes
+from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.report import Report, Table
-from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
+from haarkv.benchmarks.runs import COUNTED, Asked, Beside, Sides, attention_runs, forward_run, steps_of
+from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
@@ -29,7 +29,13 @@ from haarkv.models.checkpoint import Progress
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.tq_ops.errors import InputError
 
+TITLES = {
+    "attention": "decode attention of one layer, K and V from memory", "store": "storing one new token in one layer",
+    "prompt": "whole prompt, weights and all", "step": "whole decode step",
+}  # fmt: skip
 SIMULATED = "simulated: its times mean nothing, so that none is given"
+NO_OPS = "its layers are whole programs"
+NO_GRAPH = "no CUDA graph can hold it"
 _MUCH_LONGER = 10  # a first call that takes this many times as long as the others has compiled something
 
 
@@ -55,23 +61,13 @@ class Request:
     dtype: str = "bfloat16"
     layers: int | None = None
     device: str | None = None
-    beside: Beside = OURS_ALONE
-    kinds: Sequence[str] = ("attention", "layer", "step")
+    beside: Beside = lambda *_: ()
+    kinds: Sequence[str] = ("attention", "step")
     repeats: int = 7
     isa: str | None = None
     activation_bits: int = 16
     mmap: bool | None = None
     ranks: Ranks = ALONE
-
-    @property
-    def on_prompts(self) -> bool:
-        """Whether steps follow a prompt that each side computes."""
-        return self.beside.on_prompts or "prompt" in self.kinds
-
-    @property
-    def steps(self) -> int:
-        """Tokens that a whole-step measurement appends to each sequence."""
-        return self.repeats + 2
 
 
 def model_of(request: Request, progress: Progress | None) -> DecoderModel:
@@ -102,33 +98,26 @@ def measure(
         raise InputError("ranks run whole steps together; all else is measured on one")
     if model is None:
         model = model_of(request, progress)
-    longest, limit = max(request.contexts), model.config.max_position_embeddings - request.steps
-    if {"layer", "prompt", "step"} & set(request.kinds) and longest > limit:
+    room = steps_of(request.repeats) if "step" in request.kinds else 0
+    longest, limit = max(request.contexts), model.config.max_position_embeddings - room
+    if {"prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(
             f"{request.model} has room for {limit} tokens before the steps that are measured, not {longest}; lower --contexts"
         )
-    if model.config.state_shapes and (alone := [kind for kind in request.kinds if kind not in ("prompt", "step")]):
+    if model.config.state_shapes and "attention" in request.kinds:
         raise InputError(
-            f"{request.model} has layers with a state beside those of attention, and {alone[0]} is measured of models that "
+            f"{request.model} has layers with a state beside those of attention, and attention is measured of models that "
             "have one kind of layer; give --only step or --only prompt"
         )
     sides = sides_of(request, model, on_turn)
-    if request.on_prompts:
-        whole.check(request, sides)
     device = next(iter(sides.values()))[0].device
     machine = measure_machine(device)
     rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = random_kv(model.config, case, device)
         asked = Asked(sides, model, case, k, v, machine, request.beside, request.repeats, on_turn)
-        if "attention" in request.kinds:
-            rows += decode_rows(asked)
-        if "layer" in request.kinds:
-            rows += _call_rows("layer", request, asked)
-        if "step" in request.kinds and not request.on_prompts:
-            rows += _call_rows("step", request, asked)
-    if request.on_prompts:
-        rows += whole.measure(request, model, sides, machine, on_turn)
+        for kind in dict.fromkeys(request.kinds):
+            rows += rows_of(kind, asked)
     return machine, rows
 
 
@@ -155,45 +144,52 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
             if reason := executor.supports(model.config, plan):
                 refused = f"executor {name} cannot run {kv}: {reason}"
             else:
-                sides[f"{name} {cases.name_of(kv)}"] = (executor, plan)
+                sides[f"{name} {Path(kv).name if cases.is_file(kv) else kv}"] = (executor, plan)
     if not sides:
         raise InputError(refused)
     return sides
 
 
-def _call_rows(kind: Literal["layer", "step"], request: Request, asked: Asked) -> Iterator[CostRow]:
-    """One call of a layer, or a whole step, of every side in a case; beside steps those of others."""
-    model, case, k, v = asked.model, asked.case, asked.k, asked.v
-    runs: dict[str, Callable[[], object]] = {}
-    costs: dict[str, Cost] = {}
+def rows_of(kind: str, asked: Asked) -> Iterator[CostRow]:
+    """Attention, a step or a prompt of every side in a case, then others'; all take turns. Storing is timed with attention."""
+    runs: dict[str, Run] = {}
+    rows: dict[str, CostRow] = {}
+
+    def add(kind: str, who: str, cost: Cost, run: Run | None, note: str = "", about: str = "", *, peer: bool = False) -> None:
+        key = f"{kind} {who}"
+        rows[key] = CostRow(kind, who, asked.case, cost, asked.machine, None, note, about=about, peer=peer)
+        if run is not None:
+            runs[key] = run
+
     for who, (executor, plan) in asked.sides.items():
-        step, nbytes = kind == "step", token_bytes(plan, model.config)
-        costs[who] = step_cost(model, case, nbytes) if step else layer_cost(model, case, nbytes[0])
-        if executor.simulated:
-            yield CostRow(kind, who, case, costs[who], asked.machine, None, SIMULATED)
-            continue
-        held = (plan, model.config) if step else first_layer(plan, model.config)
-        cache, paging = filled(*held, case, k, v, request.steps)
-        runs[who] = decode_step(executor, cache, paging, case) if step else layer_call(executor, model, cache, paging, case)
-    if kind == "step":
-        for other in request.beside.steps(asked):
-            costs[other.name] = step_cost(model, case, other.kv_bytes)
-            if other.run is None:
-                yield CostRow(kind, other.name, case, costs[other.name], asked.machine, None, other.note, peer=True)
-            else:
-                runs[other.name] = partial(other.run, 0)
-    # Weights and caches of a step leave no cache warm.
-    for who, taken in take_turns(runs, k.device, repeats=request.repeats, cold=False, on_turn=asked.on_turn).items():
-        compiled = dict(asked.sides[who][0].compiled) if who in asked.sides else None
-        yield CostRow(
-            kind, who, case, costs[who], asked.machine, taken, compiled=compiled or None, peer=who not in asked.sides
-        )  # fmt: skip
+        nbytes = token_bytes(plan, asked.model.config)
+        if kind == "attention":
+            attend, store, nbytes = attention_runs(executor, plan, asked)
+            add(kind, who, cost_of(kind, asked, nbytes), attend, "" if executor.ops else NO_OPS)
+            if store is not None:
+                add("store", who, store_cost(asked.model.config, asked.case, nbytes[0]), store)
+        elif executor.simulated:
+            add(kind, who, cost_of(kind, asked, nbytes), None, SIMULATED)
+        else:
+            add(kind, who, cost_of(kind, asked, nbytes), forward_run(kind, executor, plan, asked.case, asked.repeats))
+    for other in asked.beside(kind, asked):
+        add(kind, other.name, cost_of(kind, asked, other.kv_bytes), other.run, other.note, other.about, peer=True)
+    taken = take_turns(
+        runs, asked.k.device, repeats=asked.repeats, counted=COUNTED[kind], capture=kind == "attention", on_turn=asked.on_turn
+    )
+    for key, row in rows.items():
+        compiled = dict(asked.sides[row.who][0].compiled) if row.who in asked.sides and kind != "attention" else None
+        note = row.note or ("" if key in taken or key not in runs else NO_GRAPH)
+        yield replace(row, taken=taken.get(key), note=note, compiled=compiled or None)
 
 
-TITLES = {
-    "attention": "decode attention of one layer, K and V from memory", "store": "storing one new token in one layer",
-    "layer": "one call of one decoder layer", "prompt": "whole prompt, weights and all", "step": "whole decode step",
-}  # fmt: skip
+def cost_of(kind: str, asked: Asked, nbytes: Sequence[float]) -> Cost:
+    """What a run of a kind must do at least; `nbytes` of a token's K and V by layer."""
+    if kind == "attention":
+        return attention_cost(asked.model.config, asked.case, nbytes[0], asked.model.dtype.itemsize)
+    return step_cost(asked.model, asked.case, nbytes, asked.case.context if kind == "prompt" else 1)
+
+
 _LEGEND = "floor: its bytes at a copy's speed, or its operations if longer"
 
 
@@ -216,7 +212,7 @@ def report(
             continue
         columns = ("batch", "context", "who", "ms", "low … high", "tokens/s" if kind == "prompt" else "ms/token",
                    *["speed-up"] * bool(faster), "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
-        counts = {r.runs or request.repeats for r in chosen}
+        counts = {r.taken.runs for r in chosen if r.taken} or {0}
         runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
         heading = f"{request.model}, {request.dtype}{ranks}: {title}, median of {runs}; {limits}"
         notes[len(tables)] = list(dict.fromkeys(_notes(chosen)))

@@ -1,4 +1,4 @@
-"""What a decode step must do at least, and how far a measured time is from it."""
+"""What a forward must do at least, and how far a measured time is from it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ class CostRow:
     """One variant in one case.
 
     Attributes:
-        kind: what was measured: attention, store, layer, step, prompt.
+        kind: what was measured: attention, store, step, prompt.
         who: executor and KV format, or a peer.
-        taken: its times; None for the reason in `note`.
         machine: that ran it, for the floor: the least that it allows.
+        taken: its times; None for the reason in `note`.
         compiled: seconds that the executor's programs took to compile, by name, if it keeps programs; in no figure.
-        tokens: of a whole prompt, which is shorter than its context by the steps after it.
-        runs: how many times the median is of, where not as many as were asked for.
         about: a peer's version, and how it was built.
         peer: whether it is someone else's.
     """
@@ -49,11 +47,9 @@ class CostRow:
     case: Case
     cost: Cost
     machine: Machine
-    taken: Spread | None
+    taken: Spread | None = None
     note: str = ""
     compiled: Mapping[str, float] | None = None
-    tokens: int | None = None
-    runs: int | None = None
     about: str = ""
     peer: bool = False
 
@@ -62,40 +58,32 @@ class CostRow:
         """Median."""
         return None if self.taken is None else self.taken.ms
 
-    @property
-    def floor_ms(self) -> float:
-        """The least that the machine allows."""
-        return self.machine.floor_ms(self.cost.nbytes, self.cost.flops)
-
-    def over_best_peer(self, rows: Sequence[CostRow]) -> float | None:
-        """How many times as fast it is as the fastest peer of its kind and case in the same run."""
-        times = [r.ms for r in rows if r.peer and r.ms is not None and (r.kind, r.case) == (self.kind, self.case)]
-        return min(times) / self.ms if times and self.ms else None
-
     def figures(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
         """What follows from a time: bytes in 1e9 a second, that relative to a copy, the floor, and how many times it.
 
         Args:
-            rows: of the same run, for `speed_up`.
+            rows: of the same run; the speed-up is over the fastest peer of the same kind and case among them.
         """
-        if self.taken is None or self.ms is None:
-            return {"floor_ms": self.floor_ms}
-        gbps = self.cost.nbytes / self.ms / 1e6
-        found = {
-            **asdict(self.taken), "gbps": gbps, "of_copy": gbps / self.machine.copy_gbps, "floor_ms": self.floor_ms,
-            "of_floor": self.ms / self.floor_ms, "speed_up": self.over_best_peer(rows),
-        }  # fmt: skip
+        floor = self.machine.floor_ms(self.cost.nbytes, self.cost.flops)
+        if self.taken is None:
+            return {"floor_ms": floor}
+        ms, gbps = self.taken.ms, self.cost.nbytes / self.taken.ms / 1e6
+        found = {**asdict(self.taken), "gbps": gbps, "of_copy": gbps / self.machine.copy_gbps, "floor_ms": floor,
+                 "of_floor": ms / floor}  # fmt: skip
+        peers = [r.ms for r in rows if r.peer and r.ms is not None and (r.kind, r.case) == (self.kind, self.case)]
+        if peers:
+            found["speed_up"] = min(peers) / ms
         if self.kind == "step":
-            found["ms_per_token"] = self.ms / self.case.batch
-        if self.tokens is not None:
-            found["tokens_per_s"] = 1e3 * self.tokens / self.ms
+            found["ms_per_token"] = ms / self.case.batch
+        if self.kind == "prompt":
+            found["tokens_per_s"] = 1e3 * self.case.batch * self.case.context / ms
         return found
 
     def as_json(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
         """For a JSON line; arguments as `figures`."""
-        names = ("kind", "who", "note", "compiled", "tokens", "runs", "about")
-        values = {name: getattr(self, name) for name in names} | asdict(self.case) | {"cost": asdict(self.cost)}
-        return {name: value for name, value in (values | self.figures(rows)).items() if value not in (None, "")}
+        values = {name: getattr(self, name) for name in ("kind", "who", "note", "compiled", "about")}
+        values |= asdict(self.case) | {"cost": asdict(self.cost)} | self.figures(rows)
+        return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 def attention_flops(mixer: Attention, pairs: float) -> float:
@@ -122,7 +110,7 @@ def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     return Cost(0, case.batch * kv_bytes, 8 * case.batch * shape.kv * shape.dim, 0)
 
 
-def _products(model: DecoderModel, layer: int, batch: int) -> tuple[int, int]:
+def _products(model: DecoderModel, layer: int, tokens: int) -> tuple[int, int]:
     """Bytes of a layer's matrices that some tokens read, as they are held, and the numbers that each token is multiplied with.
 
     Of experts, those of that many tokens, no two of them the same if they can.
@@ -133,47 +121,28 @@ def _products(model: DecoderModel, layer: int, batch: int) -> tuple[int, int]:
     for field, _, weight in model.weights.layers[layer].named():
         if len(weight.shape) == 2:
             expert = field.startswith("experts.")
-            read += weight.nbytes * (min(1.0, batch * share) if expert else 1.0)
+            read += weight.nbytes * (min(1.0, tokens * share) if expert else 1.0)
             multiplied += weight.shape.numel() * (share if expert else 1.0)
     return round(read), round(multiplied)
 
 
-def layer_cost(model: DecoderModel, case: Case, kv_bytes: float) -> Cost:
-    """One call of the first decoder layer; `kv_bytes` of a token's K and V in it."""
-    config, item = model.config, model.dtype.itemsize
-    read, multiplied = _products(model, 0, case.batch)
-    attention = attention_cost(config, case, kv_bytes, item)
-    rest = 2 * case.batch * config.hidden_size * item
-    return Cost(read, attention.kv, rest, 2 * case.batch * multiplied + attention.flops)
+def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float], new: int = 1) -> Cost:
+    """A forward with the logits of each sequence's last token; what recurrent states compute is not counted.
 
-
-def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float]) -> Cost:
-    """A whole decode step; what recurrent states compute is not counted, and is little beside what they move.
+    Weights are read once, and K and V of what the last token sees or, of a longer prompt, written.
 
     Args:
         kv_bytes: of one token's K and V in each layer, all heads.
+        new: tokens of each sequence, the last of the case's: 1 for a decode step, the whole context for a prompt.
     """
-    config, weights = model.config, model.weights
-    products = [_products(model, layer, case.batch) for layer in range(config.num_layers)]
-    read, multiplied = map(sum, zip(*products, (weights.lm_head.nbytes, weights.lm_head.shape.numel()), strict=True))
+    config, head, tokens = model.config, model.weights.lm_head, case.batch * new
+    products = [_products(model, layer, tokens) for layer in range(config.num_layers)]
+    read, multiplied = map(sum, zip(*products, strict=True))
     windows = [shape.window if shape else 0 for shape in config.kv_shapes]
-    kv = sum(seen(window, case.context) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
+    kv = sum(max(seen(window, case.context), new) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
     # A state is read and written.
     kv += sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
-    attention = sum(attention_flops(mixer, case.batch * seen(mixer.window, case.context)) for mixer in config.attentions)
-    flops = 2 * case.batch * multiplied + attention
-    return Cost(read, case.batch * kv, 4 * case.batch * config.vocab_size, flops)
-
-
-def whole_prompt_cost(model: DecoderModel, tokens: int, kv_bytes: Sequence[float]) -> Cost:
-    """A whole prompt of one sequence, with the logits after its last token: weights are read once, and every K and V.
-
-    Args:
-        kv_bytes: as `step_cost`.
-    """
-    config, all_at_once = model.config, step_cost(model, Case(tokens, 0), kv_bytes)
-    heads_left_out = 2 * (tokens - 1) * config.vocab_size * config.hidden_size
-    attention = sum(attention_flops(mixer, pairs_seen(mixer, tokens)) for mixer in config.attentions)
-    flops = all_at_once.flops - heads_left_out + attention
-    states = sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
-    return Cost(all_at_once.weights, tokens * sum(kv_bytes) + states, 4 * config.vocab_size, flops)
+    pairs = [(mixer, pairs_seen(mixer, case.context) - pairs_seen(mixer, case.context - new)) for mixer in config.attentions]
+    flops = 2.0 * (tokens * multiplied + case.batch * head.shape.numel())
+    flops += case.batch * sum(attention_flops(mixer, count) for mixer, count in pairs)
+    return Cost(read + head.nbytes, case.batch * kv, 4 * case.batch * config.vocab_size, flops)

@@ -1,4 +1,4 @@
-"""Fair timing: variants take turns, caches are cold, medians with their spread, and what the machine can do at best."""
+"""Fair timing: variants take turns, medians with their spread, and what the machine can do at best."""
 
 from __future__ import annotations
 
@@ -6,45 +6,40 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-_FLUSH_BYTES = 256 * 2**20  # more than any cache holds, of a CPU or of a GPU
 _COPY_BYTES = 512 * 2**20
 _MATRIX = 1024
 _REST_S = 0.03  # threads of OpenMP spin for up to 20 ms after a loop
-_TURN_RUNS = 5
+_ENOUGH_S = 60.0
+"""No new turn begins when variants took so long together."""
 MOST_COPIES = 64
 """Of a layer, that take turns: as many layers as there are rotations. As many runs make a captured turn."""
 
 OnTurn = Callable[[str], None]
 """Told the name of what is timed next."""
+Run = Callable[[int], object]
+"""One call, from its number among the calls. A float that it returns is its time in seconds, by another process's clock."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Times of one variant in milliseconds: median, fastest and slowest turn.
+    """Times of one variant in milliseconds: median, fastest and slowest run.
 
     Attributes:
+        runs: how many runs these are of.
         first_ms: wall time of the very first call, which may compile or capture; it counts in none of the others.
     """
 
     ms: float
     low: float
     high: float
+    runs: int = field(default=1, compare=False)
     first_ms: float | None = field(default=None, compare=False)
-
-    def over(self, runs: int) -> Spread:
-        """Milliseconds of one run, where each turn timed `runs` of them."""
-        return Spread(self.ms / runs, self.low / runs, self.high / runs)
-
-
-def spread(seconds: list[float]) -> Spread:
-    """Median and extremes in milliseconds."""
-    return Spread(1e3 * statistics.median(seconds), 1e3 * min(seconds), 1e3 * max(seconds))
 
 
 def accelerator(device: torch.device) -> Any:
@@ -58,8 +53,8 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
     def on_host(run: Callable[[], object]) -> float:
         began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
+        own = run()
+        return own if isinstance(own, float) else time.perf_counter() - began
 
     def on_device(run: Callable[[], object]) -> float:
         with module.device(device):
@@ -73,82 +68,50 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     return on_host if module is None else on_device
 
 
-def flusher(device: torch.device) -> Callable[[], None]:
-    """A call after which no cache holds anything of use, and the device has nothing left to do."""
-    buffer, module = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device), accelerator(device)
-
-    def flush() -> None:
-        buffer.add_(1)
-        if module is not None:
-            module.synchronize(device)
-
-    return flush
-
-
 def take_turns(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, *, repeats: int, warm_up: int = 2, cold: bool = True,
+    runs: Mapping[str, Run], device: torch.device, *, repeats: int, counted: int = 1, capture: bool = False,
     on_turn: OnTurn = lambda _: None,
 ) -> dict[str, Spread]:  # fmt: skip
-    """Time variants one after the other, so that what disturbs the machine disturbs them alike.
+    """Time variants in turns, so that what disturbs the machine disturbs them alike.
+
+    Before its turn a variant rests until the threads of the one before have gone to sleep. A turn of several runs begins with
+    one that does not count. The first turn does not count. Each run gets another number, to choose other data by.
 
     Args:
-        repeats: turns that count, after `warm_up` that do not.
-        cold: empty the caches before each call.
-        on_turn: called with each variant's name before it runs.
+        repeats: turns that count; fewer if they take a minute.
+        counted: runs of a turn that count.
+        capture: on a GPU a turn is one replay of many runs, captured as a graph: a launch takes the host longer than many a
+            kernel runs. What no graph can hold is left out there.
     """
-    timed, flush = clock(device), flusher(device) if cold else lambda: None
-    times = {name: list[float]() for name in runs}
-    first: dict[str, float] = {}
-    for turn in range(-warm_up, repeats):
-        for name, run in runs.items():
-            on_turn(name)
-            flush()
-            began = time.perf_counter()
-            taken = timed(run)
-            first.setdefault(name, 1e3 * (time.perf_counter() - began))
-            if turn >= 0:
-                times[name].append(taken)
-    return {name: replace(spread(seconds), first_ms=first[name]) for name, seconds in times.items()}
-
-
-def take_rested_turns(
-    runs: Mapping[str, Callable[[int], object]], device: torch.device, *, repeats: int, on_turn: OnTurn = lambda _: None
-) -> dict[str, Spread]:
-    """Time short variants in turns of five runs, for calls that find their data cold and all else warm.
-
-    Before its turn a variant rests until the threads of the one before have gone to sleep, and runs once uncounted. Every run
-    gets another number, to choose other data by. The first turn does not count. On a GPU a turn is one replay of many runs,
-    captured as a graph: a launch takes the host longer than many a kernel runs. What no graph can hold is left out there.
-    """
-    if device.type == "cuda":
-        graphs: dict[str, Callable[[], object]] = {}
+    timed, per_run = clock(device), 1
+    if capture and device.type == "cuda":
+        graphs: dict[str, Run] = {}
         for name, run in runs.items():
             with suppress(RuntimeError):
                 graphs[name] = captured(run, MOST_COPIES, device)
-        taken = take_turns(graphs, device, repeats=repeats, cold=False, on_turn=on_turn)
-        return {name: t.over(MOST_COPIES) for name, t in taken.items()}
-    timed, times = clock(device), {name: list[float]() for name in runs}
+        runs, counted, per_run = graphs, 1, MOST_COPIES
+    times = {name: list[float]() for name in runs}
     first: dict[str, float] = {}
+    number = 0
     for turn in range(repeats + 1):
-        begin = turn * (_TURN_RUNS + 1)
         for name, run in runs.items():
             on_turn(name)
             time.sleep(_REST_S)
             began = time.perf_counter()
-            timed(partial(run, begin))
+            taken = [timed(partial(run, number))]
             first.setdefault(name, 1e3 * (time.perf_counter() - began))
-            counted = [timed(partial(run, begin + number)) for number in range(1, _TURN_RUNS + 1)]
-            times[name] += counted if turn else []
-    return {name: replace(spread(seconds), first_ms=first[name]) for name, seconds in times.items()}
+            if counted > 1:
+                taken = [timed(partial(run, number + 1 + more)) for more in range(counted)]
+            times[name] += taken if turn else []
+        number += 1 + counted
+        if sum(map(sum, times.values())) >= _ENOUGH_S:
+            break
+    ms = {name: [1e3 * seconds / per_run for seconds in found] for name, found in times.items()}
+    return {n: Spread(statistics.median(x), min(x), max(x), len(x), first[n]) for n, x in ms.items()}
 
 
-def captured(run: Callable[[int], object], runs: int, device: torch.device) -> Callable[[], object]:
+def captured(run: Run, runs: int, device: torch.device) -> Run:
     """Several runs in a row as one CUDA graph; each is called with its number."""
-
-    def all_runs() -> None:
-        for number in range(runs):
-            run(number)
-
     aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
@@ -159,8 +122,9 @@ def captured(run: Callable[[int], object], runs: int, device: torch.device) -> C
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        all_runs()
-    return graph.replay
+        for number in range(runs):
+            run(number)
+    return lambda _: graph.replay()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from haarkv.benchmarks.cases import kv_numbers, plain, plan_of, token_bytes
+from haarkv.benchmarks.cases import is_file, kv_numbers, plan_of, token_bytes
 from haarkv.benchmarks.report import Report
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
@@ -109,9 +109,8 @@ class _PeerNames(click.ParamType[tuple[str, ...]]):
 def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **given: Any) -> None:
     """Measure as `tq bench decode` does, with others beside ours.
 
-    With llama.cpp each side computes a prompt of random tokens and goes on from its own cache, and prompts are measured as
-    well. It gets the same weights as a GGUF, in a temporary folder, and as many threads; of transformers only DynamicCache is
-    measured then.
+    With llama.cpp prompts of random tokens are measured as well; its steps follow such a prompt, ours random K and V. It gets
+    the same weights as a GGUF, in a temporary folder, and as many threads.
     """
     from haarkv.benchmarks.decode import measure, report
     from lab.bench import llama_process
@@ -160,7 +159,7 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
     from tq.hf.cache import TQCache
 
     chosen = {kv: 8 * sum(token_bytes(plan_of(kv, config), config)) / sum(kv_numbers(config))
-              for kv in kvs if plain(kv) and not formats.needs_calibration(kv)}  # fmt: skip
+              for kv in kvs if not is_file(kv) and not set(kv) & set("+/") and not formats.needs_calibration(kv)}  # fmt: skip
     return [HFCache(f"TQCache {kv}", partial(TQCache, kv=kv), n, implementation=IMPLEMENTATION) for kv, n in chosen.items()]
 
 

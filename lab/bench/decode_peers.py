@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks.beside import Variant
-from haarkv.benchmarks.cases import heads, kv_numbers, next_tokens
+from haarkv.benchmarks.cases import heads, kv_numbers
+from haarkv.benchmarks.runs import Variant
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig, unknown_layer
 
@@ -195,6 +196,22 @@ def transformers_steps(
         yield Variant(f"hf {kind.name}", run, [numbers * kind.bits / 8 for numbers in kv_numbers(model.config)], note)
 
 
+def transformers_prompt(model: DecoderModel, prompts: Sequence[Sequence[int]]) -> Variant:
+    """transformers' own model with the same weights, and prompts into an empty `DynamicCache`."""
+    nbytes = [float(numbers * model.dtype.itemsize) for numbers in kv_numbers(model.config)]
+    if missing := transformers_missing(model.config):
+        return Variant("hf DynamicCache bf16", None, nbytes, missing)
+    theirs, ids = their_model(model, "sdpa"), torch.tensor(prompts, device=model.weights.embedding.device)
+
+    @torch.inference_mode()
+    def run(_number: int) -> object:
+        cache = their_cache(theirs.config, package=None)
+        out = theirs(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1).tolist()
+
+    return Variant("hf DynamicCache bf16", run, nbytes, "", f"transformers {version('transformers')} with SDPA")
+
+
 def unlike_plain(config: ModelConfig) -> str | None:
     """Why a model is none of equal plain layers with RoPE as it was trained, which peers are built of; None if it is one."""
     if any(mixer.rope.scaling for mixer in config.attentions):
@@ -242,7 +259,7 @@ def their_cache(config: Any, package: str | None) -> Any:
 
 
 def _their_step(theirs: Any, cache: Any, batch: int) -> Callable[[int], object]:
-    tokens = next_tokens(theirs.config, batch, theirs.device).unsqueeze(1)
+    tokens = (torch.arange(batch, device=theirs.device) % theirs.config.vocab_size).unsqueeze(1)
 
     @torch.inference_mode()
     def run(_number: int) -> object:

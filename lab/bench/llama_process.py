@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from haarkv.benchmarks.beside import SideError
 from haarkv.tq_ops.errors import InputError
 
 BITS = {
@@ -32,7 +31,7 @@ _PROCESSES = multiprocessing.get_context("spawn")
 _LOG_ERROR = 4  # ggml's number of an error
 
 
-class LlamaError(SideError):
+class LlamaError(Exception):
     """llama.cpp refused, or its process has ended; the message says why."""
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from haarkv.benchmarks.attention import Asked, copies
-from haarkv.benchmarks.beside import Beside, Side, SideError, Variant
 from haarkv.benchmarks.cases import kv_numbers, seen
 from haarkv.benchmarks.decode_cost import CostRow
+from haarkv.benchmarks.runs import Asked, Variant, copies, random_prompts, steps_of
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
@@ -26,11 +22,12 @@ from lab.bench.decode_peers import HFCache
 from lab.bench.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 
 SDPA, TRANSFORMERS, LLAMA = PEERS = ("sdpa", "transformers", "llama.cpp")
+_WARM_UP = 32  # tokens of a prompt that brings weights into memory, and does not count
 
 
-@dataclass(frozen=True)
-class Peers(Beside):
-    """Some of `PEERS`, for one run of a model.
+@dataclass
+class Peers:
+    """Some of `PEERS`, for one run of a model: what `decode.measure` takes as `beside`.
 
     Attributes:
         stack: closes what was started, when the run is over.
@@ -44,30 +41,23 @@ class Peers(Beside):
     llama_kvs: Sequence[LlamaKV] = ()
     hf_caches: Callable[[ModelConfig], Sequence[HFCache]] = lambda _: ()
     on_turn: OnTurn = lambda _: None
+    process: LlamaProcess | None = None
 
-    @property
-    def on_prompts(self) -> bool:  # type: ignore[override]
-        return LLAMA in self.names
-
-    def attention(self, asked: Asked) -> Iterator[Variant]:
-        """torch's, and on a GPU FlashAttention's and FlashInfer's."""
-        if SDPA in self.names:
-            yield from attention(asked)
-
-    def steps(self, asked: Asked) -> Iterator[Variant]:
-        """Those of transformers' caches."""
-        if TRANSFORMERS in self.names:
+    def __call__(self, kind: str, asked: Asked) -> Iterator[Variant]:
+        """torch's attention, and on a GPU FlashAttention's and FlashInfer's; llama.cpp's and transformers' forwards."""
+        if kind == "attention":
+            yield from attention(asked) if SDPA in self.names else ()
+            return
+        if LLAMA in self.names:
+            self.process = self.process or self._llama(asked.model)
+            yield from (llama(self.process, cache, kind, asked) for cache in self.llama_kvs)
+        if TRANSFORMERS in self.names and kind == "prompt":
+            yield decode_peers.transformers_prompt(asked.model, random_prompts(asked.model.config, asked.case))
+        elif TRANSFORMERS in self.names:
             more = self.hf_caches(asked.model.config)
             yield from decode_peers.transformers_steps(asked.model, asked.case.batch, asked.k, asked.v, more)
 
-    def sides(self, model: DecoderModel) -> Iterator[Side]:
-        """llama.cpp with each kind of cache, which must be there; transformers' `DynamicCache`."""
-        if LLAMA in self.names:
-            yield from self._llama(model)
-        if TRANSFORMERS in self.names:
-            yield Transformers(model)
-
-    def _llama(self, model: DecoderModel) -> Iterator[Side]:
+    def _llama(self, model: DecoderModel) -> LlamaProcess:
         llama_process.require()
         if not gguf_file.source_file(self.model_name) and (reason := gguf_file.unsupported(model.config)):
             raise InputError(f"llama.cpp is no peer of {self.model_name}: {reason}")
@@ -83,7 +73,7 @@ class Peers(Beside):
             except LlamaError as error:
                 raise InputError(f"llama.cpp cannot be measured: {error}") from None
         self.stack.callback(process.close)
-        yield from (Llama(process, kind, model) for kind in self.llama_kvs)
+        return process
 
 
 def attention(asked: Asked) -> list[Variant]:
@@ -97,44 +87,27 @@ def attention(asked: Asked) -> list[Variant]:
     return peers
 
 
-class Transformers(Side):
-    """transformers' own model with the same weights, and its `DynamicCache`; nothing of it is needed before `open`."""
+def llama(process: LlamaProcess, cache: LlamaKV, kind: str, asked: Asked) -> Variant:
+    """llama.cpp with one kind of KV cache: a prompt, or steps behind one, by its own clock."""
+    if asked.case.batch > 1:
+        raise InputError("llama.cpp is measured with one sequence; leave out --batches")
+    (ids,) = random_prompts(asked.model.config, asked.case)
 
-    def __init__(self, model: DecoderModel) -> None:
-        item = model.dtype.itemsize
-        super().__init__("hf DynamicCache bf16", [float(numbers * item) for numbers in kv_numbers(model.config)])
-        self._ours, self._model = model, cast(Any, None)
+    def prompt(_: int) -> float:
+        seconds: float = process.call("prompt", cache, ids)
+        return seconds
 
-    def open(self, context: int) -> None:
-        if missing := decode_peers.transformers_missing(self._ours.config):
-            raise SideError(missing)
-        self._model = self._model or decode_peers.their_model(self._ours, "sdpa")
-        self.about = f"transformers {version('transformers')} with SDPA"
+    def step(number: int) -> float:
+        (seconds,) = process.call("steps", cache, ids[number % len(ids) :][:1])
+        return float(seconds)
 
-    def prompt(self, ids: Sequence[int]) -> float:
-        self._cache = decode_peers.their_cache(self._model.config, package=None)
-        return self._call(ids)
-
-    def steps(self, ids: Sequence[int]) -> list[float]:
-        return [self._call([token]) for token in ids]
-
-    @torch.inference_mode()
-    def _call(self, ids: Sequence[int]) -> float:
-        began = time.perf_counter()
-        given = torch.tensor([list(ids)])
-        out = self._model(input_ids=given, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        out.logits[:, -1].argmax(-1).tolist()
-        return time.perf_counter() - began
-
-
-class Llama(Side):
-    """llama.cpp with one kind of KV cache."""
-
-    def __init__(self, process: LlamaProcess, kind: LlamaKV, model: DecoderModel) -> None:
-        nbytes = [numbers * BITS[kind.type] / 8 for numbers in kv_numbers(model.config)]
-        super().__init__(f"llama.cpp {kind.name}", nbytes, process.about)
-        for method in ("open", "prompt", "steps", "shut"):
-            setattr(self, method, partial(process.call, method, kind))
+    name, nbytes = f"llama.cpp {cache.name}", [numbers * BITS[cache.type] / 8 for numbers in kv_numbers(asked.model.config)]
+    try:
+        process.call("open", cache, asked.case.context + steps_of(asked.repeats))
+        process.call("prompt", cache, ids[:-1] if kind == "step" else ids[:_WARM_UP])
+    except LlamaError as error:
+        return Variant(name, None, nbytes, f"at {asked.case.context:,} tokens: {error}", process.about)
+    return Variant(name, step if kind == "step" else prompt, nbytes, "", process.about)
 
 
 def beside_llama(rows: Sequence[CostRow]) -> Iterator[str]:

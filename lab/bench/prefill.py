@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode
-from haarkv.benchmarks.attention import NO_OPS, Asked, almost_full
-from haarkv.benchmarks.beside import Beside
-from haarkv.benchmarks.cases import Case, as_rows, first_layer, heads, random_kv, random_queries, scale, token_bytes
-from haarkv.benchmarks.decode import Request, model_of, sides_of
+from haarkv.benchmarks.cases import Case, as_rows, heads, layers_in_turn, random_kv, random_queries, token_bytes
+from haarkv.benchmarks.decode import NO_OPS, Request, model_of, sides_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_flops, pairs_seen
 from haarkv.benchmarks.report import Report
-from haarkv.benchmarks.timing import Machine, OnTurn, measure_machine, take_turns
+from haarkv.benchmarks.runs import Asked, almost_full
+from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -52,7 +50,7 @@ def measure(
     machine, rows = measure_machine(device), list[CostRow]()
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = random_kv(model.config, Case(case.batch, case.context + stored), device)
-        asked = Asked(sides, model, case, k, v, machine, Beside(), request.repeats, on_turn)
+        asked = Asked(sides, model, case, k, v, machine, request.beside, request.repeats, on_turn)
         rows += prompt_rows(asked, stored, peers)
     return machine, rows
 
@@ -86,11 +84,11 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
     """Attention of a whole prompt of every side, over its packed cache, then others'; all take turns."""
     config, case, k, v = asked.model.config, asked.case, asked.k, asked.v
     q = random_queries(config, case.batch * case.context, k.device)
-    runs: dict[str, Callable[[], object]] = {}
+    runs: dict[str, Run] = {}
     costs: dict[str, Cost] = {}
     for who, (executor, plan) in asked.sides.items():
         costs[who] = prompt_attention_cost(config, case, token_bytes(plan, config)[0], stored)
-        cache, batch = almost_full(*first_layer(plan, config), Case(case.batch, stored + 1), k, v, case.context)
+        cache, batch = almost_full(*layers_in_turn(plan, config, 1), Case(case.batch, stored + 1), k, v, case.context)
         note = "" if executor.ops else NO_OPS
         if cache.most_new_tokens and cache.most_new_tokens < case.context:
             note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
@@ -98,10 +96,12 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
             yield CostRow("prefill", who, case, costs[who], asked.machine, None, note)
             continue
         executor.ops.store_kv(as_rows(k[:, :, stored:]), as_rows(v[:, :, stored:]), cache, 0, batch)
-        given = (q, cache, 0, batch, scale(config))
+        given = (q, cache, 0, batch, config.layers[0].attention.scale)
 
         @torch.inference_mode()
-        def ours(attend: Callable[..., Tensor] = executor.ops.paged_attention, given: tuple[object, ...] = given) -> Tensor:
+        def ours(
+            _: int, attend: Callable[..., Tensor] = executor.ops.paged_attention, given: tuple[object, ...] = given
+        ) -> Tensor:
             return attend(*given)
 
         runs[who] = ours
@@ -113,9 +113,9 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
         mask = within(config.layers[0].attention.window, stored, case.context, k.device)
 
         @torch.inference_mode()
-        def theirs() -> Tensor:
+        def theirs(_: int = 0) -> Tensor:
             return scaled_dot_product_attention(
-                rows_of_heads, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=scale(config)
+                rows_of_heads, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=config.layers[0].attention.scale
             )  # fmt: skip
 
         runs[PROMPT_PEER], costs[PROMPT_PEER] = theirs, cost
@@ -124,7 +124,7 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
             if peer.run is None:
                 yield CostRow("prefill", peer.name, case, cost, asked.machine, None, peer.note, peer=True)
             else:
-                runs[peer.name], costs[peer.name] = partial(peer.run, 0), cost
-    times = take_turns(runs, k.device, repeats=asked.repeats, warm_up=1, cold=False, on_turn=asked.on_turn)
+                runs[peer.name], costs[peer.name] = peer.run, cost
+    times = take_turns(runs, k.device, repeats=asked.repeats, on_turn=asked.on_turn)
     for who, taken in times.items():
         yield CostRow("prefill", who, case, costs[who], asked.machine, taken, peer=who not in asked.sides)

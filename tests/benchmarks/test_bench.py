@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from machines import has_only
-from small_models import SMALL, gemma_config, small_model, without_numbers
+from small_models import SMALL, gemma_config, resized, small_model, windowed, without_numbers
 
-from haarkv.benchmarks import attention, cases, decode, report, timing
-from haarkv.benchmarks.beside import OURS_ALONE, Beside, Variant
+from haarkv.benchmarks import cases, decode, report, runs
 from haarkv.benchmarks.cases import Case, parse_caches, plan_of
-from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, layer_cost, step_cost, store_cost
-from haarkv.benchmarks.timing import Machine, Spread, take_rested_turns, take_turns
+from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
+from haarkv.benchmarks.runs import Variant
+from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.engine.plans import shape_of
+from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import read_config
 from haarkv.models.families import SIZES
 from haarkv.tq_ops import reference
@@ -22,6 +23,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
+from tq.cli import main
 from tq.commands.bench import request_of
 
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
@@ -67,44 +69,25 @@ def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
     assert "speed_up" not in ours.as_json([ours, *elsewhere])
 
 
-def test_variants_take_turns_and_warm_up_does_not_count(monkeypatch):
-    seen, times = [], iter([90.0, 90.0, 1.0, 10.0, 3.0, 20.0, 2.0, 30.0])
-    monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), next(times))[1])
-    monkeypatch.setattr(timing, "flusher", lambda _: lambda: seen.append("flush"))
-    runs = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}
-    result = take_turns(runs, torch.device("cpu"), repeats=3, warm_up=1)
-    assert seen == ["flush", "a", "flush", "b"] * 4
-    assert result == {"a": Spread(2000.0, 1000.0, 3000.0), "b": Spread(20000.0, 10000.0, 30000.0)}
-
-
-def test_rested_turns_take_another_copy_each_time_and_only_later_turns_count(monkeypatch):
-    events = []
-    monkeypatch.setattr(timing.time, "sleep", lambda _: events.append("rest"))
-    monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 1e-3 * len(events))[1])
-    result = take_rested_turns({"a": events.append}, torch.device("cpu"), repeats=1)
-    # A turn: rest, a run that is not counted, five that are. Of two turns the first only warms up.
-    assert events == ["rest", *range(6), "rest", *range(6, 12)]
-    assert result == {"a": Spread(12.0, 10.0, 14.0)}
-
-
 def test_copies_exceed_every_cache_but_are_no_more_than_the_rotations():
-    assert attention.copies(2**20) == 64
-    assert attention.copies(4 * 2**20) * 4 * 2**20 >= 128 * 2**20
-    assert attention.copies(2**40) == 1
+    assert runs.copies(2**20) == 64
+    assert runs.copies(4 * 2**20) * 4 * 2**20 >= 128 * 2**20
+    assert runs.copies(2**40) == 1
 
 
 @pytest.mark.parametrize("kv", ["tq4", "fp32"])
 def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""
-    monkeypatch.setattr(attention, "MOST_COPIES", 3)
+    monkeypatch.setattr(runs, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    q = torch.randn(2, SMALL.heads.num_heads, SMALL.heads.head_dim)
-    asked = attention.Asked({}, model, case, k, v, MACHINE, OURS_ALONE, 1, print)
-    layers = cases.layers_in_turn(KVSpec(kv).plan(SMALL.num_layers), SMALL, attention.copies(1))
-    attends, _ = attention._ours({"": reference}, *layers, asked, q)
+    asked = runs.Asked({}, model, case, k, v, MACHINE, lambda *_: (), 1, print)
+    executor = ReferenceExecutor(model)
+    attend, _, nbytes = runs.attention_runs(executor, KVSpec(kv).plan(SMALL.num_layers), asked)
+    q = asked.queries
+    assert nbytes == cases.token_bytes(KVSpec(kv).plan(1), cases.layers_in_turn(KVSpec(kv).plan(3), SMALL, 1)[1])
     exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k.float(), v.float(), enable_gqa=True)[:, :, 0]
-    found = [attends[""](number) for number in range(4)]
+    found = [attend(number) for number in range(4)]
     assert torch.equal(found[0], found[3])
     if kv == "fp32":
         for out in found:
@@ -144,34 +127,82 @@ def test_every_layer_of_a_filled_cache_holds_the_case(spec):
             assert ((ratio - 1).abs() < 0.02).all()
 
 
-class Others(Beside):
-    """A call that is told its numbers, and one that cannot be made."""
-
-    def __init__(self):
-        self.numbers = []
-
-    def attention(self, asked):
-        yield Variant("theirs", self.numbers.append, [32.0])
-        yield Variant("none", None, [32.0], "it is not installed")
-
-    def steps(self, asked):
-        yield Variant("theirs", self.numbers.append, [32.0] * asked.model.config.num_layers)
-
-
 def test_others_take_turns_with_ours_and_say_why_they_cannot(glance):
-    beside, model = Others(), small_model()
+    numbers, model = [], small_model()
+
+    def beside(kind, asked):
+        yield Variant("theirs", numbers.append, [32.0] * asked.model.config.num_layers)
+        yield from [Variant("none", None, [32.0], "it is not installed")] * (kind == "attention")
+
     request = decode.Request("small", ["reference"], ["tq4"], [20], [1], beside=beside, kinds=("attention", "step"), repeats=2)
     _, rows = decode.measure(request, model=model)
     assert {(r.kind, r.who, r.peer) for r in rows} == {
         ("attention", "none", True), ("attention", "theirs", True), ("attention", "reference tq4", False),
         ("store", "reference tq4", False), ("step", "theirs", True), ("step", "reference tq4", False),
     }  # fmt: skip
-    assert len(set(beside.numbers)) > 2
+    assert len(set(numbers)) > 2
     noted = {r.who: r for r in rows if r.note}
     assert (noted.keys(), noted["none"].ms) == ({"none"}, None)
     said = decode.report("decode", request, MACHINE, rows)
     assert all("speed-up" in table.columns for table in said.tables)
     assert "none: it is not installed" in said.notes[0]
+
+
+# -- Layers that differ, and prompts --------------------------------------------------------------------------------------
+def test_a_layer_with_a_window_counts_what_it_sees():
+    """Gemma 3 270M: of 18 layers three keep all tokens, the others see 512, all of one KV head of 256."""
+    config = SIZES["gemma-270m"]
+    model, one, nbytes = without_numbers(config), 4 * 256, cases.token_bytes(KVSpec("bf16").plan(18), config)
+    assert nbytes == [one] * 18
+    near, far = (step_cost(model, Case(2, context), nbytes) for context in (500, 4096))
+    assert near.kv == 2 * 18 * 500 * one
+    assert far.kv == 2 * (3 * 4096 + 15 * 512) * one
+    assert near.weights == far.weights
+    pair = 4 * 4 * 256  # two products of four heads
+    assert far.flops - near.flops == 2 * (3 * (4096 - 500) + 15 * 12) * pair
+    attention = attention_cost(config, Case(2, 4096), one, 2)
+    assert attention.kv == 2 * 512 * one
+    assert attention.flops == 2 * 512 * pair
+    # The query at position i of a prompt sees i + 1 tokens, 512 at most.
+    pairs = sum(min(tokens, 512) for tokens in range(1, 4097))
+    whole = step_cost(model, Case(1, 4096), nbytes, new=4096)
+    assert whole.kv == 18 * 4096 * one
+    assert whole.flops - 4096 * step_cost(model, Case(1, 0), nbytes).flops == (
+        (15 * pairs + 3 * 4096 * 4097 // 2) * pair - 2 * 4095 * config.vocab_size * config.hidden_size
+    )
+
+
+def test_experts_count_as_many_as_tokens_choose():
+    config = resized(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    model, nbytes = without_numbers(config), [0.0] * SMALL.num_layers
+    one = 3 * 16 * config.hidden_size
+    few, all_of_them = (step_cost(model, Case(batch, 0), nbytes) for batch in (1, 5))
+    assert all_of_them.weights - few.weights == 2 * 6 * one * SMALL.num_layers
+    assert all_of_them.flops == 5 * few.flops
+
+
+def test_every_layer_of_a_filled_cache_attends_within_its_window():
+    config, case = windowed(24, None, 24, 200), Case(2, 1000)
+    k, v = cases.random_kv(config, case, torch.device("cpu"))
+    cache, paging = cases.filled(KVSpec("fp32").plan(4), config, case, k, v, 1)
+    batch, q = paging.batch([0, 1], [1, 1]), torch.randn(2, 10, 128)
+    for layer, mixer in enumerate(config.attentions):
+        reference.store_kv(*(cases.as_rows(x[:, :, -1:]) for x in (k, v)), cache, layer, batch)
+        out = reference.paged_attention(q, cache, layer, batch, mixer.scale)
+        near = (x[:, :, -cases.seen(mixer.window, 1000) :] for x in (k, v))
+        k_seen, v_seen = (x.float() for x in near)
+        exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k_seen, v_seen, enable_gqa=True)[:, :, 0]
+        torch.testing.assert_close(out, exact, rtol=0, atol=2e-2)
+
+
+def test_a_prompt_reads_weights_once_and_multiplies_them_for_every_token():
+    model = small_model()
+    nbytes = [16.0, 8.0, 8.0]
+    step, prompt = step_cost(model, Case(1, 0), nbytes), step_cost(model, Case(1, 40), nbytes, new=40)
+    head = 2 * SMALL.vocab_size * SMALL.hidden_size
+    pairs = sum(attention_cost(SMALL, Case(1, context), 0, 0).flops for context in range(1, 41))
+    assert (prompt.weights, prompt.kv) == (step.weights, 40 * 32)
+    assert math.isclose(prompt.flops, 40 * (step.flops - head) + head + SMALL.num_layers * pairs)
 
 
 # -- The commands ----------------------------------------------------------------------------------------------------------
@@ -247,14 +278,42 @@ def test_auto_is_the_fastest_executor_that_reads_one_of_the_formats(device, exec
             request_of(given)
 
 
-def test_a_step_and_a_layers_call_are_timed_and_named(run):
-    code, out, _ = run("decode", "--kv", "tq4", "--json", "--batches", "2")
-    rows = {r["kind"]: r for r in json.loads(out)["rows"] if r["kind"] in ("layer", "step")}
-    assert (code, set(rows)) == (0, {"layer", "step"})
+def test_steps_and_prompts_are_timed_and_named(run):
+    code, out, _ = run("decode", "--kv", "tq4", "--json", "--batches", "2", "--only", "step", "--only", "prompt")
+    rows = {r["kind"]: r for r in json.loads(out)["rows"]}
+    assert (code, set(rows)) == (0, {"prompt", "step"})
     assert rows["step"]["ms_per_token"] == rows["step"]["ms"] / 2
-    assert "ms_per_token" not in rows["layer"]
+    assert rows["prompt"]["tokens_per_s"] == 1e3 * 80 / rows["prompt"]["ms"]
     assert all(r["first_ms"] > 0 for r in rows.values())
-    assert 0 < rows["layer"]["cost"]["weights"] < rows["step"]["cost"]["weights"]
+    assert (rows["prompt"]["runs"], rows["step"]["runs"]) == (1, 3)
+    assert rows["prompt"]["cost"]["weights"] == rows["step"]["cost"]["weights"]
+    assert "tokens/s" in run("decode", "--only", "prompt", "--kv", "tq4")[1]
+
+
+def test_a_step_goes_on_from_a_full_cache_and_each_prompt_from_none():
+    lengths = []
+
+    class Watched(ReferenceExecutor):
+        def forward(self, token_ids, batch, cache):
+            lengths.append(batch.seq_lens.tolist())
+            return super().forward(token_ids, batch, cache)
+
+    executor, plan = Watched(small_model()), KVSpec("tq4").plan(SMALL.num_layers)
+    for kind, expected in (("step", [[20], [21], [22]]), ("prompt", [[20], [20], [20]])):
+        lengths.clear()
+        run = runs.forward_run(kind, executor, plan, Case(1, 20), 1)
+        for number in range(3):
+            run(number)
+        assert lengths == expected
+
+
+def test_logits_of_one_value_are_refused():
+    class Empty(ReferenceExecutor):
+        def forward(self, token_ids, batch, cache):
+            return super().forward(token_ids, batch, cache) * 0.0
+
+    with pytest.raises(InputError, match=r"a step in tq4 at 20 tokens gives nothing but 0\.0"):
+        runs.forward_run("step", Empty(small_model()), KVSpec("tq4").plan(SMALL.num_layers), Case(1, 20), 1)(0)
 
 
 def test_steps_of_a_model_with_states_count_them_and_no_layer_is_measured_alone(run):
@@ -270,14 +329,15 @@ def test_steps_of_a_model_with_states_count_them_and_no_layer_is_measured_alone(
     assert "give --only step or --only prompt" in error
 
 
-def test_a_layers_share_of_a_step():
-    """40 layers and the head make the step; a layer reads its own K and V."""
-    model, case = without_numbers(SIZES["14b"]), Case(2, 1000)
-    step, layer = step_cost(model, case, [1056] * 40), layer_cost(model, case, 1056)
-    head = 151936 * 5120
-    assert math.isclose(40 * layer.weights + 2 * head, step.weights)
-    assert 40 * layer.kv == step.kv
-    assert math.isclose(40 * layer.flops + 2 * 2 * head, step.flops)
+@pytest.mark.slow
+def test_bench_decode_measures_a_model_whose_layers_differ(capsys, glance):
+    args = ["--layers", "6", "--kv", "tq4", "--contexts", "600", "--repeats", "1", "--executor", "cpu", "--json"]
+    assert main(["bench", "decode", "--model", "random:gemma-270m", *args]) == 0
+    rows = {(row["kind"], row["who"]): row for row in json.loads(capsys.readouterr().out)["rows"]}
+    one = 2 * (256 // 2 + 2)
+    assert rows["attention", "cpu tq4"]["cost"]["kv"] == 512 * one
+    assert rows["step", "cpu tq4"]["cost"]["kv"] == (5 * 512 + 600) * one
+    assert all(rows[kind, "cpu tq4"]["ms"] > 0 for kind in ("attention", "store", "step"))
 
 
 # -- Lines -----------------------------------------------------------------------------------------------------------------
@@ -306,14 +366,12 @@ def test_lines_are_appended_and_no_value_takes_the_place_of_the_header(tmp_path,
     ("args", "words"),
     [
         (["--contexts", "0"], ["--contexts", "positive integers"]),
-        (["--only", "prompt", "--batches", "2"], ["one sequence", "--batches"]),
-        (["--only", "step", "--only", "prompt", "--contexts", "4"], ["too short"]),
         (["--batches", "x"], ["--batches", "positive integers"]),
         (["--kv", "tq9"], ["tq9", "choose from"]),
         (["--executor", "gpu"], ["gpu", "choose from"]),
         (["--executor", "npu", "--kv", "q8_0", "--device", "sim"], ["cannot run"]),
         (["--contexts", "999999"], ["room for", "999999", "lower --contexts"]),
-        (["--contexts", "999999", "--only", "layer"], ["room for", "999999"]),
+        (["--contexts", "999999", "--only", "prompt"], ["room for", "999999"]),
         (["--executor", "cpu", "--isa", "sse9"], ["sse9", "choose from"]),
         (["--isa", "avx2"], ["reference", "--isa"]),
     ],

@@ -50,12 +50,10 @@ NPU = SimpleNamespace(type="npu", index=0)
 
 @pytest.fixture
 def npu(monkeypatch):
-    """torch-npu, mocked: `torch.npu`, and tensors of that device on the host."""
+    """torch-npu, mocked: `torch.npu`."""
     device = Device()
     monkeypatch.setattr(torch, "npu", device.module(), raising=False)
-    monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**10)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))
+    monkeypatch.setattr(timing, "_REST_S", 0.0)
     return device
 
 
@@ -64,22 +62,34 @@ def test_a_call_on_an_npu_takes_what_its_own_events_say(npu):
     assert timing.clock(NPU)(lambda: npu.queue(2.5)) == pytest.approx(2.5e-3)
 
 
-def test_a_flush_on_an_npu_waits_for_the_device(npu):
-    flush = timing.flusher(NPU)
-    flush()
-    assert npu.synchronized == 1
-
-
 def test_the_first_call_is_reported_apart_and_counts_in_no_figure(npu):
     calls = []
 
-    def run():
-        calls.append(None)
+    def run(number):
+        calls.append(number)
         npu.queue(60_000.0 if len(calls) == 1 else 2.0)
 
     result = timing.take_turns({"npu tq4": run}, NPU, repeats=3)["npu tq4"]
-    assert (result.ms, result.low, result.high) == pytest.approx((2.0, 2.0, 2.0))
-    assert len(calls) == 5
+    assert (result.ms, result.low, result.high, result.runs) == pytest.approx((2.0, 2.0, 2.0, 3))
+    assert len(calls) == 4
+
+
+def test_variants_take_turns_with_other_numbers_and_only_later_turns_count(monkeypatch):
+    events = []
+    monkeypatch.setattr(timing.time, "sleep", lambda _: events.append("rest"))
+    monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 1e-3 * len(events))[1])
+    runs = {"a": events.append, "b": lambda number: events.append(-number)}
+    result = timing.take_turns(runs, torch.device("cpu"), repeats=1, counted=2)
+    # A turn: rest, a run that is not counted, two that are. Of two turns the first only warms up.
+    assert events == ["rest", 0, 1, 2, "rest", 0, -1, -2, "rest", 3, 4, 5, "rest", -3, -4, -5]
+    assert result == {"a": timing.Spread(11.5, 11.0, 12.0), "b": timing.Spread(15.5, 15.0, 16.0)}
+
+
+def test_turns_end_when_they_took_a_minute_together(monkeypatch):
+    monkeypatch.setattr(timing, "_REST_S", 0.0)
+    runs = {"a": lambda _: 40.0, "b": lambda _: 19.0}  # by a clock of their own
+    result = timing.take_turns(runs, torch.device("cpu"), repeats=7)
+    assert {name: (t.ms, t.runs) for name, t in result.items()} == {"a": (40_000.0, 2), "b": (19_000.0, 2)}
 
 
 def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_out(monkeypatch):
@@ -88,21 +98,13 @@ def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_o
     def captured(run, runs, _device):
         if run is print:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return lambda: [run(number) for number in range(runs)]
+        return lambda _: [run(number) for number in range(runs)]
 
     monkeypatch.setattr(timing, "captured", captured)
     monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 0.128)[1])
-    result = timing.take_rested_turns({"a": seen.append, "b": print}, torch.device("cuda"), repeats=2)
-    assert result == {"a": timing.Spread(2.0, 2.0, 2.0)}
-    assert seen == 4 * list(range(timing.MOST_COPIES))  # two turns warm up
-
-
-def test_the_first_call_is_wall_time(monkeypatch):
-    times = iter([0.0, 9.0, 10.0, 11.0, 20.0, 21.0])
-    monkeypatch.setattr(timing, "clock", lambda _: lambda run: 1.0)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(times))
-    runs = {"a": lambda: None}
-    assert timing.take_turns(runs, torch.device("cpu"), repeats=1, warm_up=2, cold=False)["a"].first_ms == 9000.0
+    taken = timing.take_turns({"a": seen.append, "b": print}, torch.device("cuda"), repeats=2, counted=5, capture=True)
+    assert taken == {"a": timing.Spread(2.0, 2.0, 2.0)}
+    assert seen == 3 * list(range(timing.MOST_COPIES))  # one turn warms up
 
 
 @pytest.mark.parametrize("name", ["cuda", "npu"])
@@ -121,7 +123,7 @@ def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
     entry = replace(catalog.ENTRIES["reference"], open=lambda model, _: Compiling(model))
     monkeypatch.setitem(catalog.ENTRIES, "reference", entry)
     monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    args = ["--model", "tiny", "--executor", "reference", "--kv", "tq4", "--contexts", "8", "--no-peers", "--only", "layer"]
+    args = ["--model", "tiny", "--executor", "reference", "--kv", "tq4", "--contexts", "8", "--only", "step"]
     assert main(["bench", "decode", *args, "--repeats", "1"]) == 0
     said = "reference tq4: compiled decode_layer in 31.0 s, head in 4.0 s, counted in no figure"
     assert said in capsys.readouterr().out
@@ -136,9 +138,9 @@ def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
 @needs_pypto[1]
 def test_a_simulated_device_gives_no_times(capsys, monkeypatch):
     monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
-    args = "--model tiny --executor npu --device sim --kv tq4 --contexts 40 --no-peers --json"
+    args = "--model tiny --executor npu --device sim --kv tq4 --contexts 40 --json"
     assert main(["bench", "decode", *args.split(" ")]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["kind"] for row in rows} == {"attention", "layer", "step"}
+    assert {row["kind"] for row in rows} == {"attention", "step"}
     assert all("ms" not in row and "first_ms" not in row for row in rows)
     assert all("times mean nothing" in row["note"] for row in rows if row["kind"] != "attention")

@@ -13,7 +13,7 @@ from npu_programs import with_pypto
 from places import ROOT
 from refusals import assert_refused
 
-from haarkv.benchmarks import latency, timing
+from haarkv.benchmarks import timing
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
@@ -25,6 +25,7 @@ from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.faults.base import table_with
 from haarkv.validation.layers.self_test import WholeLayers
 from tq.cli import main
+from tq.commands import bringup as bringup_command
 
 NAMES = list(RUNGS)
 OF_PROGRAMS = ("compiler", "long-decode")
@@ -43,8 +44,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def bringup(capsys, tmp_path, monkeypatch, checkpoint):
     """Runs `tq dev bringup` on a small model: (exit code, stdout, stderr); the results are in `folder`."""
-    monkeypatch.setattr(latency, "REPEATS", 1)
-    monkeypatch.setattr(timing, "_FLUSH_BYTES", 2**16)
+    monkeypatch.setattr(bringup_command, "_REPEATS", 1)
+    monkeypatch.setattr(timing, "_REST_S", 0.0)
 
     def call(*args, executor="cpu"):
         common = ["--model", str(checkpoint), "--executor", executor, "--out", str(call.folder), *QUICK]
@@ -101,7 +102,7 @@ def test_every_rung_passes_and_says_what_it_compared(bringup):
     assert all(result["verdict"] == "passed" and result["found"]["compared"] > 0 for result in results)
     assert {path.name for path in bringup.folder.iterdir()} == {*(f"{name}.json" for name in NAMES), "report.json"}
     facts = {name: said for name, said in results[-1]["found"]["facts"].items() if not name.startswith("compiled")}
-    assert set(facts) == {f"{call} tq4 at {context}" for call in ("prefill", "step", "layer") for context in (20, 60)}
+    assert set(facts) == {f"{call} tq4 at {context}" for call in ("prompt", "step") for context in (20, 60)}
     assert all(float(said.split()[0]) > 0 for said in facts.values())
 
 
@@ -236,8 +237,8 @@ def test_a_call_that_raises_fails_the_latency_in_one_line_and_a_log(bringup, tri
 class Empty(ReferenceExecutor):
     """Gives no numbers for a length that is only timed."""
 
-    def layers(self, hidden, span, batch, cache):
-        out = super().layers(hidden, span, batch, cache)
+    def forward(self, token_ids, batch, cache):
+        out = super().forward(token_ids, batch, cache)
         return torch.zeros_like(out) if int(batch.seq_lens.max()) >= 60 else out
 
 
@@ -250,7 +251,7 @@ BROKEN = {
     "second layer": ("teacher-forced", perturbed(1, "down_proj"), " at tq4, layer 1, attention_mlp"),
     "together": ("free-running", Overtaking, " at tq4, forward", "the whole forward stores another K in layer 0"),
     "token": ("text", Forgetting, "tq4, prompt 1, new token 8: another token than the reference's, and no near tie"),
-    "no numbers": ("latency", Empty, "layer tq4 gives no numbers"),
+    "no numbers": ("latency", Empty, "gives nothing but 0.0"),
 }
 """The rung that shall fail, and what it says; what begins with `at` is where, and stands in the verdict."""
 

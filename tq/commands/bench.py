@@ -39,8 +39,8 @@ batches_option = partial(options.numbers, "--batches", "Sequences at once.")
 repeats_option = partial(options.count, "--repeats", "Timed runs of each variant.")
 _isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
 save_option = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
-KINDS = ("attention", "layer", "prompt", "step")
-DEFAULT_KINDS = ("attention", "layer", "step")
+KINDS = ("attention", "prompt", "step")
+DEFAULT_KINDS = ("attention", "step")
 
 
 of_a_layer = options.together(
@@ -124,11 +124,10 @@ def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
 @command.command("decode")
 @of_a_layer
 @click.option("--only", "kinds", multiple=True, type=click.Choice(KINDS),
-              help="Measure attention alone, one call of a layer, whole prompts, or whole steps; repeatable [default: all but "
-              "prompts].")  # fmt: skip
+              help="Measure attention of a layer, prompts, or steps; repeatable [default: all but prompts].")  # fmt: skip
 @tensor_parallel
 def decode(kinds: tuple[str, ...], ranks: Ranks, **given: Any) -> None:
-    """Measure decode latency by context, batch, executor and format: attention of one layer, a layer's call, whole steps.
+    """Measure decode latency by context, batch, executor and format: attention of one layer, whole prompts, whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
     in the same run: moving the bytes at the speed of a copy or computing at that of a matrix product, whichever is longer.
@@ -137,8 +136,7 @@ def decode(kinds: tuple[str, ...], ranks: Ranks, **given: Any) -> None:
     A GPU or NPU is timed by its own events. The first call of each variant may compile: it is named beneath the table, and no
     figure counts it. A simulated device gives no times.
 
-    Whole prompts are of random tokens, and steps measured with them go on from the prompt's own cache. A prompt is shorter
-    than its context by the steps after it.
+    Whole prompts are of random tokens. Steps follow random K and V, since no time depends on them.
 
     With --tensor-parallel only whole steps are measured, and bytes and floor are those of one rank.
     """

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from haarkv.validation.bringup.workbench import Workbench
 
 _FIRST = "environment"
+_REPEATS = 7  # timed turns of the latency
 
 
 @click.command("bringup", cls=Command)
@@ -128,18 +129,27 @@ def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
 
 
 def _latency(bench: Workbench) -> Found:
-    """The highest rung: every call is timed by the device's own clock; in a simulator it is only run."""
-    from haarkv.benchmarks.latency import measure_latency
+    """The highest rung: prompts and steps are timed by the device's own clock; in a simulator each is only run."""
+    from haarkv.benchmarks.cases import Case
+    from haarkv.benchmarks.runs import COUNTED, forward_run
+    from haarkv.benchmarks.timing import Spread, take_turns
     from haarkv.validation.bringup.result import Found
 
     executor = bench.executor(bench.model, next(iter(bench.plans.values())))
     facts = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
     calls = 0
-    for kind, kv, context, _, t in measure_latency(executor, bench.model, bench.plans, bench.contexts, on_turn=bench.tell):
-        calls += 1
-        if t is not None:
-            first = "" if t.first_ms is None else f", first call {t.first_ms / 1e3:.3f} s"
-            facts[f"{kind} {kv} at {context}"] = f"{t.ms:.3f} ms ({t.low:.3f} to {t.high:.3f}){first}"
+    for context, kind in ((context, kind) for context in bench.contexts for kind in ("prompt", "step")):
+        plans = {f"{kind} {kv} at {context}": plan for kv, plan in bench.plans.items()}
+        runs = {name: forward_run(kind, executor, plan, Case(1, context), _REPEATS) for name, plan in plans.items()}
+        times: dict[str, Spread] = {}
+        for name, run in runs.items() if executor.simulated else ():
+            bench.tell(name)
+            run(0)
+        if not executor.simulated:
+            times = take_turns(runs, executor.device, repeats=_REPEATS, counted=COUNTED[kind], on_turn=bench.tell)
+        calls += len(runs)
+        for name, t in times.items():
+            facts[name] = f"{t.ms:.3f} ms ({t.low:.3f} to {t.high:.3f}), first call {(t.first_ms or 0) / 1e3:.3f} s"
     said = f"{calls} calls of {', '.join(bench.plans)} at {', '.join(map(str, bench.contexts))} tokens"
     if executor.simulated:
         said += " ran; simulated, so that their times mean nothing and none is given"

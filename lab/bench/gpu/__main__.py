@@ -32,7 +32,6 @@ from typing import IO, Any
 import torch
 
 from haarkv.benchmarks import decode
-from haarkv.benchmarks.beside import Beside
 from haarkv.benchmarks.report import Table
 from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
@@ -55,11 +54,11 @@ _POLL_S = 0.2
 def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
     """Measure a group in this process; its row is printed as the last line, and its plot written."""
     # What follows imports Triton, which the process that starts this one may lack.
-    from lab.bench.gpu.steps import Sdpa, random_model
+    from lab.bench.gpu.steps import random_model, sdpa
 
     request, model = timing.request, None
     if request.model.startswith("random:") or dry:
-        request = replace(request, beside=Sdpa() if timing.peers else Beside())
+        request = replace(request, beside=sdpa) if timing.peers else request
         model = None if dry else random_model(read_config(request.model, request.layers), open_gpu(None))
 
     def on_turn(who: str) -> None:

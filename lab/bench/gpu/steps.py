@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from haarkv.benchmarks.attention import Asked
-from haarkv.benchmarks.beside import Beside, Variant
-from haarkv.benchmarks.cases import Case, filled, kv_numbers, next_tokens, random_queries
-from haarkv.benchmarks.timing import take_rested_turns
+from haarkv.benchmarks.cases import Case, filled, kv_numbers, random_queries
+from haarkv.benchmarks.runs import Asked, Variant
+from haarkv.benchmarks.timing import take_turns
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.checkpoint import random_weights
@@ -51,26 +50,21 @@ def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator
     cache, paging = filled(KVSpec("tq4").plan(layers), model.config, case, k, v, _SLOTS_LEFT)
     attend, form = _fastest_sdpa(model.config, k, v)
     kv = [(k.clone(), v.clone()) for _ in range(layers)]
-    tokens = next_tokens(model.config, case.batch, device)
+    tokens = torch.arange(case.batch, device=device) % model.config.vocab_size
     run = dense_step(fuse(model, device), cache, paging, tokens, kv, attend)
     yield Variant(f"{form} in our step", lambda _: run(), [2.0 * numbers for numbers in kv_numbers(model.config)])
 
 
-class Sdpa(Beside):
+def sdpa(kind: str, asked: Asked) -> Iterator[Variant]:
     """SDPA beside ours: attention in every way that there is, and the fastest in our step."""
-
-    def attention(self, asked: Asked) -> list[Variant]:
-        return peers.attention(asked)
-
-    def steps(self, asked: Asked) -> Iterator[Variant]:
-        return sdpa_step(asked.model, asked.case, asked.k, asked.v)
+    yield from peers.attention(asked) if kind == "attention" else sdpa_step(asked.model, asked.case, asked.k, asked.v)
 
 
 def _fastest_sdpa(config: ModelConfig, k: Tensor, v: Tensor) -> tuple[Attend, str]:
     """How torch attends fastest to K and V of this shape, and its name."""
     peers = decode_peers.attention(random_queries(config, len(k), k.device), k, v)
     forms = {peer.name: peer.run for peer in peers if peer.run and peer.name.startswith("sdpa bf16")}
-    taken = take_rested_turns(forms, k.device, repeats=2)
+    taken = take_turns(forms, k.device, repeats=2, counted=5, capture=True)
     best = min(taken, key=lambda name: taken[name].ms)
     backend = next(way for word, way in decode_peers.sdpa_backends(k.device).items() if best.endswith(word))
 

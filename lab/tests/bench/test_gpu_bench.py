@@ -11,8 +11,6 @@ import pytest
 import torch
 from places import ROOT
 
-from haarkv.benchmarks import attention
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OP_NAMES
 from lab.bench import decode_peers, prefill
@@ -150,10 +148,6 @@ def test_the_page_compares_with_what_was_predicted():
 
 
 # -- The data, and others' attention -----------------------------------------------------------------------------------------
-def test_an_op_table_is_itself_where_there_is_no_gpu():
-    assert attention.step_tables(reference, torch.device("cpu")) == {"": reference}
-
-
 @pytest.mark.parametrize(("window", "stored"), [(None, 0), (None, 5), (3, 5), (3, 0), (20, 5)])
 def test_a_prompt_behind_stored_tokens_sees_them(window, stored):
     new, whole = 4, 4 + stored

@@ -12,16 +12,17 @@ import pytest
 import torch
 from small_models import SMALL, resized, small_model, windowed
 
-from haarkv.benchmarks import attention, cases
+from haarkv.benchmarks import cases, decode, runs
 from haarkv.benchmarks.cases import Case
 from haarkv.benchmarks.timing import Machine
+from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.rope import LinearScaling
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from lab.bench import decode_peers, gguf_file, llama_process, neighbours, prefill
-from lab.bench.peers import Peers, Transformers
+from lab.bench.peers import Peers
 
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 
@@ -122,17 +123,17 @@ def test_peers_of_plain_layers_say_why_a_model_is_none():
 @pytest.mark.parametrize("window", [24, 150, None])
 def test_attention_within_a_window_is_timed_beside_the_same_by_torch(window, outputs, monkeypatch):
     """The case is longer than the ring that keeps what a decode step sees; a prompt comes whole."""
-    monkeypatch.setattr(attention, "MOST_COPIES", 2)
+    monkeypatch.setattr(runs, "MOST_COPIES", 2)
     model, case = small_model(windowed(window, None)), Case(2, 1000)
     sides = {"reference fp32": (ReferenceExecutor(model), KVSpec("fp32").plan(2))}
     k, v = cases.random_kv(model.config, case, torch.device("cpu"))
-    asked = attention.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
-    costs = {(row.kind, row.who): row.cost for row in attention.decode_rows(asked)}
+    asked = runs.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
+    costs = {(row.kind, row.who): row.cost for row in decode.rows_of("attention", asked)}
     ours, theirs = (outputs[f"attention {who}"].reshape(2, 10, 128) for who in ("reference fp32", "sdpa fp32 rows"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
     assert costs["attention", "sdpa bf16 rows"].kv == 2 * (window or 1000) * 2 * 2 * 128 * 2
     rows = list(prefill.prompt_rows(asked, 0, peers=True))
-    assert [row.note for row in rows] == ["", ""]
+    assert [row.note for row in rows] == []
     ours = outputs["reference fp32"].view(2, 1000, 10, 128).float()
     torch.testing.assert_close(ours, outputs[prefill.PROMPT_PEER].transpose(1, 2).float(), rtol=0, atol=3e-2)
 
@@ -142,24 +143,24 @@ def outputs(monkeypatch):
     """What each run of `attention` gives, in place of its time."""
     found = {}
 
-    def called(runs, *_, **__):
-        found.update({who: run(0) if who.startswith(("attention", "store")) else run() for who, run in runs.items()})
-        return dict.fromkeys(runs)
+    def called(calls, *_, **__):
+        found.update({who: run(0) for who, run in calls.items()})
+        return {}
 
-    monkeypatch.setattr(attention, "take_rested_turns", called)
+    monkeypatch.setattr(decode, "take_turns", called)
     monkeypatch.setattr(prefill, "take_turns", called)
     return found
 
 
-def test_transformers_side_holds_the_same_tokens():
+def test_transformers_prompt_is_ours():
     pytest.importorskip("transformers")
-    side = Transformers(small_model())
-    side.open(24)
-    side.prompt(list(range(16)))
-    side.steps([16, 17])
-    assert side._cache.get_seq_length() == 18
+    model, prompts = small_model(), runs.random_prompts(SMALL, Case(2, 16))
+    theirs = decode_peers.transformers_prompt(model, prompts)
+    cache, paging = cases.new_cache(KVSpec("fp32").plan(SMALL.num_layers), SMALL, 16, 2)
+    ours = prefill_in_chunks(ReferenceExecutor(model), prompts, [paging.add() for _ in prompts], paging, cache)
+    assert theirs.run(0) == ours.argmax(-1).tolist()
     # FP32, as the model
-    assert side.token_bytes == [2 * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4] * SMALL.num_layers
+    assert theirs.kv_bytes == [2 * SMALL.heads.num_kv_heads * SMALL.heads.head_dim * 4] * SMALL.num_layers
 
 
 def test_without_transformers_its_rows_say_so(run, monkeypatch):
@@ -167,7 +168,7 @@ def test_without_transformers_its_rows_say_so(run, monkeypatch):
     code, out, _ = run("decode", "--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
     rows = {r["who"]: r for r in json.loads(out)["rows"]}
     assert code == 0
-    assert rows["hf DynamicCache bf16"]["note"] == "at 40 tokens: transformers is not installed"
+    assert rows["hf DynamicCache bf16"]["note"] == "transformers is not installed"
     assert "ms" not in rows["hf DynamicCache bf16"]
     assert rows["reference tq4"]["ms"] > 0
 
@@ -203,7 +204,7 @@ def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
     model = small_model()
     other = replace(model, config=resized(model.config, model_type="llama"))
     with pytest.raises(InputError, match="no peer of random:small: a GGUF is written of qwen3"):
-        list(Peers(["llama.cpp"], "random:small", None).sides(other))
+        Peers(["llama.cpp"], "random:small", None)._llama(other)
     assert gguf_file.unsupported(model.config) is None
 
 
