@@ -233,7 +233,7 @@ def _laced(parts, PARTS: tl.constexpr):
         BITS: tl.constexpr = tl.int16 if TYPE.primitive_bitwidth == 16 else tl.int32
         words = (half.to(BITS, bitcast=True),)
         for part in tl.static_range(1, PARTS):
-            words = words + (parts[part].to(BITS, bitcast=True),)  # noqa: RUF005
+            words = words + (parts[part].to(BITS, bitcast=True),)  # type: ignore[assignment]  # noqa: RUF005
         half = lace(words, PARTS).to(TYPE, bitcast=True)
     return half
 
@@ -244,7 +244,7 @@ def _loaded(tiles, table, first: tl.constexpr, BITS: tl.constexpr, TYPE: tl.cons
     parts: tl.constexpr = 4 // min(BITS & -BITS, 4)
     found = (tl.load(table + level_of(tiles, first, BITS)).to(TYPE),)
     for part in tl.static_range(1, parts):
-        found = found + (tl.load(table + level_of(tiles, first + part, BITS)).to(TYPE),)  # noqa: RUF005
+        found = found + (tl.load(table + level_of(tiles, first + part, BITS)).to(TYPE),)  # type: ignore[assignment]  # noqa: RUF005
     return _laced(found, parts)
 
 

@@ -123,7 +123,7 @@ def processor_shared_bytes(device: torch.device) -> int:
 def _attribute(device: torch.device, name: str) -> int:
     from cuda.bindings import driver
 
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()
     attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     number = torch.cuda.current_device() if device.index is None else device.index
     return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(number)))))

@@ -74,14 +74,14 @@ def load_codes(side, at, D: tl.constexpr):
     if side.COLUMNS > 0:
         tiles = (tl.load(units_at(side, at, 0, D)),)
         for column in tl.static_range(1, side.COLUMNS):
-            tiles = tiles + (tl.load(units_at(side, at, column, D)),)  # noqa: RUF005
+            tiles = tiles + (tl.load(units_at(side, at, column, D)),)  # type: ignore[assignment]  # noqa: RUF005
     else:
         narrow: tl.constexpr = min(side.BITS & -side.BITS, 4)
         n: tl.constexpr = D * narrow // 8
         byte = side.codes + at[:, None] + tl.arange(0, n)[None, :]
         tiles = (tl.load(byte),)
         for tile in tl.static_range(1, side.BITS // narrow):
-            tiles = tiles + (tl.load(byte + tile * n),)  # noqa: RUF005
+            tiles = tiles + (tl.load(byte + tile * n),)  # type: ignore[assignment]  # noqa: RUF005
     return tiles
 
 
