@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.cache import PagedKVCache
     from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
     from tq.hf.cache import TQCache as TQCache
+    from tq.hf.cache import generate as generate
     from tq.hf.calibrate import calibrate as calibrate
-    from tq.hf.generate import generate as generate
     from tq.loading import load as load
 
 # Every public name and its module; the docstring says what each is for.
@@ -58,7 +58,7 @@ _PUBLIC = {
     "ModelConfig": "haarkv.models.base",
     "InputError": "haarkv.tq_ops.errors",
     "TQCache": "tq.hf.cache",
-    "generate": "tq.hf.generate",
+    "generate": "tq.hf.cache",
     "calibrate": "tq.hf.calibrate",
 }
 _NEEDS_TRANSFORMERS = ("TQCache", "generate", "calibrate")

@@ -1,8 +1,8 @@
-"""`tq.load`: a session whose cache is said as the command's options say it."""
+"""Which cache is asked for, by the arguments of `tq.load` and by a command's options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from haarkv.engine.plans import default_spec
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO
 from haarkv.models.catalog import read_config
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning.auto import LOSS
-from haarkv.validation.planning.remembered import cache_for, default_cache
+from haarkv.validation.planning.auto import LOSS, require_loss, steps
+from haarkv.validation.planning.remembered import cache_for, chosen_before, default_cache, file_for, fixed_cache
+from tq.options import set_threads, written
+from tq.output import say, scoring
 
 AUTO_KV = "auto"
 
@@ -63,34 +66,112 @@ def load(
         InputError: two of these that exclude each other, one that does not exist, or a model and a cache that do not fit
             together.
     """
-    beside: dict[str, Any] = {"tail": tail, "sink": sink, "skip_layers": skip_layers}
-    beside = {name: value for name, value in beside.items() if value or value == 0}  # 0 is asked for as well
-    given = next(iter([*beside, *["calibration"] * bool(calibration)]), None)
-    default = default_cache(str(model), layers, executor) if kv is None and plan is None and not calibration else KVSpec()
-    auto = kv == AUTO_KV or default is None
-    if kv_loss is not None and not auto:
-        raise InputError("kv_loss says what kv='auto' may lose; give kv='auto' as well")
-    if plan is not None:
-        if other := "kv" if kv is not None else given:
-            raise InputError(f"plan sets the whole cache; leave out {other}")
-        spec = plan_file.load(plan)
-    elif auto or isinstance(kv, KVSpec):
-        if given:
-            raise InputError(f"{'auto' if auto else 'a KVSpec'} sets the whole cache; leave out {given}")
-        loss = LOSS if kv_loss is None else kv_loss
-        spec = (
-            kv
-            if isinstance(kv, KVSpec)
-            else cache_for(
-                str(model), loss=loss, layers=layers, executor=executor, dtype=dtype, device="cpu", on_choice=on_choice
-            )
-        )
-    else:
-        if isinstance(calibration, Path | str):
-            calibration = calibration_file.load(calibration)
-        spec = default or KVSpec()
-        if calibration and kv is None:
-            spec = default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
-        learned = calibration.spec if calibration else KVSpec()
-        spec = replace(learned, kv=kv or spec.kv, **{"tail": spec.tail, "sink": spec.sink} | beside)
+    options = {"kv": kv, "calibration": calibration, "tail": tail, "sink": sink, "skip_layers": tuple(skip_layers) or None}
+
+    def choose(loss: float) -> KVSpec:
+        how = {"layers": layers, "executor": executor, "dtype": dtype, "device": "cpu", "on_choice": on_choice}
+        return cache_for(str(model), loss=loss, **how)
+
+    asked = {name: name for name, value in options.items() if value is not None}
+    given = {"model": str(model), "layers": layers, "executor": executor, "kv_loss": kv_loss, "plan": plan, **options}
+    spec = _spec(given, asked, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
     return loading.load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, **others)
+
+
+def _spec(
+    given: Mapping[str, Any], asked: Mapping[str, str], words: Mapping[str, str], choose: Callable[[float], KVSpec]
+) -> KVSpec:
+    """The cache that is asked for, by arguments or by options.
+
+    Args:
+        given: values by the names of `load`'s arguments; None, or nothing, is not asked for.
+        asked: of what describes a cache, that which was asked for, as it was written.
+        words: how `kv`, `auto`, `plan` and `loss` are written there.
+        choose: what `auto` means, by the loss that it may have.
+    Raises:
+        InputError: two that exclude each other, or a file that is not what it should be.
+    """
+    kv, plan, calibration = given.get("kv"), given.get("plan"), given.get("calibration")
+    default = KVSpec() if kv is not None or plan is not None or given.get("model") is None else _default_cache(given)
+    auto = plan is None and (default is None or kv == AUTO_KV)
+    if given.get("kv_loss") is not None and not auto:
+        raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
+    if plan is not None or auto or isinstance(kv, KVSpec):
+        whole, way_out = words["plan"] if plan is not None else words["auto"] if auto else "a KVSpec", ""
+        if auto and kv is None:
+            whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
+        if others := [option for name, option in asked.items() if name != "kv" or plan is not None]:
+            raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
+        if auto:
+            return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
+        return plan_file.load(plan) if plan is not None else kv
+    assert default is not None
+    if isinstance(calibration, Path | str):
+        calibration = calibration_file.load(calibration)
+    beside = {name: given[name] for name in ("tail", "sink", "skip_layers") if given[name] is not None}  # 0 is asked for
+    kept = {"kv": default.kv if kv is None else kv, "tail": default.tail, "sink": default.sink}
+    return replace(calibration.spec if calibration else KVSpec(), **kept | beside)
+
+
+def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
+    """Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen."""
+    model, layers = given["model"], given.get("layers")
+    if given.get("calibration") is None:
+        return default_cache(model, layers, given.get("executor"))
+    return default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
+
+
+# -- What a command's options say -------------------------------------------------------------------------------------------
+
+
+def kv_spec(given: Mapping[str, Any]) -> KVSpec:
+    """The cache that `options.kv_options` ask for.
+
+    Args:
+        given: a command's arguments by name; an argument that the command lacks has its default.
+    Raises:
+        InputError: as `load`.
+    """
+    names = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_sink": "sink", "kv_skip_layers": "skip_layers"}
+    asked = {names[name]: option for name, option in written().items() if name in names}
+    values = {argument: given.get(name) for name, argument in names.items()} | {"plan": given.get("kv_plan")}
+    words = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
+    return _spec({**given, **values}, asked, words, lambda loss: _choice(given, loss))
+
+
+def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:
+    """The cache of `--kv auto`, chosen now or before; what was chosen now is said in one line."""
+    if "model" not in given:
+        raise InputError("--kv auto is for commands that run one model; name a format")
+    set_threads(given.get("threads"))
+    model, layers, executor = given["model"], given.get("layers"), given.get("executor")
+    if (known := chosen_before(file_for(model, loss, layers, executor))) is not None:
+        return known
+    fixed = fixed_cache(read_config(model, layers), executor)
+    say(
+        "choosing a KV cache for this model: it takes minutes, longer for larger models, and is done once; to start at once, "
+        f"give --kv {fixed.kv} --kv-tail {fixed.tail} --kv-sink {fixed.sink}"
+    )
+    # What another executor runs is chosen here on what can show its keys and queries.
+    said = list[str]()
+    with scoring(steps(model, layers)) as on_step:
+        how = {"executor": executor, "dtype": given.get("dtype"), "device": "cpu", "on_choice": said.append}
+        spec = cache_for(model, loss=loss, layers=layers, on_step=on_step, **how)
+    for line in said:
+        say(line)
+    return spec
+
+
+def named_plans(plan_files: Sequence[str], taken: Iterable[str], what: str) -> dict[str, KVSpec]:
+    """The plans of some files, each by its file's name.
+
+    Args:
+        taken: names of formats that stand beside them.
+        what: what would have the same name, in the plural.
+    Raises:
+        InputError: a name would stand for two, or a file is not a plan.
+    """
+    plans = {Path(name).stem: plan_file.load(name) for name in plan_files}
+    if len(plans) < len(plan_files) or plans.keys() & {*taken, *formats.names()}:
+        raise InputError(f"two {what} would have the same name; a plan is named after its file: rename the file")
+    return plans

@@ -1,41 +1,152 @@
-"""The options that several commands share. Each is defined once, so that it means and reads the same everywhere."""
+"""The options of the commands: what they are made of, and those that several share, so that each reads the same everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq.cache_options import (
-    balance_option,
-    calibration_option,
-    collapse_option,
-    kv_option,
-    kv_options,
-    kv_spec,
-    loss_option,
-    named_plans,
-    plan_option,
-    sink_option,
-    skip_layers_option,
-    tail_option,
-)
-from tq.option_kinds import Assignment, Decorator, IntRange, count, file, new_tokens, numbers, set_threads, together, written
+from haarkv.tq_ops.input_files import parse_json
 from tq.output import compiling, loading, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.draft_choice import DraftSpec
     from haarkv.engine.session import Session
 
-__all__ = [
-    "balance_option", "calibration_option", "collapse_option", "count", "file", "kv_option", "kv_options", "kv_spec",
-    "loss_option", "named_plans", "new_tokens", "numbers", "plan_option", "set_threads", "sink_option", "skip_layers_option",
-    "tail_option", "together", "written",
-]  # fmt: skip
-"""What is defined elsewhere and found here as well: commands need one name for all of it."""
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def together(*options: Decorator) -> Decorator:
+    """Several options as one, in the order in which `--help` shall list them."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def written() -> dict[str, str]:
+    """Of the command that runs, the options that its user wrote: by the names of their arguments, as they are written."""
+    context, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
+    return {
+        option.name: option.opts[0] for option in context.command.params
+        if option.name and context.get_parameter_source(option.name) is not default
+    }  # fmt: skip
+
+
+# -- Kinds of values -------------------------------------------------------------------------------------------------------
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Integers with commas between; nothing if one of the parts is none, or is longer than any that means something."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[+-]?[0-9]{1,18}", part) for part in parts):
+        return ()
+    return tuple(map(int, parts))
+
+
+class IntRange(click.IntRange):
+    """click's, which would say of `abc` that it is no valid "integer range"."""
+
+    name = "integer"
+
+
+_LAYERS = "layers; write numbers with commas between, such as 0,1,-1"
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Integers, separated by commas.
+
+    Args:
+        least: the smallest that is taken; None takes layers, of which negative ones count from the end.
+    """
+
+    name = "numbers"
+
+    def __init__(self, least: int | None = 1) -> None:
+        self._least = least
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        numbers = integers(str(value))
+        if not numbers or min(numbers) < (min(numbers) if self._least is None else self._least):
+            kind = "positive integers" if self._least == 1 else f"integers from {self._least} up"
+            wanted = _LAYERS if self._least is None else f"{kind} such as 512,4096"
+            self.fail(f"{shown(value)} is not a list of {wanted}", param, ctx)
+        return numbers
+
+
+class Assignment(click.ParamType[tuple[str, Any]]):
+    """NAME=VALUE; the value is JSON if it can be, else text."""
+
+    name = "assignment"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        if not equals or not name.isidentifier():
+            self.fail(f"{shown(value)} is no NAME=VALUE, such as enable_thinking=false", param, ctx)
+        try:
+            return name, parse_json(text)
+        except ValueError:
+            return name, text
+
+
+def numbers(name: str, about: str, default: str | None = None, *, least: int = 1, metavar: str | None = None) -> Decorator:
+    """An option that takes a list of integers; with a default, which `--help` then shows."""
+    shows = default is not None
+    return click.option(name, type=Numbers(least), default=default, show_default=shows, metavar=metavar, help=about)
+
+
+def count(
+    name: str, about: str | None = None, default: int | None = None, *, least: int = 1, metavar: str | None = None
+) -> Decorator:
+    """An option that takes an integer from `least` up; with a default, which `--help` then shows."""
+    kind, shows = IntRange(min=least), default is not None
+    return click.option(name, type=kind, default=default, show_default=shows, metavar=metavar, help=about)
+
+
+def file(name: str, about: str, variable: str | None = None, *, metavar: str = "FILE", required: bool = False) -> Decorator:
+    """An option that takes a path, under `variable` unless that is what it is called."""
+    names = (name, variable) if variable else (name,)
+    return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, required=required, help=about)
+
+
+def new_tokens(default: int = 64) -> Decorator:
+    """Give a command `--max-new-tokens`."""
+    return count("--max-new-tokens", default=default, metavar="N")
+
+
+_THREADS = 2
+"""That every machine takes: some commands ask for as many where nobody says otherwise."""
+
+
+def set_threads(threads: int | None) -> None:
+    """Use `threads` CPU threads, if a number was asked for.
+
+    Raises:
+        click.UsageError: more than this machine has processors, which would only wait for each other.
+    """
+    if threads is not None:
+        processors = os.cpu_count() or 1
+        most = max(_THREADS, processors)
+        if threads > most:
+            has = f"{processors} processor{'s' * (processors != 1)}"
+            raise click.UsageError(f"--threads {shown(threads)}: this machine has {has}; give at most {most}")
+        import torch
+
+        torch.set_num_threads(threads)
+
 
 # -- What is run, and on what ----------------------------------------------------------------------------------------------
 
@@ -104,6 +215,50 @@ max_context_option = count("--max-context", "Tokens the cache holds for each pro
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 
 resume_option = file("--resume", "Save progress here; resume from it if it exists.", "resume_file")
+
+
+# -- The KV cache --------------------------------------------------------------------------------------------------------
+
+
+def _kv_option(default: str) -> Decorator:
+    return click.option(
+        "--kv", show_default=default,
+        help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
+    )  # fmt: skip
+
+
+_DEFAULT = "auto; above a billion weights and with Gated DeltaNet k=tq6,v=tq4 with a tail; of toys and random models tq4"
+kv_option = _kv_option(_DEFAULT)
+loss_option = click.option(
+    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.002]."
+)
+plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
+calibration_option = click.option(
+    "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lr2 to lr5."
+)
+skip_layers_option = click.option(
+    "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
+)
+tail_option = click.option("--kv-tail", type=IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
+sink_option = click.option("--kv-sink", type=IntRange(min=0), metavar="S", help="Keep the first S tokens in BF16.")
+_BESIDE = (tail_option, sink_option, skip_layers_option)
+
+
+balance_option = click.option(
+    "--balance", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
+    help="Scale uneven channels of K and V; the model stays the same, and the cache loses less.",
+)  # fmt: skip
+collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn where text from this cache would be garbage.")
+
+
+def kv_options(kv: bool = True, default: str = _DEFAULT) -> Decorator:
+    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache.
+
+    Args:
+        default: what help says of a cache that is not named.
+    """
+    options = (_kv_option(default), loss_option, calibration_option, *_BESIDE, plan_option)
+    return together(*options) if kv else together(*_BESIDE)
 
 
 # -- Sessions --------------------------------------------------------------------------------------------------------------
@@ -201,6 +356,7 @@ def open_session(given: Mapping[str, Any], **others: Any) -> Session:
         from haarkv.engine.sampling import Sampling, require_drawn
         from haarkv.engine.text import stop_list
         from haarkv.models.text import generation_settings
+        from tq.loading import kv_spec
 
         spec, draft = kv_spec(given), draft_spec(given) if "draft" in given else None
         set_threads(given["threads"])

@@ -40,7 +40,7 @@ from tq.commands.bench import (
     turning,
 )
 from tq.commands.eval import read_text
-from tq.option_kinds import IntRange
+from tq.options import IntRange
 from tq.output import loading, one_line, warn
 
 _INTERRUPTED = 130

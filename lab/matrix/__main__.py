@@ -28,8 +28,7 @@ from lab.matrix.models import Beside, Named, Subject, Task, Text, prepare
 from lab.matrix.plot import matrix_svg
 from lab.rivals import oscar, register
 from tq import __version__
-from tq.option_kinds import integers
-from tq.options import set_threads
+from tq.options import integers, set_threads
 from tq.output import loading, print_table, scoring, warn
 
 

@@ -13,8 +13,8 @@ import tq
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from tq.hf.config import moments_of
 from tq.hf.store import SideStore
-from tq.hf.weights import moments_of
 
 PLANTED = {
     "outliers": lambda: outliers.outlier_channels(tiny(), 30),

@@ -41,7 +41,7 @@ from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.hf.config import head_dims, model_shape
 from tq.hf.layer import TQLayer
-from tq.hf.packed import Packed
+from tq.hf.store import Packed
 
 VOCAB, PROMPT, NEW = 61, 14, 12
 COMMON = {
@@ -305,7 +305,7 @@ def test_every_format_restores_what_it_stored_from_any_slice(name):
 
 
 def test_reads_of_many_pieces(monkeypatch):
-    monkeypatch.setattr("tq.hf.packed.READ_TOKENS", 4)
+    monkeypatch.setattr("tq.hf.store.READ_TOKENS", 4)
     x = torch.randn(1, 1, 30, 8)
     layer = layer_of(Grouped(1), sink=2, tail=(3, 3), window=11)
     keys, _ = layer.update(x[:, :, :17], x[:, :, :17])

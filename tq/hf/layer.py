@@ -12,10 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 from haarkv.models.balance import Scales
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from tq.hf.attention import Stored
-from tq.hf.kernels import Reader, readable
+from tq.hf.attention import Reader, Stored, readable
+from tq.hf.config import Watch
 from tq.hf.store import SideStore
-from tq.hf.weights import Watch
 
 
 class TQLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -28,7 +27,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         layer: index of the layer, which chooses the rotation.
         sink, tail: tokens that stay as the model hands them in, of K and of V.
         window: sliding window in tokens; None for a layer that sees everything.
-        scales: of K's and of V's channels, as `tq.hf.weights` finds them.
+        scales: of K's and of V's channels, as `tq.hf.config` finds them.
         watch: told of the first vectors.
         require_context: refuses numbers of tokens that the formats do not hold for.
         reads_packed: whether the model's attention takes K and V as they are packed, as `tq.hf.attention` does.
