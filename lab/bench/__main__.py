@@ -1,6 +1,6 @@
 """`python -m lab.bench NAME`: ours beside others', and what the product does not ask every day.
 
-Each prints tables, or one JSON line. `gpu` and `delta` are programs of their own: `python -m lab.bench.gpu`.
+Each prints tables, or one JSON line. `gpu` is a program of its own: `python -m lab.bench.gpu`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ from tq import options
 from tq.commands.bench import (
     DEFAULT_KINDS,
     KINDS,
-    batches_option,
     contexts_option,
     finish,
     kv_list,
-    kvs_option,
     of_a_layer,
     repeats_option,
     request_of,
-    require_known,
     save_option,
     turning,
 )
@@ -45,8 +42,6 @@ from tq.output import loading, one_line, warn
 
 _INTERRUPTED = 130
 _no_peers = click.option("--no-peers", is_flag=True, help="Measure ours alone.")
-_plot = options.file("--plot", "Draw it by context, as SVG.")
-_dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
 
 
 @click.group("bench")
@@ -57,27 +52,17 @@ def command() -> None:
 @contextmanager
 def _watched(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
     """As `turning`; `given` then holds, as `waited`, which share of the time other processes had the processors."""
-    from haarkv.tq_ops.output_files import check_writable
-    from haarkv.validation.fidelity.plot import require_matplotlib
-
-    if given.get("plot"):
-        require_matplotlib()
-        check_writable(given["plot"])
     before = neighbours.turns()
     with turning(given) as on_turn:
         yield on_turn
     given["waited"] = neighbours.share_waited(before, neighbours.turns())
 
 
-def _finish(report: Report, given: dict[str, Any], svg: Callable[[], str] | None = None) -> None:
-    """As `finish`, and draw. A busy machine is said first."""
-    from haarkv.tq_ops.output_files import write_whole
-
+def _finish(report: Report, given: dict[str, Any]) -> None:
+    """As `finish`. A busy machine is said first."""
     waited = given.get("waited")
     if busy := neighbours.warning(waited):
         warn(busy)
-    if svg is not None and given.get("plot"):
-        write_whole(given["plot"], svg())
     finish(report if waited is None else replace(report, values={**report.values, "waited": round(waited, 4)}), given)
 
 
@@ -105,7 +90,6 @@ class _PeerNames(click.ParamType[tuple[str, ...]]):
 @click.option("--peer-kv", metavar="LIST", default="f16,q8_0,q4_0", show_default=True,
               help="llama.cpp's KV caches. TYPE is with flash attention and, unless quantized, without; TYPE:flash or "
               "TYPE:plain is one.")  # fmt: skip
-@_plot
 def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **given: Any) -> None:
     """Measure as `tq bench decode` does, with others beside ours.
 
@@ -115,7 +99,6 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **given
     from haarkv.benchmarks.decode import measure, report
     from lab.bench import llama_process
     from lab.bench.peers import LLAMA, TRANSFORMERS, Peers, beside_llama
-    from lab.bench.plots import latency_svg
 
     if LLAMA in peers:
         llama_process.require()
@@ -129,7 +112,7 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **given
     packages = [package for name, package in ((TRANSFORMERS, "transformers"), (LLAMA, "llama-cpp-python")) if name in peers]
     last = len(found.tables) - 1
     notes = {**found.notes, last: [*beside_llama(rows), *found.notes[last]]}
-    _finish(replace(found, packages=packages, notes=notes), given, partial(latency_svg, request, rows))
+    _finish(replace(found, packages=packages, notes=notes), given)
 
 
 @command.command("prefill")
@@ -140,8 +123,7 @@ def prefill(no_peers: bool, stored: int, **given: Any) -> None:
     """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
 
     Each token attends to itself and those before it, over the packed cache. All variants of a case take turns; torch's is
-    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt. On a GPU FlashAttention and
-    FlashInfer are measured too, where they are installed.
+    causal SDPA in BF16, which is flash attention. `--contexts` are the lengths of the prompt.
     """
     from lab.bench.prefill import measure, report
 
@@ -195,33 +177,6 @@ def drafts(text_file: str | None, **given: Any) -> None:
     _finish(report(request, rows), given)
 
 
-@command.command("long-context")
-@options.together(
-    options.model_option("random:14b"), kvs_option("tq4"), options.executor_option(), _dtype, options.layers_option
-)
-@options.count("--threads", "CPU threads; 1 measures CPU time, more wall time.", 1)
-@contexts_option("200000")
-@options.count("--prefill", "Last tokens of a context that are computed.", 4096)
-@options.count("--steps", "Decode steps that count.", 7)
-@save_option
-@options.json_option
-def long_context(**given: Any) -> None:
-    """Measure the memory of a process that holds a long context, a chunked prefill at its end, and the steps behind it.
-
-    The history is random K and V, and a model with fewer positions is extended by YaRN. Each format and context is measured in
-    a process of its own, beside the bytes that `tq info --context` predicts. --executor is cpu or reference.
-    """
-    from lab.bench.long_context import Request, measure, report
-
-    names = ("model", "layers", "dtype", "executor", "prefill", "steps", "threads")
-    of_all = {name: given[name] for name in names}
-    require_known(given["executor"])
-    requests = [Request(kv=kv, context=c, **of_all) for kv in kv_list(given, ["tq4"]) for c in given["contexts"]]
-    with _watched(given) as on_turn:
-        rows = list(measure(requests, on_turn))
-    _finish(report(requests, rows), given)
-
-
 @command.command("weights")
 @options.model_option()
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
@@ -271,24 +226,6 @@ def serve(**given: Any) -> None:
     with _watched(given) as on_turn:
         report = measure(request, on_turn)
     _finish(report, given)
-
-
-@command.command("npu")
-@options.together(contexts_option("512,1024,2048,4096,8192"), batches_option("1,8"))
-@click.option("--variant", "variants", multiple=True, help="A design to simulate; repeatable [default: all].")
-@options.together(_plot, save_option, options.json_option)
-def npu(contexts: tuple[int, ...], batches: tuple[int, ...], variants: tuple[str, ...], **given: Any) -> None:
-    """Count the cycles of decode attention at Qwen3-14B's shape, in PyPTO's cost model of an Ascend 910B.
-
-    The cycles are simulated. Use them to compare designs, not as latencies. A point takes seconds to minutes.
-    """
-    from lab.bench.npu import VARIANTS, measure, report, svg
-
-    if unknown := set(variants) - set(VARIANTS):
-        raise click.UsageError(f"no such variant: {unknown.pop()}; choose from {', '.join(VARIANTS)}")
-    with _watched(given) as on_turn:
-        points = list(measure(contexts, batches, variants or tuple(VARIANTS), on_turn))
-    _finish(report(points), given, partial(svg, points))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,12 +1,10 @@
-"""What others do with the same tensors: torch's attention over unpacked K and V, on a GPU FlashAttention's and FlashInfer's,
-transformers with its own caches."""
+"""What others do with the same tensors: torch's attention over unpacked K and V, transformers with its own caches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -20,15 +18,6 @@ from haarkv.benchmarks.cases import heads, kv_numbers
 from haarkv.benchmarks.runs import Variant
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig, unknown_layer
-
-SDPA, TRANSFORMERS, LLAMA = PEERS = ("sdpa", "transformers", "llama.cpp")
-"""Who can be measured beside ours: torch's attention, transformers' model with its caches, llama.cpp."""
-
-
-_PAGE = 16  # tokens of a page of FlashInfer's
-_WORKSPACE = 128 * 2**20
-_NOT_ATTENTION = 2.0**-4
-"""An output that is off by more of the largest number is not attention's, and its time says nothing."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = lambda _: 1) -> Iterator[Variant]:
@@ -67,72 +56,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = 
             return torch.matmul(torch.softmax(torch.matmul(rows, keys.transpose(-1, -2)) * scale, dim=-1), values)
 
         yield Variant("torch bf16 products", products, [half_bytes])
-
-
-def packages(
-    q: Tensor, k: Tensor, v: Tensor, exact: Tensor, copies: Callable[[float], int] = lambda _: 1
-) -> Iterator[Variant]:
-    """FlashAttention 3 and 2 and FlashInfer, and of each that cannot be asked why not.
-
-    Args:
-        q: [B, new, Hq, D] bf16, whose tokens are the last of k, v [B, Hkv, S, D] bf16.
-        exact: what comes out, in any shape of as many numbers.
-        copies: as `attention`.
-    """
-    token_bytes = 4.0 * k.shape[1] * k.shape[3]
-    count, infer = copies(2 * k.nbytes), _flash_infer if q.shape[1] == 1 else _flash_infer_prompt
-    for name, module, make in (
-        ("flash-attention 3", "flash_attn_interface", _flash_attention), ("flash-attention 2", "flash_attn", _flash_attention),
-        ("flashinfer", "flashinfer", infer),
-    ):  # fmt: skip
-        run, note = None, "" if find_spec(module) else f"{module} is not installed"
-        if not note:
-            try:
-                run = make(import_module(module), q, k, v, count)
-                off = float((run(0).view(exact.shape).float() - exact).abs().max() / exact.abs().max())
-                if not off <= _NOT_ATTENTION:  # NaN is not, either
-                    run, note = None, f"its result is off by {off:.3g} of the largest: not attention"
-            except Exception as error:  # whatever the package raises: one peer must not take the others with it
-                run, note = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-        yield Variant(name, run, [token_bytes], note)
-
-
-def _flash_attention(package: Any, q: Tensor, k: Tensor, v: Tensor, count: int) -> Callable[[int], Tensor]:
-    lengths = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
-    kv = [[x.transpose(1, 2).contiguous() for x in (k, v)] for _ in range(count)]
-
-    def run(number: int) -> Tensor:
-        given = package.flash_attn_with_kvcache(q, *kv[number % count], cache_seqlens=lengths, causal=True)
-        out: Tensor = given[0] if isinstance(given, tuple) else given
-        return out
-
-    return run
-
-
-def _flash_infer_prompt(package: Any, q: Tensor, k: Tensor, v: Tensor, _count: int) -> Callable[[int], Tensor]:
-    """Of one sequence."""
-    keys, values = (x[0].transpose(0, 1).contiguous() for x in (k, v))
-    return lambda _number: package.single_prefill_with_kv_cache(q[0], keys, values, causal=True)
-
-
-def _flash_infer(package: Any, q: Tensor, k: Tensor, v: Tensor, count: int) -> Callable[[int], Tensor]:
-    """FlashInfer's decode over pages of 16 tokens."""
-    batch, kv_heads, length, dim = k.shape
-    pages = length // _PAGE
-    paged = [x.view(batch, kv_heads, pages, _PAGE, dim).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)]
-    kv = [[x.clone() for x in paged] for _ in range(count)]
-    steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * pages
-    indices = torch.arange(batch * pages, dtype=torch.int32, device=q.device)
-    last = torch.full((batch,), _PAGE, dtype=torch.int32, device=q.device)
-    # A graph needs the buffers of the plan to stay where they are.
-    planned = package.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device), "HND", use_cuda_graph=True, use_tensor_cores=True,
-        paged_kv_indptr_buffer=steps.clone(), paged_kv_indices_buffer=indices.clone(),
-        paged_kv_last_page_len_buffer=last.clone(),
-    )  # fmt: skip
-    types = dict.fromkeys(("q_data_type", "kv_data_type"), torch.bfloat16)
-    planned.plan(steps, indices, last, q.shape[2], kv_heads, dim, _PAGE, **types)
-    return lambda number: planned.run(q[:, 0], tuple(kv[number % count]))
 
 
 def sdpa_backends(device: torch.device) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -44,7 +43,7 @@ class Peers:
     process: LlamaProcess | None = None
 
     def __call__(self, kind: str, asked: Asked) -> Iterator[Variant]:
-        """torch's attention, and on a GPU FlashAttention's and FlashInfer's; llama.cpp's and transformers' forwards."""
+        """torch's attention; llama.cpp's and transformers' forwards."""
         if kind == "attention":
             yield from attention(asked) if SDPA in self.names else ()
             return
@@ -80,11 +79,7 @@ def attention(asked: Asked) -> list[Variant]:
     """Others' decode attention of a case, over what its first layer sees."""
     k, q, window = asked.k, asked.queries, asked.model.config.layers[0].attention.window
     keys, values = (x[:, :, -seen(window, asked.case.context) :] for x in (k, asked.v))
-    peers = list(decode_peers.attention(q, keys, values, copies))
-    if peers and peers[0].run and k.device.type == "cuda":
-        exact = cast(torch.Tensor, peers[0].run(0)).float()
-        peers += decode_peers.packages(q.to(k.dtype).unsqueeze(1), keys, values, exact, copies)
-    return peers
+    return list(decode_peers.attention(q, keys, values, copies))
 
 
 def llama(process: LlamaProcess, cache: LlamaKV, kind: str, asked: Asked) -> Variant:

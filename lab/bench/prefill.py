@@ -27,7 +27,6 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
-from lab.bench import decode_peers
 
 PROMPT_PEER = "sdpa bf16 causal"
 TITLES = {"prefill": "attention of one layer over a whole prompt"}
@@ -108,8 +107,7 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
     if peers:
         shape = heads(config)
         cost = prompt_attention_cost(config, case, 4.0 * shape.kv * shape.dim, stored)
-        rows = q.view(case.batch, case.context, shape.q, shape.dim)
-        rows_of_heads = rows.transpose(1, 2).contiguous()
+        rows_of_heads = q.view(case.batch, case.context, shape.q, shape.dim).transpose(1, 2).contiguous()
         mask = within(config.layers[0].attention.window, stored, case.context, k.device)
 
         @torch.inference_mode()
@@ -119,12 +117,6 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
             )  # fmt: skip
 
         runs[PROMPT_PEER], costs[PROMPT_PEER] = theirs, cost
-        exact = theirs().transpose(1, 2).float()
-        for peer in decode_peers.packages(rows, k, v, exact) if k.device.type == "cuda" else ():
-            if peer.run is None:
-                yield CostRow("prefill", peer.name, case, cost, asked.machine, None, peer.note, peer=True)
-            else:
-                runs[peer.name], costs[peer.name] = peer.run, cost
     times = take_turns(runs, k.device, repeats=asked.repeats, on_turn=asked.on_turn)
     for who, taken in times.items():
         yield CostRow("prefill", who, case, costs[who], asked.machine, taken, peer=who not in asked.sides)

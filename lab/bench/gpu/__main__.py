@@ -6,8 +6,7 @@
 
 First the kernels are checked against the reference; then attention, storing, prompts and whole steps are timed, a process
 for each group of cases: what breaks one takes no other with it. Each is a line of OUT/rows.jsonl as soon as it is done.
- OUT/index.md has the same tables as the command, and what was predicted beside them;
-OUT/NAME.svg are drawn where matplotlib is installed. OUT/log.txt holds what was said on the way.
+OUT/index.md has the same tables as the command, and OUT/log.txt what was said on the way.
 
 It needs no installation: run it in the folder of a checkout. Exit code: 0 if every check passed and every figure is there, 1
 if not, 2 if it cannot run here, 130 if it was interrupted.
@@ -25,7 +24,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,9 +35,7 @@ from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from lab.bench import prefill
-from lab.bench.gpu import predictions
 from lab.bench.gpu.asked import CHECKS_S, PRETRAINED_S, Pretrained, Timing, checks, timings
-from lab.bench.plots import latency_svg
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,8 +47,8 @@ _POLL_S = 0.2
 
 
 # -- A group -----------------------------------------------------------------------------------------------------------------
-def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
-    """Measure a group in this process; its row is printed as the last line, and its plot written."""
+def run_one(timing: Timing, *, dry: bool) -> None:
+    """Measure a group in this process; its row is printed as the last line."""
     # What follows imports Triton, which the process that starts this one may lack.
     from lab.bench.gpu.steps import random_model, sdpa
 
@@ -65,13 +61,10 @@ def run_one(timing: Timing, folder: Path, name: str, *, dry: bool) -> None:
         print(f"timing {who}", flush=True)
 
     if timing.stored is None:
-        machine, rows = decode.measure(request, on_turn=on_turn, model=model)
-        found = decode.report("decode", request, machine, rows)
+        found = decode.report("decode", request, *decode.measure(request, on_turn=on_turn, model=model))
     else:
-        machine, rows = prefill.measure(request, timing.stored, timing.peers, on_turn=on_turn, model=model)
-        found = prefill.report(request, timing.stored, machine, rows)
-    if find_spec("matplotlib"):
-        (folder / f"{name.replace(' ', '-')}.svg").write_text(latency_svg(request, rows), encoding="utf-8")
+        measured = prefill.measure(request, timing.stored, timing.peers, on_turn=on_turn, model=model)
+        found = prefill.report(request, timing.stored, *measured)
     shown = [[*table, list(found.notes.get(number, ()))] for number, table in enumerate(found.tables)]
     print(json.dumps({"result": json.loads(found.line()), "tables": shown}))
 
@@ -96,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = Pretrained(given.model, given.kv_plan) if given.model else None
         groups = {**timings(dry, memory), **(own.timings() if own else {})}
         if given.one:
-            run_one(groups[given.one], folder, given.one, dry=dry)
+            run_one(groups[given.one], dry=dry)
             return 0
         every = [*checks(dry), *(own.check() if own else ()), *groups]
         checked, groups = _chosen(checks(dry), given.only), _chosen(groups, given.only)
@@ -117,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             code = _INTERRUPTED
         rows = read_rows(folder)
-        (folder / PAGE).write_text(page(rows, predictions(), dry=dry), encoding="utf-8")
+        (folder / PAGE).write_text(page(rows, dry=dry), encoding="utf-8")
     except (InputError, OSError) as error:
         why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
         print(f"lab.bench.gpu: {why}", file=sys.stderr)
@@ -222,17 +215,13 @@ def _drop_half_row(folder: Path) -> None:
 
 
 # -- The page ----------------------------------------------------------------------------------------------------------------
-_PREDICTED = ("case", "kernel", "bytes alone, µs", "least, µs", "bound by", "likely, µs", "measured, µs", "measured / likely")
-
-
-def page(rows: Mapping[str, Row], predicted: Sequence[Row], *, dry: bool = False) -> str:
+def page(rows: Mapping[str, Row], *, dry: bool = False) -> str:
     """All tables, as Markdown."""
     parts = ["# haarkv on a GPU\n"]
     if dry:
         parts.append("This is a rehearsal on a CPU: its times mean nothing.\n")
     checked = [(key, row.get("error", "passed"), f"{row['seconds']:.0f}") for key, row in rows.items() if "result" not in row]
     parts.append(_markdown(Table("Checks, and groups that failed", ("what", "result", "seconds"), checked)))
-    parts.append(_markdown(Table("Predicted and measured", _PREDICTED, list(_predicted(rows, predicted)))))
     for key, row in rows.items():
         for title, columns, cells, notes in row.get("tables", ()):
             parts += [_markdown(Table(f"{key}: {title}", columns, cells)), *(f"{note}\n" for note in notes)]
@@ -242,21 +231,6 @@ def page(rows: Mapping[str, Row], predicted: Sequence[Row], *, dry: bool = False
 def _markdown(table: Table) -> str:
     lines = (" | ".join(cells) for cells in (table.columns, ["---"] * len(table.columns), *table.rows))
     return "\n".join([f"## {table.title}\n", *(f"| {line} |" for line in lines), ""])
-
-
-def _predicted(rows: Mapping[str, Row], predicted: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """No unit of the card can be faster than the least; measured below it, the count is wrong."""
-    measured = {
-        (r["batch"], r["context"], r["who"]): 1e3 * r["ms"]
-        for row in rows.values() for r in row.get("result", {}).get("rows", ()) if r["kind"] == "attention" and "ms" in r
-    }  # fmt: skip
-    for one in predicted:
-        us = measured.get((one["batch"], one["context"], f"cuda {one['who']}"))
-        given = [f"{one[name]:,.1f}" for name in ("bytes_us", "least_us", "likely_us")]
-        found = [f"{us:,.1f}", f"{us / one['likely_us']:.2f}"] if us else ["", ""]
-        if us and us < one["least_us"]:
-            found[1] += ", less than the least"
-        yield (f"{one['batch']} x {one['context']:,}", one["kernel"], *given[:2], one["bound_by"], given[2], *found)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from places import ROOT
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OP_NAMES
-from lab.bench import decode_peers, prefill
+from lab.bench import prefill
 from lab.bench.gpu import __main__ as command
-from lab.bench.gpu import predictions
 
 
 def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
@@ -35,7 +33,7 @@ def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
     assert result.keys() >= {"benchmark", "date", "cpu", "threads", "versions", "model", "context", "kv"}
     assert rows["a prompt behind 32768"]["result"]["stored"] == 16
     text = (folder / command.PAGE).read_text(encoding="utf-8")
-    for words in ("rehearsal", "sdpa bf16 rows", "it fails on purpose", "whole decode step", "CUDA C++"):
+    for words in ("rehearsal", "sdpa bf16 rows", "it fails on purpose", "whole decode step"):
         assert words in text
     lines = (folder / command.ROWS).read_text(encoding="utf-8").splitlines()
     lost = next(line for line in lines if '"contract rms_norm"' in line)
@@ -106,7 +104,7 @@ def test_a_row_of_ours_without_a_time_is_wrong_and_one_of_a_peer_is_not():
         return json.dumps({"result": {"rows": [{"who": who, "note": "no CUDA graph can hold it"}]}})
 
     assert command.row_of(0, said("cuda tq4"))["error"] == "no time of cuda tq4"
-    assert "error" not in command.row_of(0, said("flashinfer"))
+    assert "error" not in command.row_of(0, said("sdpa bf16 rows"))
 
 
 def test_the_checks_that_a_card_runs_are_whole():
@@ -135,18 +133,6 @@ def test_words_that_name_nothing_are_refused_with_the_names_there_are(tmp_path, 
     assert "validate the model, attention of 1" in capsys.readouterr().err
 
 
-def test_the_page_compares_with_what_was_predicted():
-    predicted = [row for row in predictions() if (row["batch"], row["kernel"]) == (8, "CUDA C++")]
-
-    def page(us):
-        timed = {"kind": "attention", "who": "cuda tq4", "batch": 8, "context": 32768, "ms": us / 1e3}
-        return command.page({"of 8": {"key": "of 8", "seconds": 1.0, "result": {"rows": [timed]}}}, predicted)
-
-    assert "| 84.5 | 169.0 | 2.00 |" in page(169.0)
-    assert "less than the least" not in page(65.0)
-    assert "less than the least" in page(64.0)
-
-
 # -- The data, and others' attention -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("window", "stored"), [(None, 0), (None, 5), (3, 5), (3, 0), (20, 5)])
 def test_a_prompt_behind_stored_tokens_sees_them(window, stored):
@@ -158,58 +144,3 @@ def test_a_prompt_behind_stored_tokens_sees_them(window, stored):
     seen = (torch.arange(whole) <= last) & (torch.arange(whole) > first)
     exact = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ k
     torch.testing.assert_close(out, exact, rtol=0, atol=1e-5)
-
-
-def fake_flash(q, k, v, cache_seqlens, causal):
-    """FlashAttention's signature and shapes, [B, T, H, D], in plain torch; a query sees what stands before it and itself."""
-    assert causal
-    assert cache_seqlens.tolist() == [k.shape[1]] * len(q)
-    return torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True,
-        attn_mask=torch.ones(q.shape[1], k.shape[1]).bool().tril(k.shape[1] - q.shape[1]),
-    ).transpose(1, 2)  # fmt: skip
-
-
-class FakeFlashInfer:
-    """FlashInfer's decode over pages [pages, Hkv, 16, D], in plain torch."""
-
-    def __init__(self, _workspace, layout, **buffers):
-        assert layout == "HND"
-        assert buffers["use_cuda_graph"]
-        assert set(buffers) >= {"paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"}
-
-    def plan(self, indptr, indices, last, heads, kv_heads, dim, page_size, **_):
-        assert (last == page_size).all()
-        self.indptr, self.indices = indptr.tolist(), indices.long()
-
-    def run(self, q, paged):
-        outs = []
-        for row, begin, end in zip(q, self.indptr, self.indptr[1:], strict=False):
-            k, v = (x[self.indices[begin:end]].transpose(0, 1).flatten(1, 2)[None] for x in paged)
-            outs.append(torch.nn.functional.scaled_dot_product_attention(row[None, :, None], k, v, enable_gqa=True)[0, :, 0])
-        return torch.stack(outs)
-
-
-@pytest.mark.parametrize("new", [1, 8])
-def test_flash_attention_and_flash_infer_are_asked_as_their_signatures_want(new, monkeypatch):
-    """What is not installed, and what gives something else, says so in place of a time."""
-
-    def single(q, k, v, causal):
-        return fake_flash(q[None], k[None], v[None], torch.tensor([len(k)]), causal)[0]
-
-    modules = {
-        "flash_attn_interface": SimpleNamespace(flash_attn_with_kvcache=fake_flash),
-        "flashinfer": SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer, single_prefill_with_kv_cache=single),
-    }
-    monkeypatch.setattr(decode_peers, "find_spec", lambda name: name in modules)
-    monkeypatch.setattr(decode_peers, "import_module", lambda name: modules[name])
-    q, k, v = torch.randn(1, new, 4, 64), torch.randn(1, 2, 32, 64), torch.randn(1, 2, 32, 64)
-    exact = fake_flash(q, *(x.transpose(1, 2) for x in (k, v)), torch.tensor([32]), causal=True)
-    found = {peer.name: peer for peer in decode_peers.packages(q, k, v, exact, lambda _: 2)}
-    for name in ("flash-attention 3", "flashinfer"):
-        assert (found[name].note, found[name].kv_bytes) == ("", [4 * 2 * 64])
-        torch.testing.assert_close(found[name].run(1).view(exact.shape), exact)
-    assert (found["flash-attention 2"].run, found["flash-attention 2"].note) == (None, "flash_attn is not installed")
-    wrong = {peer.name: peer for peer in decode_peers.packages(q, k, v, -exact)}
-    assert "not attention" in wrong["flashinfer"].note
-    assert wrong["flashinfer"].run is None

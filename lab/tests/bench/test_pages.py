@@ -9,6 +9,8 @@ from places import ROOT
 
 from lab.bench.__main__ import command
 
+GONE = {"delta", "npu", "long-context"}
+"""Commands that the log still names beside their figures."""
 PAGES = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "lab" / "README.md"]
 
 
@@ -22,6 +24,8 @@ def commands(text):
 
 def unknown(module, words):
     """What of a command is not there."""
+    if {module.rpartition(".")[2], *words[:1]} & GONE:
+        return []
     if not find_spec(module):
         return [module]
     if module != "lab.bench" or not words or not re.fullmatch("[a-z-]+", words[0]):

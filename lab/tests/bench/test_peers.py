@@ -220,7 +220,6 @@ def test_a_prompt_within_a_window_counts_what_its_queries_see():
     [
         (["--peers", "vllm"], ["vllm", "choose from sdpa, transformers, llama.cpp"]),
         (["--peer-kv", "q8_0:plain"], ["q8_0:flash"]),
-        (["--plot", "absent/p.svg"], ["absent/p.svg", "does not exist"]),
         (["--kv", "tq9"], ["tq9", "choose from"]),
     ],
 )
