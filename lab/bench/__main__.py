@@ -22,7 +22,7 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from lab.bench import neighbours
-from lab.bench.decode_peers import HFCache
+from lab.bench.peers import HFCache
 from tq import options
 from tq.commands.bench import (
     DEFAULT_KINDS,
@@ -205,10 +205,6 @@ def weights(model: str, text_file: str, tokens: int, no_peers: bool, beside: tup
 @options.numbers("--prompt-tokens", "Of each prompt.", "128,1024,8192")
 @click.option(
     "--kv", default="bf16,tq4", metavar="LIST", show_default=True, help="Formats; the last is measured by the first."
-)
-@options.together(
-    options.calibration_option,
-    click.option("--kv-plan", "plans", type=Path, multiple=True, metavar="FILE", help="Also a plan."),
 )
 @click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers [default: 4].")
 @options.count("--output-tokens", "Of each answer.", 64)

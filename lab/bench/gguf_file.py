@@ -16,10 +16,9 @@ from torch import Tensor
 from haarkv.benchmarks.cases import heads
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import path_of
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import dense
-from lab.bench.decode_peers import unlike_plain
 
 _ARCHITECTURES = {"qwen3": "QWEN3"}
 """Families whose layer is one of llama.cpp's with the same order of RoPE's coordinates, by gguf's own name."""
@@ -30,6 +29,13 @@ def source_file(name: str) -> Path | None:
     """The GGUF file that a model is read from; None if it is read from something else."""
     path = path_of(name)
     return path if path is not None and path.is_file() else None
+
+
+def unlike_plain(config: ModelConfig) -> str | None:
+    """Why a model is none of equal plain layers with RoPE as it was trained, which peers are built of; None if it is one."""
+    if any(mixer.rope.scaling for mixer in config.attentions):
+        return "its RoPE is scaled"
+    return unknown_layer(config, knows=("head_norms",)) or ("its layers differ" if len(set(config.layers)) > 1 else None)
 
 
 def unsupported(config: ModelConfig) -> str | None:

@@ -2,34 +2,42 @@
 
     python -m lab.bench serve                                          # the 0.6B's shapes, 4 of 28 layers, random weights
     python -m lab.bench serve --model tiny --users 1,2 --prompt-tokens 128 --output-tokens 16 --memory 64
-    python -m lab.bench serve --kv bf16,tq4,k=lr4,v=tq3             # learned keys, of made-up coordinates
 
-One server for each storage, with the same flags and the same bytes for its KV cache; both are up and take turns round by
-round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. Cold rounds send prompts
-that the servers have not seen: time to the first token, and the rate of prompts and answers together. The rounds after them
-send the last prompts again, whose pages are found as long as the cache holds them: the rate of answers, and the time of a
-token, without the prefill of others in between. A ratio is the median over rounds of the quotients within a round.
+The model is a checkpoint as it is, or a Qwen3's true shapes with few of its layers and random weights. A storage is a format
+or a pair of them. One server for each storage, with the same flags and the same bytes for its KV cache; both are up and take
+turns round by round, so that what disturbs the machine disturbs them alike; who waits takes about 1 % of a core. Cold rounds
+send prompts that the servers have not seen: time to the first token, and the rate of prompts and answers together. The rounds
+after them send the last prompts again, whose pages are found as long as the cache holds them: the rate of answers, and the
+time of a token, without the prefill of others in between. A ratio is the median over rounds of the quotients within a round.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from haarkv.benchmarks.cases import heads
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
+from haarkv.engine.plans import shape_of
+from haarkv.models.catalog import TINY, path_of, read_config
+from haarkv.models.config import ModelConfig
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from lab.bench import serve_rounds
 from lab.bench.serve_process import Child, Client, Server, ending
 from lab.bench.serve_rounds import Case, Round, Rounds, Row
-from lab.bench.serve_setup import Served, model_folder, names_in, storages
 
 _COLUMNS = ("users", "prompt", "KV", "out tok/s", "low … high", "TPOT", "p99", "CPU", "found", "TTFT", "p99", "cold tok/s",
             "cold CPU", "fits", "preempted", "failed")  # fmt: skip
@@ -39,6 +47,7 @@ _LEGEND = (
 )
 _WORKER = "VLLM::Worker"
 _PATIENCE_S = 300.0  # that a server may take to start
+_WORDS = 4096  # of the tokenizer that random weights are served with; ids from there on mean nothing
 _WARM_UP = Case(users=2, prompt=128, output=4)
 
 
@@ -47,9 +56,7 @@ class Request:
     """What to measure.
 
     Attributes:
-        kvs: formats, of which `bf16` is vLLM's own, and after them `plans`, files of `tq plan`. The last of all over the
-            first is the ratio.
-        calibration: a file of `tq calibrate`; of a random model, coordinates are made up unless it is given.
+        kvs: formats, of which `bf16` is vLLM's own. The last over the first is the ratio.
         memory: MiB of KV cache of each server.
         cold, repeats: rounds of prompts that the servers have not seen, and rounds that send the last of them again.
     """
@@ -62,21 +69,75 @@ class Request:
     cold: int
     repeats: int
     seed: int
-    plans: Sequence[Path] = ()
-    calibration: Path | None = None
+
+
+def names_in(text: str) -> list[str]:
+    """Formats with commas between: `bf16,tq4,k=q8_0,v=tq3` names three. One that is none is refused."""
+    names = list(dict.fromkeys(part.strip() for part in re.split(r",(?!\s*v=)", text)))
+    for name in names:
+        formats.parse(name)
+    return names
 
 
 def request_of(
     *, model: str, layers: int | None, kv: str, users: Sequence[int], prompt_tokens: Sequence[int], output_tokens: int,
-    plans: Sequence[Path], **more: Any,
+    **more: Any,
 ) -> Request:  # fmt: skip
-    """A request; of a random model four layers unless told. A format that is none is refused, and two storages of one name."""
+    """A request; of a random model four layers unless told. What is no format, or a learned one, is refused."""
     kvs = names_in(kv)
-    if len({*kvs, *(plan.stem for plan in plans)}) < len(kvs) + len(plans):
-        raise InputError("two storages have the same name; rename a plan's file")
     cases = [Case(count, prompt, output_tokens) for prompt in dict.fromkeys(prompt_tokens) for count in dict.fromkeys(users)]
     layers = 4 if layers is None and model.startswith("random:") else layers
-    return Request(model, layers, kvs, cases, plans=plans, **more)
+    return Request(model, layers, kvs, cases, **more)
+
+
+class Served(NamedTuple):
+    """A model folder for vLLM, what it is for people, and the flags of vLLM that it needs."""
+
+    folder: Path
+    config: ModelConfig
+    said: str
+    flags: tuple[str, ...] = ()
+
+
+def model_folder(name: str, layers: int | None, scratch: Path) -> Served:
+    """A model by name as a folder; for `random:SIZE` one is made in `scratch`, a config of so many layers without weights.
+
+    Raises:
+        InputError: no such model, or layers that it does not have.
+    """
+    folder, config = path_of(name), read_config(name, layers)
+    if folder is not None:
+        return Served(folder.resolve(), config, f"{name}, {config.num_layers} layers")
+    whole = read_config(name)
+    if whole.model_type != "qwen3":
+        raise InputError(f"only a dense Qwen3 is served with random weights, {name} is a {whole.model_type}")
+    config = replace(config, vocab_size=scaled_vocabulary(whole.vocab_size, config.num_layers, whole.num_layers))
+    made = scratch / f"{name.replace(':', '-')}-{config.num_layers}-layers"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(hf_config(config)), encoding="utf-8")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TINY / file, made / file)
+    said = f"{name}, {config.num_layers} of {whole.num_layers} layers, {config.vocab_size:,} of {whole.vocab_size:,} words"
+    return Served(made, config, f"{said}, random weights", ("--load-format", "dummy"))
+
+
+def scaled_vocabulary(words: int, layers: int, of_layers: int) -> int:
+    """As many words as give the head the share of a step that it has in the whole model; a multiple of 128."""
+    return max(_WORDS, -(-words * layers // (of_layers * 128)) * 128)
+
+
+def hf_config(config: ModelConfig) -> dict[str, object]:
+    """Shapes as the `config.json` of a dense Qwen3 says them."""
+    shape = heads(config)
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
+        "hidden_size": config.hidden_size, "intermediate_size": config.common.mlp.width,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": shape.q, "num_key_value_heads": shape.kv,
+        "head_dim": shape.dim, "vocab_size": config.vocab_size,
+        "rope_theta": config.common.attention.rope.theta, "rms_norm_eps": config.final_norm.eps, "hidden_act": "silu",
+        "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": False, "use_sliding_window": False, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
 
 
 def server_flags(request: Request, served: Served) -> list[str]:
@@ -147,11 +208,12 @@ def measure(request: Request, on_turn: OnTurn = lambda _: None) -> Report:
     with _stoppable(), tempfile.TemporaryDirectory() as folder, ending(children):
         scratch = Path(folder)
         served = model_folder(request.model, request.layers, scratch)
-        flags, random = server_flags(request, served), request.model.startswith("random:")
-        kvs = storages(request.kvs, request.plans, request.calibration, served.config, scratch, random=random)
+        flags, shape = server_flags(request, served), shape_of(served.config)
+        for kv in request.kvs:
+            KVSpec(kv).plan(served.config.num_layers, shape)  # refused before a server starts
         servers = []
-        for number, kv in enumerate(kvs):
-            servers.append(Server(served.folder, kv.name, [*kv.flags, *flags], scratch / f"{number}.log"))
+        for number, kv in enumerate(request.kvs):
+            servers.append(Server(served.folder, kv, ["--kv", kv, *flags], scratch / f"{number}.log"))
             children.append(servers[-1])
         for server in servers:
             server.wait(_PATIENCE_S)

@@ -1,19 +1,64 @@
-"""Which part executes which opcode."""
+"""Which part executes which opcode; what needs no part of its own: moves, fences, traps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from lab.ptx import access, copies, floats, integers, matrix, moves, warpgroup, warps
+import numpy as np
+
+from lab.ptx import access, copies, floats, integers, matrix, warpgroup, warps
 from lab.ptx.memory import Fault
-from lab.ptx.state import Lanes, Run
-from lab.ptx.syntax import Instruction, Unknown
+from lab.ptx.state import UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.syntax import Instruction, Register, Unknown, Vector
 
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
 """What the run itself executes."""
 _FLOATS = ("ex2", "sqrt", "rsqrt", "fma", "abs")
 _EITHER = ("add", "sub", "mul", "div", "min", "max", "neg")
 _INTEGERS = ("mad", "rem", "and", "or", "xor", "not", "shl", "shr", "prmt", "bfe", "bfi", "popc", "brev", "bfind")
+
+
+def _parts(vector: Vector) -> list[int]:
+    bits = [item.bits for item in vector.items if isinstance(item, Register)]
+    if not bits or len(set(bits)) != 1:
+        raise Unknown(f"{vector} in a move")
+    return bits
+
+
+def _move(ins: Instruction) -> Run:
+    """`mov` of a value, of the address of an array, and of one register into several or back."""
+    kind = ins.modifiers[-1]
+    to, of = ins.operands
+    if isinstance(of, Vector):
+        each = _parts(of)[0]
+        place, reads = destination(to, each * len(of.items)), [reader(item, f"b{each}") for item in of.items]
+
+        def pack(s: Lanes) -> None:
+            values = np.stack([np.broadcast_to(read(s), s.count) for read in reads], -1)
+            s.write(place, values.view(UNSIGNED[each * len(reads)])[:, 0])
+
+        return pack
+    if isinstance(to, Vector):
+        each, places = _parts(to)[0], [destination(item) for item in to.items]
+        read = reader(of, f"b{each * len(places)}")
+
+        def unpack(s: Lanes) -> None:
+            values = np.broadcast_to(read(s), s.count).copy().view(UNSIGNED[each]).reshape(s.count, -1)
+            for place, value in zip(places, values.T, strict=True):
+                if place is not None:
+                    s.write(place, np.ascontiguousarray(value))
+
+        return unpack
+    place, read = destination(to, bits_of(kind)), reader(of, kind)
+    return lambda s: s.write(place, read(s))
+
+
+def _to_address(ins: Instruction) -> Run:
+    """`cvta.to.global`: an address in global memory is the generic one."""
+    if ins.modifiers != ("to", "global", "u64"):
+        raise Unknown(ins.name)
+    place, read = destination(ins.operands[0], 64), reader(ins.operands[1], "u64")
+    return lambda s: s.write(place, read(s))
 
 
 def _fence(ins: Instruction) -> Run:
@@ -33,11 +78,6 @@ def _fence(ins: Instruction) -> Run:
     return run
 
 
-def _prefetch(ins: Instruction) -> Run:
-    """It changes no value."""
-    return lambda s: None
-
-
 def _trap(ins: Instruction) -> Run:
     def run(s: Lanes) -> None:
         if len(s.lanes):
@@ -49,13 +89,13 @@ def _trap(ins: Instruction) -> Run:
 _BUILDERS: dict[str, Callable[[Instruction], Run]] = {
     **dict.fromkeys(_FLOATS, floats.build),
     **dict.fromkeys(_INTEGERS, integers.build),
-    "setp": integers.set_predicate, "selp": integers.select, "mov": moves.move, "cvta": moves.to_address,
+    "setp": integers.set_predicate, "selp": integers.select, "mov": _move, "cvta": _to_address,
     "cvt": floats.convert, "ld": access.load, "st": access.store,
     "cp": copies.copy_async, "atom": copies.atomic,
     "mma": matrix.multiply, "ldmatrix": matrix.load_matrix, "stmatrix": matrix.store_matrix, "movmatrix": matrix.move_matrix,
     "wgmma": warpgroup.warpgroup, "shfl": warps.shuffle, "redux": warps.reduce, "vote": warps.vote,
     "fence": _fence, "membar": _fence, "trap": _trap,
-    "prefetch": _prefetch,
+    "prefetch": lambda ins: lambda s: None,
 }  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""Runs a launch: some of its programs together, then the next."""
+"""Runs a launch: some of its programs together, all their threads as vectors, by the smallest line first; then the next.
+
+Threads that part at a branch run on in groups; the group that is furthest behind in the text runs next, and groups that meet
+become one. A barrier holds a program's threads until all that have not returned are there.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lab.ptx.memory import Memory
-from lab.ptx.program import compiled, layout_of
-from lab.ptx.races import History
-from lab.ptx.syntax import Unknown
-from lab.ptx.together import LaunchFault, Together
+from lab.ptx.copies import Copies
+from lab.ptx.memory import Fault, Memory
+from lab.ptx.program import BARRIER, BRANCH, EXIT, PLAIN, WARP_BARRIER, Layout, Program, compiled, layout_of
+from lab.ptx.races import History, Races
+from lab.ptx.state import Lanes, fresh, specials
+from lab.ptx.syntax import Instruction, Unknown
+from lab.ptx.warpgroup import Products
 
-__all__ = ["LaunchFault", "execute"]
 _TOGETHER = 4096
 """Threads that run together unless said otherwise."""
+
+
+class LaunchFault(Exception):
+    """A launch did what it must not; the message says which kernel, line of PTX, program and thread."""
 
 
 def execute(
@@ -65,3 +74,164 @@ def execute(
         for begin in range(0, len(numbers), size):
             some = np.array(numbers[begin : begin + size])
             Together(program, layout, whole_grid, whole_block, memory, some, history, watched, most_steps).run()
+
+
+class Together:
+    """Some programs of a launch, run together."""
+
+    def __init__(
+        self, program: Program, layout: Layout, grid: tuple[int, int, int], block: tuple[int, int, int], memory: Memory,
+        numbers: np.ndarray, history: History, watched: int, most_steps: int,
+    ) -> None:  # fmt: skip
+        threads, self.steps, self.name = block[0] * block[1] * block[2], program.steps, program.entry.name
+        count, stride = threads * len(numbers), layout.shared_end + -layout.shared_end % 1024
+        checked = np.zeros(len(numbers), np.bool_)
+        checked[np.linspace(0, len(numbers) - 1, min(watched, len(numbers))).astype(np.int64)] = True
+        self.numbers, self.most_steps, self.history, self.barriers = numbers, most_steps, history, program.barriers
+        races = Races(history, checked, numbers * threads, threads, stride * len(numbers))
+        self.s = Lanes(
+            count, threads, len(numbers), memory, fresh(program.entry, count), specials(block, grid, numbers), layout.symbols,
+            layout.params, np.full(stride * len(numbers), 0xFF, np.uint8), stride, layout.shared_end,
+            np.ones(count, np.bool_), races=races, copies=Copies(count), products=Products(count), clock=history.clock,
+        )  # fmt: skip
+        self.waiting: dict[int, np.ndarray] = {}
+        self.parked = np.full(count, -1)  # the line of the barrier at which a thread waits
+        self.any_parked = False
+
+    # -- Groups ---------------------------------------------------------------------------------------------------------
+    def push(self, pc: int, mask: np.ndarray) -> None:
+        if mask.any():
+            self.waiting[pc] = self.waiting[pc] | mask if pc in self.waiting else mask
+
+    def run(self) -> None:
+        s, start = self.s, self.s.clock
+        self.push(0, s.live.copy())
+        while self.waiting:
+            pc = min(self.waiting)
+            mask = self.waiting.pop(pc)
+            limit = min(self.waiting, default=len(self.steps))
+            alone = not self.waiting and not self.any_parked
+            s.activate(None if alone else mask)
+            pc = self.straight(pc, mask, limit, alone)
+            if s.clock - start > self.most_steps:
+                raise LaunchFault(f"{self.name} does not end: {self.most_steps} instructions")
+            if pc >= 0:
+                self.push(pc, mask & s.live)
+        if self.any_parked:
+            lane = int(np.argmax(self.parked >= 0))
+            self.fail(self.steps[self.parked[lane]].ins, Fault("waits at a barrier that others never reach", lane))
+        self.history.clock = s.clock + 1
+
+    def straight(self, pc: int, mask: np.ndarray, limit: int, alone: bool) -> int:
+        """Run a group until it reaches another one, parts, or ends; the line where it goes on, or -1."""
+        s, steps, regs = self.s, self.steps, self.s.regs
+        end = s.clock + 100_000
+        while pc < limit and s.clock < end:
+            if pc >= len(steps):
+                self.fail(steps[-1].ins, Fault("runs past the end", int(np.argmax(mask))))
+            step = steps[pc]
+            s.clock += 1
+            guard = step.ins.guard
+            try:
+                if step.kind == PLAIN:
+                    if guard is None:
+                        step.run(s)
+                    else:
+                        taken = (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
+                        if taken.any():
+                            s.activate(taken)
+                            step.run(s)
+                            s.activate(None if alone else mask)
+                    pc += 1
+                    continue
+                taken = mask if guard is None else (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
+                if step.kind == BRANCH:
+                    if not taken.any():
+                        pc += 1
+                    elif taken is mask or (taken == mask).all():
+                        pc = step.target
+                    else:
+                        self.push(step.target, taken)
+                        self.push(pc + 1, mask & ~taken)
+                        return -1
+                elif step.kind == BARRIER and alone and guard is None and step.expected is None:
+                    s.races.met[mask] = s.races.warp_met[mask] = s.clock
+                    pc += 1
+                elif step.kind == WARP_BARRIER:
+                    s.races.warp_met[taken] = s.clock
+                    pc += 1
+                elif step.kind == EXIT:
+                    s.live &= ~taken
+                    self.release()
+                    if not (rest := mask & ~taken).any():
+                        return -1
+                    self.push(pc + 1, rest)
+                    return -1
+                else:
+                    self.arrive(pc, taken)
+                    self.push(pc + 1, mask & ~taken)
+                    return -1
+            except Fault as fault:
+                self.fail(step.ins, fault)
+        if pc >= len(steps) and limit >= len(steps):
+            self.fail(steps[-1].ins, Fault("runs past the end", int(np.argmax(mask))))
+        return pc
+
+    # -- Barriers -------------------------------------------------------------------------------------------------------
+    def arrive(self, pc: int, mask: np.ndarray) -> None:
+        self.parked[mask] = pc
+        self.any_parked = True
+        self.release()
+
+    def release(self) -> None:
+        """Let go on those barriers at which everybody has arrived."""
+        if not self.any_parked:
+            return
+        s = self.s
+        for number in {self.steps[pc].barrier for pc in np.unique(self.parked[self.parked >= 0]).tolist()}:
+            here = (self.parked >= 0) & (self.number_at() == number)
+            by_program = here.reshape(s.programs, s.block)
+            complete = by_program.sum(1) >= self.expected(here)
+            complete &= by_program.any(1)
+            free = here & np.repeat(complete, s.block)
+            if free.any():
+                self.require_same(free)
+                s.races.met[free] = s.races.warp_met[free] = s.clock
+                lines = self.parked[free]
+                self.parked[free] = -1
+                for pc in np.unique(lines).tolist():
+                    mask = np.zeros(s.count, np.bool_)
+                    mask[np.flatnonzero(free)[lines == pc]] = True
+                    self.push(pc + 1, mask & s.live)
+        self.any_parked = bool((self.parked >= 0).any())
+
+    def number_at(self) -> np.ndarray:
+        """[count], the number of the barrier at which each thread waits."""
+        return self.barriers[np.maximum(self.parked, 0)]
+
+    def expected(self, here: np.ndarray) -> np.ndarray:
+        """[programs], how many threads a barrier waits for."""
+        s = self.s
+        everyone = s.live.reshape(s.programs, s.block).sum(1)
+        first = np.argmax(here.reshape(s.programs, s.block), 1) + np.arange(s.programs) * s.block
+        for program, lane in enumerate(first.tolist()):
+            read = self.steps[self.parked[lane]].expected if here[lane] else None
+            if read is not None:
+                everyone[program] = np.broadcast_to(read(s), s.count)[lane]
+        return everyone
+
+    def require_same(self, free: np.ndarray) -> None:
+        """A warp arrives at one barrier as a whole."""
+        lines = np.where(free & self.s.live, self.parked, -1).reshape(-1, 32)
+        most = lines.max(1, keepdims=True)
+        apart = ((lines != most) & self.s.live.reshape(-1, 32) & (most >= 0)).reshape(-1)
+        if apart.any():
+            lane = int(np.argmax(apart))
+            line = self.parked[lane] if self.parked[lane] >= 0 else int(most[lane // 32, 0])
+            self.fail(self.steps[line].ins, Fault("the threads of a warp arrive at different barriers", lane))
+
+    def fail(self, ins: Instruction, fault: Fault) -> None:
+        where = f"{self.name}, line {ins.line} ({ins.name}{', .loc ' * bool(ins.source)}{ins.source})"
+        if fault.lane is not None:
+            where += f", program {self.numbers[fault.lane // self.s.block]}, thread {fault.lane % self.s.block}"
+        raise LaunchFault(f"{where}: {fault.what}") from None

@@ -30,7 +30,7 @@ from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from lab.bench import decode_peers, peers
+from lab.bench import peers
 
 _SLOTS_LEFT = 4
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,11 +62,11 @@ def sdpa(kind: str, asked: Asked) -> Iterator[Variant]:
 
 def _fastest_sdpa(config: ModelConfig, k: Tensor, v: Tensor) -> tuple[Attend, str]:
     """How torch attends fastest to K and V of this shape, and its name."""
-    peers = decode_peers.attention(random_queries(config, len(k), k.device), k, v)
-    forms = {peer.name: peer.run for peer in peers if peer.run and peer.name.startswith("sdpa bf16")}
+    every = peers.forms(random_queries(config, len(k), k.device), k, v)
+    forms = {peer.name: peer.run for peer in every if peer.run and peer.name.startswith("sdpa bf16")}
     taken = take_turns(forms, k.device, repeats=2, counted=5, capture=True)
     best = min(taken, key=lambda name: taken[name].ms)
-    backend = next(way for word, way in decode_peers.sdpa_backends(k.device).items() if best.endswith(word))
+    backend = next(way for word, way in peers.sdpa_backends(k.device).items() if best.endswith(word))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         gqa = " gqa" in best

@@ -21,7 +21,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.rope import LinearScaling
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from lab.bench import decode_peers, gguf_file, llama_process, neighbours, prefill
+from lab.bench import gguf_file, llama_process, neighbours, peers, prefill
 from lab.bench.peers import Peers
 
 MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
@@ -29,14 +29,14 @@ MACHINE = Machine(copy_gbps=10, fp32_gflops=50, bf16_gflops=100)
 
 def test_torch_gets_the_same_attention_in_every_form():
     q, k, v = torch.randn(2, 10, 64), *(torch.randn(2, 2, 33, 64).bfloat16() for _ in "kv")
-    peers = {peer.name: peer for peer in decode_peers.attention(q, k, v, lambda _: 2)}
-    assert set(peers) == {"sdpa bf16 rows", "sdpa bf16 gqa", "sdpa fp32 rows", "torch bf16 products"}
+    every = {peer.name: peer for peer in peers.forms(q, k, v, lambda _: 2)}
+    assert set(every) == {"sdpa bf16 rows", "sdpa bf16 gqa", "sdpa fp32 rows", "torch bf16 products"}
     scores = torch.einsum("bgrd,bgsd->bgrs", q.bfloat16().double().view(2, 2, 5, 64), k.double()) / 8
     expected = (scores.softmax(-1) @ v.double()).view(2, 10, 64)
-    for peer in peers.values():
+    for peer in every.values():
         for number in range(2):
             torch.testing.assert_close(peer.run(number).view(2, 10, 64).double(), expected, rtol=0, atol=2e-2)
-    rows, whole = peers["sdpa bf16 rows"].run(0).view(2, 10, 64), peers["sdpa bf16 gqa"].run(0).view(2, 10, 64)
+    rows, whole = every["sdpa bf16 rows"].run(0).view(2, 10, 64), every["sdpa bf16 gqa"].run(0).view(2, 10, 64)
     torch.testing.assert_close(rows.float(), whole.float(), rtol=0, atol=2e-2)
 
 
@@ -50,11 +50,11 @@ def test_transformers_steps_continue_the_same_cache(kind):
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
     cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
     ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
-    own = decode_peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
-    peers = {peer.name: peer for peer in decode_peers.transformers_steps(model, 2, k, v, [own])}
-    assert peers["hf DynamicCache bf16"].run(0) == peers["hf TQCache fp32"].run(0) == ours
+    own = peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
+    every = {peer.name: peer for peer in peers.transformers_steps(model, 2, k, v, [own])}
+    assert every["hf DynamicCache bf16"].run(0) == every["hf TQCache fp32"].run(0) == ours
     for name in ("hf quanto 4-bit", "hf hqq 4-bit"):
-        assert peers[name].run is not None or peers[name].note
+        assert every[name].run is not None or every[name].note
 
 
 def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
@@ -108,15 +108,13 @@ def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, waited, sai
 
 
 def test_peers_of_plain_layers_say_why_a_model_is_none():
-    assert decode_peers.unlike_plain(SMALL) is None
-    assert (
-        decode_peers.unlike_plain(windowed(24, 24, 24)) == "layer 0 of this qwen3 model is another than it knows: window is 24"
-    )
+    assert gguf_file.unlike_plain(SMALL) is None
+    assert gguf_file.unlike_plain(windowed(24, 24, 24)) == "layer 0 of this qwen3 model is another than it knows: window is 24"
     far = resized(SMALL, rope_scaling=LinearScaling(2.0))
     uneven = replace(SMALL, layers=(*SMALL.layers[1:], *resized(SMALL, rope_theta=1e6).layers[1:]))
     for config, why in ((far, "its RoPE is scaled"), (uneven, "its layers differ")):
-        assert decode_peers.unlike_plain(config) == why
-        assert why in decode_peers.transformers_missing(config)
+        assert gguf_file.unlike_plain(config) == why
+        assert why in peers.transformers_missing(config)
         assert why in gguf_file.unsupported(config)
 
 
@@ -155,7 +153,7 @@ def outputs(monkeypatch):
 def test_transformers_prompt_is_ours():
     pytest.importorskip("transformers")
     model, prompts = small_model(), runs.random_prompts(SMALL, Case(2, 16))
-    theirs = decode_peers.transformers_prompt(model, prompts)
+    theirs = peers.transformers_prompt(model, prompts)
     cache, paging = cases.new_cache(KVSpec("fp32").plan(SMALL.num_layers), SMALL, 16, 2)
     ours = prefill_in_chunks(ReferenceExecutor(model), prompts, [paging.add() for _ in prompts], paging, cache)
     assert theirs.run(0) == ours.argmax(-1).tolist()
@@ -164,7 +162,7 @@ def test_transformers_prompt_is_ours():
 
 
 def test_without_transformers_its_rows_say_so(run, monkeypatch):
-    monkeypatch.setattr(decode_peers, "find_spec", lambda _: None)
+    monkeypatch.setattr(peers, "find_spec", lambda _: None)
     code, out, _ = run("decode", "--only", "prompt", "--peers", "transformers", "--kv", "tq4", "--json")
     rows = {r["who"]: r for r in json.loads(out)["rows"]}
     assert code == 0

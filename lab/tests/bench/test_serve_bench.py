@@ -10,17 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import TINY, read_config
 from haarkv.models.hf_config import read_hf_config
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.plan import KVSpec
 from lab.bench import serve
 from lab.bench.__main__ import main
 from lab.bench.serve_process import Child, Server, ending, last_reason, parse_metrics
 from lab.bench.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
-from lab.bench.serve_setup import model_folder, names_in, storages
 
 CASE = Case(users=3, prompt=128, output=5)
 METRICS = """# HELP vllm:num_preemptions_total Times.
@@ -65,15 +61,15 @@ def test_the_client_sends_all_at_once_and_takes_whole_answers(tmp_path):
 
 
 def asked(**changed):
-    given = {"model": "random:0.6b", "layers": None, "kv": "bf16,tq4", "users": (1,), "prompt_tokens": (128,), "plans": (),
+    given = {"model": "random:0.6b", "layers": None, "kv": "bf16,tq4", "users": (1,), "prompt_tokens": (128,),
              "output_tokens": 64, "memory": 64, "cold": 1, "repeats": 1, "seed": 0}  # fmt: skip
     return serve.request_of(**(given | changed))
 
 
 def test_arguments_become_cases_prompts_outside_users_inside():
-    request = asked(users=(1, 8, 1), prompt_tokens=(16, 32), kv="bf16,tq4,bf16")
+    request = asked(users=(1, 8, 1), prompt_tokens=(16, 32), kv="bf16,k=q8_0,v=tq3,bf16")
     assert [(c.users, c.prompt) for c in request.cases] == [(1, 16), (8, 16), (1, 32), (8, 32)]
-    assert (request.kvs, request.layers) == (["bf16", "tq4"], 4)
+    assert (request.kvs, request.layers) == (["bf16", "k=q8_0,v=tq3"], 4)
     assert asked(model="tiny").layers is None
 
 
@@ -83,8 +79,7 @@ def test_arguments_become_cases_prompts_outside_users_inside():
         (["--users", "1,x"], "'1,x'"),
         (["--users", "0"], "'0'"),
         (["--kv", "bf16,q9_0"], "q9_0"),
-        (["--kv", "bf16,k=lr4,v=q9_0"], "q9_0"),
-        (["--kv-plan", "a/plan.json", "--kv-plan", "b/plan.json"], "the same name"),
+        (["--kv", "bf16,k=lr4,v=tq4"], "lr4"),
         (["--repeats", "0"], "--repeats"),
         ([], "vLLM is not installed in this Python; `python -m haarkv.serving.vllm_plugin.install`"),
     ],
@@ -98,7 +93,7 @@ def test_what_cannot_be_measured_is_one_line(argv, word, capsys, monkeypatch):
 
 
 def test_all_servers_get_the_same_flags_and_room_for_whole_pages(tmp_path):
-    served = model_folder("tiny", None, tmp_path)
+    served = serve.model_folder("tiny", None, tmp_path)
     flags = serve.server_flags(asked(model="tiny"), served)
     given = dict(pairwise(flags))
     assert (given["--max-model-len"], given["--kv-cache-memory-bytes"]) == ("256", str(64 * 2**20))
@@ -108,7 +103,7 @@ def test_all_servers_get_the_same_flags_and_room_for_whole_pages(tmp_path):
 
 
 def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
-    served = model_folder("random:0.6b", 4, tmp_path)
+    served = serve.model_folder("random:0.6b", 4, tmp_path)
     read, whole = read_hf_config(served.folder / "config.json"), read_config("random:0.6b")
     assert read.layers == whole.with_layers(4).layers
     assert read.hidden_size == whole.hidden_size
@@ -118,24 +113,6 @@ def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
     assert "random weights" in served.said
     assert {"tokenizer.json", "tokenizer_config.json"} <= {f.name for f in served.folder.iterdir()}
     assert served.flags == ("--load-format", "dummy")
-
-
-def test_storages_are_formats_pairs_of_them_learned_ones_and_plans(tmp_path):
-    config = read_config("random:0.6b", 2)
-    names = names_in("bf16,k=lr4,v=tq3, k=q8_0,v=tq3,tq4,bf16")
-    assert names == ["bf16", "k=lr4,v=tq3", "k=q8_0,v=tq3", "tq4"]
-    plan = tmp_path / "mine.json"
-    plan.write_text(plan_file.dumps(KVSpec("tq3", skip_layers=(1,)).plan(2), shape_of(config)))
-    found = storages(names, [plan], None, config, tmp_path, random=True)
-    assert [of.name for of in found] == [*names, "mine"]
-    learned = str(tmp_path / "made-up.safetensors")
-    assert found[1].flags == ("--kv", "k=lr4,v=tq3", "--calibration", learned)
-    assert found[2].flags == ("--kv", "k=q8_0,v=tq3")
-    assert found[4].flags == ("--kv-plan", str(plan))
-    with pytest.raises(InputError, match="k=lr4,v=tq3 needs coordinates of this model; give --calibration FILE"):
-        storages(names, [], None, config, tmp_path, random=False)
-    with pytest.raises(InputError, match="made for another model"):
-        storages(["tq4"], [plan], None, read_config("random:4b", 2), tmp_path, random=True)
 
 
 # -- How it is read ----------------------------------------------------------------------------------------------------

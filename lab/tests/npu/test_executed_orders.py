@@ -1,10 +1,14 @@
-"""A layer executed in many of the orders that PyPTO's tables allow: all give the same, but without the barrier not."""
+"""A layer executed in many of the orders that PyPTO's tables allow, and without each of its kernel functions.
+
+All orders give the same, but without the barrier not.
+"""
 
 import random
 from collections import Counter
 
 import pytest
 import torch
+from executed_leaves import functions, without, wrong_stores
 from npu_layers import LAYER, layer_call, worst_token
 from planted_programs import unordered
 from small_models import SMALL, resized, small_model
@@ -21,6 +25,12 @@ ORDERS = 200
 FEW = 20
 
 
+def small():
+    """A layer that is quick to run many times."""
+    config = resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
+    return small_model(config, dtype=torch.bfloat16)
+
+
 CACHES = {"packed": KVSpec("tq4"), "with a ring and sinks": KVSpec("tq4", tail=8, sink=3)}
 
 
@@ -28,9 +38,7 @@ CACHES = {"packed": KVSpec("tq4"), "with a ring and sinks": KVSpec("tq4", tail=8
 def call(request):
     """Three sequences, one of them with a second step of keys: a small layer and short steps, quick to run many times."""
     spec = CACHES[request.param]
-    model = small_model(
-        resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1), dtype=torch.bfloat16
-    )
+    model = small()
     plan = spec.plan(model.config.num_layers)
     sides, kept = sides_of(plan, LAYER), kept_shape(plan, LAYER)
     program = programs.decode_program(model.config, *sides, kept, step_tokens=128)
@@ -66,3 +74,32 @@ def test_without_the_barrier_orders_differ(call, toolchain):
     differing = run_orders(unordered(program), case, toolchain, FEW)
     print(f"\nwithout the barrier, of {FEW} orders: {dict(differing)}")
     assert set(differing) == {"out"}
+
+
+# -- Left out: each must be missed; what only declares does not count -------------------------------------------------------
+def test_every_function_of_the_store_is_missed(stored):
+    emission, machine, goldens = stored
+    found = functions(emission)
+    assert len(found) >= 6
+    assert machine.executed().keys() >= found.keys()
+    for symbol, leaves in found.items():
+        wrong = wrong_stores(emission, without(machine, leaves), goldens)
+        assert any(wrong.values()), f"{symbol} could be left out"
+
+
+def test_every_function_of_a_decode_layer_is_missed(simulator, toolchain):
+    """In the cache, in the hidden state, or in its padding, where nothing but finite numbers is asked for."""
+    model = small()
+    program = programs.decode_program(model.config, step_tokens=128)
+    arguments, goldens, out, tiling, _ = layer_call(program, [1, 1, 1], [130, 60, 5], model=model)
+    emission = emit(simulator, program, arguments)
+    machine = emission.machine(toolchain)
+    whole, executed = machine.run()[out], machine.executed()
+    assert whole.isfinite().all()
+    found = {symbol: leaves for symbol, leaves in functions(emission).items() if executed[symbol]}
+    assert len(found) >= 35
+    for symbol, leaves in found.items():
+        after = without(machine, leaves)
+        stored = all(torch.equal(after[index], golden) for index, golden in goldens.items())
+        same = torch.equal(after[out][tiling.row], whole[tiling.row]) and bool(after[out].isfinite().all())
+        assert not (stored and same), f"{symbol} of {leaves[0].scope} could be left out"

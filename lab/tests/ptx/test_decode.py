@@ -1,14 +1,20 @@
-"""Decode attention in CUDA C++, its PTX executed thread by thread, beside the reference."""
+"""Decode attention in CUDA C++, compiled by NVRTC, its PTX executed thread by thread, beside the reference."""
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from unittest.mock import patch
 
 import bounds
 import pytest
 import torch
 from op_tables import LAYER, Case, filled, relative
+from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -20,11 +26,46 @@ from haarkv.tq_ops.cuda import decode, nvrtc, ops
 from haarkv.tq_ops.cuda.arguments import kept_in
 from haarkv.tq_ops.cuda.in_bf16 import attend_kept
 from haarkv.tq_ops.cuda.layout import layout_of
-from lab.ptx import LaunchFault, far
-from lab.ptx.decode import executed, ptx_of
+from lab.ptx import LaunchFault, Memory, execute, far
+from lab.ptx.tensors import fresh_memory_is_poison, place
 
 if reason := nvrtc.missing():
     pytest.skip(reason, allow_module_level=True)
+
+
+@cache
+def ptx_of(shape: decode.Shape) -> str:
+    """The kernel's PTX."""
+    return decode.compiled("compute_90", *shape).decode().rstrip("\0")
+
+
+class Executed:
+    """A kernel that runs in memory which it was shown."""
+
+    def __init__(self, text: str, shared_bytes: int, memory: Memory, order: str) -> None:
+        self._text, self._shared_bytes, self._memory, self._order = text, shared_bytes, memory, order
+
+    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure) -> None:
+        execute(
+            self._text, "decode", grid, (threads,), [bytes(arguments)], self._memory, self._shared_bytes, order=self._order
+        )
+
+
+@contextmanager
+def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iterator[list[str]]:
+    """`decode.attend` on CPU tensors meanwhile; `edit` changes the PTX before it runs. Names what is launched."""
+    memory, kept, launched = Memory(), [], []
+
+    def address(tensor: Tensor) -> int:
+        kept.append(tensor)
+        return place(memory, f"tensor {len(kept)} {tuple(tensor.shape)}", tensor)
+
+    def kernel(shape: decode.Shape, device: torch.device) -> Executed:
+        launched.append("decode")
+        return Executed(edit(ptx_of(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
+
+    with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
+        yield launched
 
 
 def attend_in(made, batch, case: Case, *, reference_too: bool = True, **how):
