@@ -1,1 +1,1 @@
-"""Emitted C++ of the NPU programs: read as text, executed on a CPU, and its instructions counted."""
+"""Emitted C++ of the NPU programs: read as text, and executed on a CPU."""

@@ -13,7 +13,6 @@ from haarkv.tq_ops.npu.sim.simulator import Mode, Request, Simulator
 from lab.npu.aicore.build import compile_leaves
 from lab.npu.aicore.leaf import Leaf, read_leaves
 from lab.npu.aicore.machine import Machine
-from lab.npu.aicore.order import TaskOrder, read_order
 from lab.npu.aicore.schedule import Schedule, read_schedule
 from lab.npu.aicore.toolchain import Toolchain
 
@@ -45,10 +44,10 @@ class Recorder(Simulator):
 
     worker = "lab.npu.aicore.record"
 
-    def schedule(self, program: Program, arguments: Sequence[Tensor]) -> tuple[list[TaskOrder], Schedule]:
-        """PyPTO's table of the tasks of a call, and the record of its scheduler."""
+    def schedule(self, program: Program, arguments: Sequence[Tensor]) -> Schedule:
+        """The record of PyPTO's scheduler of a call."""
         self.run(program, arguments, Mode.COST)
-        return read_order(self._answer["topology"], self._answer["control_flow"]), read_schedule(self._answer["schedule"])
+        return read_schedule(self._answer["schedule"])
 
     def _call(self, request: Request) -> dict[str, Any]:
         self._answer = super()._call(request)
@@ -63,4 +62,4 @@ def emit(simulator: Recorder, program: Program, arguments: Sequence[Tensor]) -> 
         InputError: what it gave is not what PyPTO 0.2.0 gives.
     """
     leaves = read_leaves(simulator.run(program, arguments, Mode.COMPILE).sources)
-    return Emission(program, tuple(leaves), simulator.schedule(program, arguments)[1], tuple(arguments))
+    return Emission(program, tuple(leaves), simulator.schedule(program, arguments), tuple(arguments))

@@ -1,6 +1,6 @@
 """A worker of the simulator that keeps what PyPTO's scheduler logs: the only place where tasks' attributes can be seen.
 
-A run for its cost then brings the record of every task that the scheduler starts, and the tables of what waits for what.
+A run for its cost then brings the record of every task that the scheduler starts, and of what it waits for.
 """
 
 from __future__ import annotations
@@ -59,12 +59,8 @@ def _library() -> Path:
 
 
 def serve(connection: Any) -> None:
-    """As the worker that it is made of; an answer to COST has PyPTO's `topology`, `control_flow` and `schedule`."""
-    options, kernel, collect = worker._options, worker._kernel, worker._collect
-
-    def with_tables(mode: Mode) -> dict[str, dict[str, Any]]:
-        # Without it the tables of what waits for what are not written; the cycles are the same.
-        return options(mode) | ({"debug_options": {"runtime_debug_mode": 1}} if mode is Mode.COST else {})
+    """As the worker that it is made of; an answer to COST has what the scheduler logged, as `schedule`."""
+    kernel, collect = worker._kernel, worker._collect
 
     def with_record(program: Any, mode: Mode) -> Kernel:
         plain = kernel(program, mode)
@@ -77,13 +73,11 @@ def serve(connection: Any) -> None:
 
         return call
 
-    def and_tables(folder: Path, request: Any, tensors: Any, result: dict[str, Any]) -> None:
+    def and_record(folder: Path, request: Any, tensors: Any, result: dict[str, Any]) -> None:
         collect(folder, request, tensors, result)
-        if (table := folder / "dyn_topo.txt").exists():
-            flow = sorted(folder.glob("kernel_aicpu/controlFlow_*.cpp"))
-            for name, files in (("topology", [table]), ("control_flow", flow), ("schedule", [Path("schedule.log")])):
-                result[name] = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        if request.mode is Mode.COST:
+            result["schedule"] = Path("schedule.log").read_text(encoding="utf-8", errors="replace")
 
-    worker._options, worker._collect = with_tables, and_tables
+    worker._collect = and_record
     worker._kernel = with_record  # type: ignore[assignment]  # each call has a record of its own
     worker.serve(connection)

@@ -1,11 +1,16 @@
-"""What PyPTO's scheduler would start on a device: tasks with their attributes, their order, and where tensors lie."""
+"""What PyPTO's scheduler would start on a device: tasks with their attributes, their order, and where tensors lie.
+
+A program's control flow launches roots, one for each pass through a loop's body; a root consists of tasks, each of which calls
+a kernel function. Roots are launched in steps: a step begins when the one before it has ended, and within a step nothing but
+the edges holds a task back.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from haarkv.tq_ops.errors import InputError
 
@@ -20,7 +25,7 @@ _ADDRESS = re.compile(r"([0-9a-f]+)\(location:")
 _SPILL = re.compile(r"#gmStackBase: ([0-9a-f]+) #stackSize: ([0-9a-f]+)")
 _INPUT = re.compile(r"InputTensorElement\{(\d+),0x([0-9a-f]+),\d+\}")
 _WORKSPACE = re.compile(r"CtrlEvent\{_,Workspace\{range\{0x([0-9a-f]+),0x([0-9a-f]+),")
-_SCOPE = re.compile(r'REvent\{RUid\{\d+,(\d+),(\d+)\},RActDup\{name\{"TENSOR_(\w+?)_Unroll')
+_SCOPE = re.compile(r'RUid\{(\d+),(\d+),\d+\},RActDup\{name\{"TENSOR_(\w+?)_Unroll')
 _TASKS_OF_A_FUNCTION = 20
 
 
@@ -62,7 +67,7 @@ class Task:
 
     @property
     def function(self) -> int:
-        """Which call of a scope in its step it belongs to."""
+        """The root of its step that it belongs to, as the control flow launches them."""
         return self.number >> _TASKS_OF_A_FUNCTION
 
 
@@ -74,11 +79,13 @@ class Schedule:
         steps: one after the other; within one, tasks run as their edges allow.
         inputs: addresses of the program's arguments, in order.
         workspace: first and last address of what lies between scopes.
+        scopes: the loop's name in the program, as KEYS, by step and root.
     """
 
     steps: tuple[tuple[Task, ...], ...]
     inputs: tuple[int, ...]
     workspace: tuple[int, int]
+    scopes: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def tasks(self) -> Iterator[Task]:
@@ -103,7 +110,8 @@ def read_schedule(text: str) -> Schedule:
     if not inputs or not workspace or not functions:
         raise InputError("the record of a schedule is not what PyPTO 0.2.0 logs; this pypto is not supported")
     steps = tuple(_step(step) for step in functions)
-    return Schedule(steps, tuple(inputs[i] for i in sorted(inputs)), (int(workspace[1], 16), int(workspace[2], 16)))
+    scopes = {(int(m[1]), int(m[2])): m[3] for m in _SCOPE.finditer(text)}
+    return Schedule(steps, tuple(inputs[i] for i in sorted(inputs)), (int(workspace[1], 16), int(workspace[2], 16)), scopes)
 
 
 def _step(functions: list[tuple[int, str]]) -> tuple[Task, ...]:
@@ -175,3 +183,35 @@ def ordered(step: tuple[Task, ...], choose: random.Random | None = None) -> Iter
                 ready.append(follower)
     if done != len(step):
         raise ValueError("the scheduler's edges go round in a circle")
+
+
+@dataclass(frozen=True)
+class Root:
+    """One pass through a loop's body.
+
+    Attributes:
+        place: among all roots of the run, as the control flow launches them.
+        tile: how many roots of the program's first scope were launched before, this one included, less one.
+        scope: the loop's name in the program, as KEYS.
+    """
+
+    place: int
+    tile: int
+    step: int
+    scope: str
+    tasks: tuple[Task, ...]
+
+
+def roots(schedule: Schedule) -> list[Root]:
+    """The roots of a run, in the order of their launch."""
+    grouped: dict[tuple[int, int], list[Task]] = {}
+    for number, step in enumerate(schedule.steps):
+        for task in step:
+            grouped.setdefault((number, task.function), []).append(task)
+    found: list[Root] = []
+    tile = -1
+    for place, ((number, root), tasks) in enumerate(sorted(grouped.items())):
+        scope = schedule.scopes[number, root]
+        tile += not found or scope == found[0].scope
+        found.append(Root(place, tile, number, scope, tuple(tasks)))
+    return found

@@ -107,6 +107,7 @@ def test_headers_lose_the_attributes_of_the_device_alone():
 RECORD = """[a.cpp:1][MACHINE]:#trace: #CtrlEvent{_,Workspace{range{0x1000,0x2000,0x1000}}}
 [a.cpp:1][MACHINE]:#trace: #CtrlEvent{_,InputTensorElement{1,0x5000,64}}
 [a.cpp:1][MACHINE]:#trace: #CtrlEvent{_,InputTensorElement{0,0x4000,64}}
+[a.cpp:1][MACHINE]:#trace: #REvent{RUid{0,1,7},RActDup{name{"TENSOR_KEYS_Unroll1_PATH0_hiddenfunc0_root"}}}
 [a.cpp:2][MACHINE]:func 0 [0] #predCnt:0 #succList: [a]
 [a] #predCnt:1 #succList: [] #stitch:[[0]=1!0]
  #funcKey: 0 #gmStackBase: 1000 #stackSize: 0 #workspace: 1000
@@ -143,6 +144,7 @@ def test_a_record_gives_steps_tasks_attributes_and_edges():
     schedule = read_schedule(RECORD)
     assert schedule.inputs == (0x4000, 0x5000)
     assert schedule.workspace == (0x1000, 0x2000)
+    assert schedule.scopes == {(0, 1): "KEYS"}
     assert [[task.leaf for task in step] for step in schedule.steps] == [[77, 0, 78], [79]]
     first, joins, second = schedule.steps[0]
     assert first.attributes == (4, 0, 2, 0, 1, 8, 32, 8, 1, 8, 1, 0, 0, 1, 8, 1, 8, 1, 8, 5, 2**64 - 1)

@@ -1,6 +1,6 @@
-"""What a device may do in which order: PyPTO's own tables of a layer's tasks, and every access that they leave unordered."""
+"""What a device may do in which order: PyPTO's own record of a layer's tasks, and every access that it leaves unordered."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +16,9 @@ from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
 from haarkv.tq_ops.npu.scopes import StoreProgram
 from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.tq_ops.npu.sim.simulator import Mode
 from lab.npu.aicore.conflicts import conflicts
-from lab.npu.aicore.emission import Recorder
-from lab.npu.aicore.leaf import read_leaves
-from lab.npu.aicore.order import read_order, roots
-from lab.npu.aicore.schedule import Operand, Schedule, Task
+from lab.npu.aicore.emission import Recorder, emit
+from lab.npu.aicore.schedule import Operand, Schedule, Task, roots
 
 pytestmark = needs_pypto
 # Two tiles, of 16 sequences and of 2; one context takes several steps of 256 keys. Three tiles: two of one sequence.
@@ -30,48 +27,30 @@ SHORT_PREFILL = ((34, 3), (0, 100))
 PREFILL = ((130, 3), (0, 100))
 
 
-@dataclass
 class Run:
-    """A run's tables, read twice: PyPTO's file of them, and the record of its scheduler.
+    """What PyPTO makes of a call, and the passes through its loops."""
 
-    Attributes:
-        idle: hashes of kernel functions that only declare: the tables say that a view of other shape is written.
-    """
-
-    program: object
-    order: list
-    schedule: object
-    idle: frozenset = frozenset()
-
-    @property
-    def roots(self):
-        return roots(self.order)
+    def __init__(self, program, arguments):
+        with Recorder() as simulator:
+            emission = emit(simulator, program, arguments)
+        self.program, self.schedule, self.roots = program, emission.schedule, roots(emission.schedule)
+        # Kernel functions that only declare: the record says that a view of other shape is written.
+        self.idle = {leaf.hash for leaf in emission.leaves if leaf.idle}
 
     def unordered(self):
         """Conflicts as (kind, scope of the first, of the second, tiles from one to the other, argument or `workspace`)."""
-        owner = {(root.step, task.number): root for root in self.roots for task in root.tasks}
-        steps = sorted({task.step for task in self.order})
-        step_of = {id(task): step for step, tasks in zip(steps, self.schedule.steps, strict=True) for task in tasks}
+        owner = {id(task): root for root in self.roots for task in root.tasks}
         names = dict(zip(self.schedule.inputs, (a.name for a in self.program.arguments), strict=True))
         for conflict in conflicts(self.schedule):
-            if {conflict.first.leaf, conflict.then.leaf} & self.idle:
-                continue
-            one, other = (owner[step_of[id(task)], task.number] for task in (conflict.first, conflict.then))
-            yield conflict.kind, one.scope, other.scope, other.tile - one.tile, names.get(conflict.address, "workspace")
-
-
-def ran(program, arguments):
-    with Recorder() as simulator:
-        # Only where tokens stay in BF16 does anyone read K and V beside such a view of them.
-        sources = simulator.run(program, arguments, Mode.COMPILE).sources if getattr(program, "kept", None) else {}
-        idle = frozenset(leaf.hash for leaf in read_leaves(sources) if leaf.idle)
-        return Run(program, *simulator.schedule(program, arguments), idle)
+            if not {conflict.first.leaf, conflict.then.leaf} & self.idle:
+                one, other = owner[id(conflict.first)], owner[id(conflict.then)]
+                yield conflict.kind, one.scope, other.scope, other.tile - one.tile, names.get(conflict.address, "workspace")
 
 
 def run_layer(make, case, model="tiny", variant=lambda program: program, plan=PLAN):
     blank = blank_model(read_config(model))
     program = variant(make(blank.config, *sides_of(plan, 0), kept_shape(plan, 0)))
-    return ran(program, layer_call(program, blank, *case, plan))
+    return Run(program, layer_call(program, blank, *case, plan))
 
 
 def decode(config, *sides):
@@ -96,16 +75,6 @@ def check_order(run, tokens, tiles):
     for tile in range(tiles):
         before = [root.step for root in found if root.tile == tile and root.scope in ("QKV", "QUANTIZE", "APPEND", "ROTATE")]
         assert max(before) < min(root.step for root in found if root.tile == tile and root.scope == "KEYS")
-    # Both records of PyPTO name the same edges.
-    edges = {(task.step, task.number, number) for task in run.order for number in task.successors}
-    steps = sorted({task.step for task in run.order})
-    assert len(edges) > len(found)
-    assert edges == {
-        (step, number, task.number)
-        for step, tasks in zip(steps, run.schedule.steps, strict=True)
-        for task in tasks
-        for number in task.after
-    }
 
 
 def kept_plan(**kept):
@@ -187,7 +156,7 @@ def test_the_store_program_writes_no_row_twice():
         **empty_cache(1, kv_heads),
     }
     program = StoreProgram(kv_heads)
-    run = ran(program, ordered(program, named))
+    run = Run(program, ordered(program, named))
     assert sum(root.scope == "APPEND" for root in run.roots) == tokens
     assert list(run.unordered()) == []
 
@@ -250,17 +219,3 @@ def test_decode_leaves_no_access_unordered(make, model, plan):
 def test_prefill_leaves_no_access_unordered_that_matters(make, case, model, plan):
     """With tiles of 32 tokens instead of 128 too: the same loops, sooner through."""
     check_prefill(run_layer(make, case, model, plan=plan or learned_plan()), sum(case[0]), tiles=3)
-
-
-# -- The tables' reader -----------------------------------------------------------------------------------------------------
-HEAD = "seqNo,taskId,rootIndex,rootHash,opmagic,leafIndex,leafHash,coreType,psgId,successors\n"
-CONTROL = "// #name: TENSOR_APPEND_Unroll1_PATH2_hiddenfunc0_root #hash: 77 #magic: 1\n"
-
-
-def test_tables_of_another_pypto_are_refused():
-    (task,) = read_order(f"{HEAD}3,1048577,0,77,10,4,99,0,0,,5,6\n", CONTROL)
-    assert (task.step, task.root, task.scope, task.path, task.leaf, task.successors) == (3, 1, "APPEND", 2, 99, (5, 6))
-    with pytest.raises(ValueError, match="other columns"):
-        read_order(HEAD.replace("psgId,", ""), CONTROL)
-    with pytest.raises(ValueError, match="does not name root 78"):
-        read_order(f"{HEAD}0,0,0,78,10,4,99,0,0,\n", CONTROL)
