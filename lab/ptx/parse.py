@@ -128,7 +128,6 @@ class _Reader:
             for each in (f"{many[1]}{i}" for i in range(int(many[2]))) if many else (name,):
                 self.scopes[-1][each] = len(self.entry.bits)
                 self.entry.bits.append(bits)
-                self.entry.register_names.append(each)
 
     def register(self, name: str) -> Register | None:
         for scope in reversed(self.scopes):
@@ -237,11 +236,9 @@ def parse(text: str) -> Module:
     while place < len(found):
         statement, line = found[place]
         place += 1
-        if statement.startswith(".target"):
-            module.target = statement.split()[1].rstrip(",")
-        elif re.match(r"\.(version|address_size|file|loc|pragma)\b", statement):
+        if re.match(r"\.(target|version|address_size|file|loc|pragma)\b", statement):
             continue
-        elif head := _ENTRY.match(statement):
+        if head := _ENTRY.match(statement):
             end = _end_of_block(found, place)
             module.entries[head[1]] = _entry(head[1], head[2] or "", module, found[place + 1 : end])
             place = end + 1

@@ -41,7 +41,6 @@ class Lanes:
         mask: [count] bool, whose registers the instruction at hand writes; None for all that live.
         special: [count] uint32 or uint64 by name.
         shared: [programs * shared_stride] uint8.
-        first_thread: [programs], each program's number among all of the launch, times `block`.
         clock: instructions so far.
         races, copies, products: who wrote what, and what asynchronous copies and products have yet to do.
     """
@@ -113,11 +112,6 @@ class Lanes:
             warp = int(np.flatnonzero((counts != 0) & (counts != 32))[0])
             raise Fault(f"{what} by {counts[warp]} threads of a warp", warp * 32 + int(np.argmax(active[warp * 32 :])))
         return np.flatnonzero(counts)
-
-    def some(self, index: int, bits: int = 32) -> np.ndarray:
-        """A register of the active threads."""
-        value = self.regs[index]
-        return value if len(self.lanes) == self.count else value[self.lanes]
 
 
 def specials(block: tuple[int, int, int], grid: tuple[int, int, int], programs: np.ndarray) -> dict[str, np.ndarray]:

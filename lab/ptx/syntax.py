@@ -105,13 +105,11 @@ class Entry:
     params: list[Array] = field(default_factory=list)
     arrays: list[Array] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
-    register_names: list[str] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     code: list[Instruction] = field(default_factory=list)
 
 
 @dataclass
 class Module:
-    target: str = ""
     arrays: list[Array] = field(default_factory=list)
     entries: dict[str, Entry] = field(default_factory=dict)
