@@ -44,7 +44,6 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.onnx.graph import StoredWeights
 from haarkv.tq_ops.onnx.reads import READS
-from haarkv.tq_ops.reference import pad_queries
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks, dense, rows_of
 
@@ -147,7 +146,7 @@ class OnnxExecutor:
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        token, _, valid = pad_queries(batch)
+        token, _, valid = batch.rectangle()
         # Each session packs codes for itself: one serves one token and many.
         sizes = Sizes(tokens=1) if token.shape[1] == 1 and not self._coded else Sizes()
         embed = EMBEDDING not in self._scopes.blocks  # else the rows that are asked for are restored from the file
@@ -168,7 +167,7 @@ class OnnxExecutor:
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        token, _, valid = pad_queries(batch)
+        token, _, valid = batch.rectangle()
         out = torch.empty_like(hidden[token])
         for layer in span:
             graph = _graph(cache, range(layer, layer + 1), batch)
@@ -180,7 +179,7 @@ class OnnxExecutor:
         self, plan: GraphSpec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], batch: Batch, cache: PagedKVCache
     ) -> None:
         """Run a graph on tensors where they lie, and store what it made of the new tokens."""
-        _, _, valid = pad_queries(batch)
+        _, _, valid = batch.rectangle()
         cache.require_room(batch)
         past = batch.seq_lens - batch.query_start_loc.diff()
         columns = max(1, -(-int(past.max()) // cache.block_size))

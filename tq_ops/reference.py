@@ -124,74 +124,49 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
     of the rounded ones; blocks merged in FP32; the output to BF16.
     """
-    batch, shape = cache.placed(layer, batch), cache.shape(layer)
-    blocks = -(-int(batch.seq_lens.max()) // cache.block_size)
-    k, v = cache.read(layer, batch.block_table[:, :blocks])
-    token, position, valid = pad_queries(batch)
-    queries, group = _group_heads(q[token].float(), shape.num_kv_heads), q.shape[1] // shape.num_kv_heads
+    parts = zip(torch.split(q, batch.query_start_loc.diff().tolist()), cache.placed(layer, batch).sequences(), strict=True)
+    return torch.cat([_attended(of_sequence, cache, layer, one, softmax_scale) for of_sequence, one in parts])
+
+
+def _attended(q: Tensor, cache: PagedKVCache, layer: int, one: Batch, softmax_scale: float) -> Tensor:
+    """The same of one sequence, so that its numbers do not depend on who is in the batch."""
+    shape, length = cache.shape(layer), int(one.seq_lens)
+    heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
+    k, v = (x[0, :, :length] for x in cache.read(layer, one.block_table[:, : -(-length // cache.block_size)]))
     k_kept, v_kept = cache.kept(layer)
-    scores = queries @ k.transpose(-1, -2)
+    position, stored = one.positions.repeat(group), torch.arange(length, device=q.device)
+    queries = q.float().view(-1, heads, group, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G*Q, D]
+    scores = queries @ k.mT
     if k_kept:
-        exact = queries @ k_kept.read(batch, k.shape[2]).transpose(-1, -2)
-        scores = torch.where(_for_heads(k_kept.seen(position, k.shape[2]), group), exact, scores)
-    stored = torch.arange(k.shape[2], device=q.device)
-    unseen = stored > position.unsqueeze(-1)
+        scores = torch.where(k_kept.seen(position, length), queries @ k_kept.read(one, length)[0].mT, scores)
+    unseen = stored > position.unsqueeze(1)
     if shape.window is not None:
-        unseen |= stored <= position.unsqueeze(-1) - shape.window
-    hidden = _for_heads(unseen, group)
-    scores = (scores * softmax_scale).masked_fill(hidden, -torch.inf)
-    # What lies behind a sequence's end is someone's leftover: probability 0 does not silence an infinity there.
-    v = v.masked_fill((stored >= batch.seq_lens.unsqueeze(1))[:, None, :, None], 0.0)
+        unseen |= stored <= position.unsqueeze(1) - shape.window
+    scores = (scores * softmax_scale).masked_fill(unseen, -torch.inf)
     if q.dtype == torch.float32:
         weights, total = torch.softmax(scores, dim=-1), torch.ones((), device=q.device)
     else:
-        weights, total = _rounded_softmax(scores, cache.block_size, q.dtype)
+        weights, total = rounded_softmax(scores, cache.block_size, q.dtype)
     if v_kept:
-        seen = _for_heads(v_kept.seen(position, v.shape[2]), group)
-        out = weights.masked_fill(seen, 0.0) @ v + weights.masked_fill(~seen, 0.0) @ v_kept.read(batch, v.shape[2])
+        seen = v_kept.seen(position, length)
+        out = weights.masked_fill(seen, 0.0) @ v + weights.masked_fill(~seen, 0.0) @ v_kept.read(one, length)[0]
     else:
         out = weights @ v
-    out = out / total
-    return _ungroup_heads(out, q.shape[1])[valid].to(q.dtype)
+    return (out / total).view(heads, group, len(q), -1).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
-def pad_queries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Ragged queries as a rectangle: token index, position and validity, each [B, Q]. Padding repeats a real token."""
-    starts, ends = batch.query_start_loc[:-1].long(), batch.query_start_loc[1:].long()
-    steps = torch.arange(int((ends - starts).max()), device=starts.device)
-    token = torch.minimum(starts.unsqueeze(1) + steps, ends.unsqueeze(1) - 1)
-    return token, batch.positions[token], steps < (ends - starts).unsqueeze(1)
-
-
-def _for_heads(mask: Tensor, group: int) -> Tensor:
-    """[B, Q, S] -> [B, 1, G*Q, S]: a mask of queries, for the rows of `_group_heads`."""
-    return mask.repeat(1, group, 1).unsqueeze(1)
-
-
-def _group_heads(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, Q, Hq, D] -> [B, Hkv, G*Q, D]: the queries that share a KV head, together."""
-    batch, queries, heads, dim = x.shape
-    grouped = x.view(batch, queries, num_kv_heads, heads // num_kv_heads, dim)
-    return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def _ungroup_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Inverse of `_group_heads`: [B, Hkv, G*Q, D] -> [B, Q, Hq, D]."""
-    batch, kv_heads, rows, dim = x.shape
-    group = num_heads // kv_heads
-    return x.view(batch, kv_heads, group, rows // group, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _rounded_softmax(scores: Tensor, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rounded_softmax(scores: Tensor, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Unnormalised probabilities [..., S] fp32 and their sum [..., 1], rounded block by block as an online softmax does."""
-    by_block = scores.view(*scores.shape[:-1], -1, block_size)
+    length = scores.shape[-1]
+    padded = functional.pad(scores, (0, -length % block_size), value=-torch.inf)
+    by_block = padded.view(*scores.shape[:-1], -1, block_size)
     block_max = by_block.amax(-1, keepdim=True)
     # A block that is masked throughout has no maximum; any finite one gives it probability 0.
     finite_max = block_max.masked_fill(block_max == -torch.inf, 0.0)
     rounded = torch.exp(by_block - finite_max).to(dtype).float()
     merge = torch.exp(block_max - block_max.amax(-2, keepdim=True))
     total = (rounded.sum(-1, keepdim=True) * merge).sum(-2)
-    return (rounded * merge).flatten(-2), total
+    return (rounded * merge).flatten(-2)[..., :length], total
 
 
 # -- The gated delta rule ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ probabilities and the output to BF16. For caches of one format in one plane, wit
 import torch
 
 from haarkv.codebooks import haar_rotation
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.layout import whole_levels
+from haarkv.tq_ops.reference import rounded_softmax
 
 _LARGEST = 127 * 256 + 127
 
@@ -22,25 +22,29 @@ def _whole(x, largest_level):
 
 def integer_attention(q, cache, layer, batch, softmax_scale):
     """[T, Hq, D] bf16 of bf16 queries."""
+    parts = zip(q.split(batch.query_start_loc.diff().tolist()), batch.sequences(), strict=True)
+    return torch.cat([_of_sequence(one, cache, layer, sequence, softmax_scale) for one, sequence in parts])
+
+
+def _of_sequence(q, cache, layer, sequence, softmax_scale):
     kv_format, heads, dim = cache.k_format(layer), cache.shape(0).num_kv_heads, cache.shape(0).head_dim
     levels, unit = whole_levels(kv_format.description(dim).centroids)
     rotation, largest = haar_rotation(layer, dim).float(), int(levels.abs().max())
-    blocks = batch.block_table.clamp(min=0).long()
+    blocks = sequence.block_table[0].clamp(min=0).long()
 
     def stored(fields):
-        """Integers [B, Hkv, S, D] and scales [B, Hkv, 1, S]."""
-        of = {name: x[blocks].transpose(1, 2).flatten(2, 3) for name, x in fields.items()}
-        return levels[kv_format.levels(of).long()].double(), of["scale"].float().unsqueeze(2)
+        """Integers [Hkv, S, D] and scales [Hkv, 1, S]."""
+        of = {name: x[blocks].transpose(0, 1).flatten(1, 2) for name, x in fields.items()}
+        return levels[kv_format.levels(of).long()].double(), of["scale"].float().unsqueeze(1)
 
     (k, k_scale), (v, v_scale) = stored(cache.k_fields(layer)), stored(cache.v_fields(layer))
-    token, position, valid = reference.pad_queries(batch)
-    group, places = q.shape[1] // heads, torch.arange(k.shape[2])
-    queries, step = _whole(reference._group_heads(q[token].float(), heads) @ rotation, largest)
+    group, places = q.shape[1] // heads, torch.arange(k.shape[1])
+    queries, step = _whole(q.float().unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2) @ rotation, largest)
     logits = ((queries @ k.mT) * step * unit).float() * k_scale * softmax_scale
-    hidden = (places > position.unsqueeze(-1)).repeat(1, group, 1).unsqueeze(1)
-    weights, total = reference._rounded_softmax(logits.masked_fill(hidden, -torch.inf), cache.block_size, torch.bfloat16)
+    hidden = places > sequence.positions.repeat(group).unsqueeze(1)
+    weights, total = rounded_softmax(logits.masked_fill(hidden, -torch.inf), cache.block_size, torch.bfloat16)
     weights = (weights * v_scale).masked_fill(hidden, 0.0).unflatten(-1, (-1, cache.block_size))
     whole, step = _whole(weights, largest)
-    out = torch.einsum("bhgnk,bhnkd->bhgnd", whole, v.unflatten(2, (-1, cache.block_size))) * step * unit
-    out = (out.sum(3) / total) @ rotation.double().T
-    return reference._ungroup_heads(out.float(), q.shape[1])[valid].to(torch.bfloat16)
+    out = torch.einsum("hgnk,hnkd->hgnd", whole, v.unflatten(1, (-1, cache.block_size))) * step * unit
+    out = (out.sum(2) / total) @ rotation.double().T
+    return out.float().unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).to(torch.bfloat16)

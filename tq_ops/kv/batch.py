@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -89,6 +89,24 @@ class Batch:
                 None if self.kept_slots is None else self.kept_slots[tokens],
                 None if self.kept_table is None else self.kept_table[has],
             )  # fmt: skip
+
+    def sequences(self) -> Iterator[Batch]:
+        """Each sequence as a batch of its own, in order."""
+        for row, (begin, end) in enumerate(pairwise(self.query_start_loc.tolist())):
+            tokens, of = slice(begin, end), slice(row, row + 1)
+            yield Batch(
+                self.positions[tokens], self.slot_mapping[tokens], self.block_table[of], self.seq_lens[of],
+                self.query_start_loc[row : row + 2] - begin, self.rows[of],
+                None if self.kept_slots is None else self.kept_slots[tokens],
+                None if self.kept_table is None else self.kept_table[of],
+            )  # fmt: skip
+
+    def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ragged tokens as [B, Q]: which of the T, position and validity. Padding repeats a real token."""
+        starts, ends = self.query_start_loc[:-1].long(), self.query_start_loc[1:].long()
+        steps = torch.arange(int((ends - starts).max()), device=starts.device)
+        token = torch.minimum(starts.unsqueeze(1) + steps, ends.unsqueeze(1) - 1)
+        return token, self.positions[token], steps < (ends - starts).unsqueeze(1)
 
     def in_ring(self, blocks: int, block_size: int) -> Batch:
         """The same tokens where a layer keeps a ring for each row: block j of a sequence is `row * blocks + j % blocks`.

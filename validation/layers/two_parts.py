@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks import haar_rotation
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
@@ -72,7 +71,7 @@ def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: fl
     if windows[0] is None or windows[1] is None:
         return None
     placed = cache.placed(layer, batch)
-    token, position, valid = reference.pad_queries(placed)
+    token, position, valid = placed.rectangle()
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     k, v = cache.read(layer, placed.block_table)
