@@ -120,6 +120,10 @@ class KVFormat(Protocol):
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         """Vectors [..., Hkv, n, D] fp32 in the model's own domain, the inverse of `quantize` up to its loss."""
 
+    def squared_error(self, x: Tensor, fields: dict[str, Tensor], layer: int) -> Tensor:
+        """[...] fp32: by how much what is stored misses vectors x [..., D], in the norm in which levels are chosen."""
+        return (self.dequantize(fields, layer) - x).square().sum(-1)
+
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """uint8 [..., n]: each vector in the byte layout of the format's origin."""
 

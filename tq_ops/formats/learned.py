@@ -175,8 +175,10 @@ class LearnedFormat(RotatedFormat):
         x = x.float()
         require_finite(x)
         by = self._levels(layer, x.device)
-        t, length = self._values(x, by.of)
-        best = by.best(t)
+        y, gamma = self._learned(x, by.of)
+        rho = y.square().mean(-1, keepdim=True).sqrt()
+        best = by.best(torch.where(rho > 0, y / rho, 0.0))
+        length = gamma.squeeze(-1) * (y.square() * by.of.weights.unsqueeze(-2)).sum(-1).sqrt()
         scale = torch.where(best.kept > 0, length / best.kept.sqrt(), 0.0)
         return {"codes": self.pack(best.levels), "scale": stored_scale(scale)}
 
@@ -193,24 +195,21 @@ class LearnedFormat(RotatedFormat):
     def _levels(self, layer: int, device: torch.device) -> Levels:
         return _levels_on(self, layer, device)
 
-    def _values(self, x: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
-        """Coordinates [..., D] of deviation 1, or 0, and weighted lengths [...] in units of x."""
+    def squared_error(self, x: Tensor, fields: dict[str, Tensor], layer: int) -> Tensor:
+        of = self._levels(layer, x.device).of
+        y, gamma = self._learned(x, of)
+        return ((self.rotated(fields) - y * gamma).square() * of.weights.unsqueeze(-2)).sum(-1)
+
+    def _learned(self, x: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
+        """Coordinates [..., D] of vectors of length 1, and their lengths [..., 1]."""
         unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
-        y = unit.to(torch.bfloat16).float() @ of.forward
-        rho = _deviation(y)
-        length = (y.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
-        return torch.where(rho > 0, y / rho, 0.0), gamma.squeeze(-1) * length
+        return unit.to(torch.bfloat16).float() @ of.forward, gamma
 
 
 def coordinates(basis: Basis) -> Coordinates:
     """The coordinates of one layer as a transform has them."""
     turns = Turns(tuple(basis.inv_freq.tolist())) if len(basis.inv_freq) else None
     return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS, turns)
-
-
-def _deviation(y: Tensor) -> Tensor:
-    """[..., 1] of coordinates [..., D]."""
-    return y.square().mean(-1, keepdim=True).sqrt()
 
 
 @cache

@@ -75,7 +75,7 @@ def part_figures(part: Part, layer: int, ours: dict[str, Tensor], theirs: dict[s
     first, second = (lengths_of(vectors) for vectors in restored)
     far, changed = (apart > 1).any(-1), (apart > 0).sum(-1)
     if bool(far.any()):
-        near, off = ((vectors - x.transpose(0, 1)).square().sum(-1) for vectors in restored)
+        near, off = (part.kv_format.squared_error(x.transpose(0, 1), fields, layer) for fields in pair)
         equal = far & (off <= bounds.AS_NEAR * near)
         far, changed = far & ~equal, torch.where(equal, 1, changed)
     long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)

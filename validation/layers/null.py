@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -239,6 +239,7 @@ class Shared:
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], tuple[object, Tensor]] = {}
         self._spreads: dict[tuple[int, torch.Size], Tensor] = {}
+        self._readings: dict[int, _Readings] = {}
 
     def result(self, op: Callable[..., Tensor], x: Tensor, *rest: object, wide: bool = False) -> Tensor:
         """An op's result, made once of the same tensor; of x in FP32, if it is to be wide."""
@@ -247,6 +248,10 @@ class Shared:
             self._results[key] = x, op(x.float() if wide else x, *rest)  # which keeps x, and its id
         return self._results[key][1]
 
+    def readings(self, cache: PagedKVCache) -> PagedKVCache:
+        """The cache for attention; all honest runs of a layer attend over the same."""
+        return cast(PagedKVCache, self._readings.setdefault(id(cache), _Readings(cache)))
+
     def spread(self, x: Tensor, weight: Weight) -> Tensor:
         """[T, out] fp32: sqrt(sum of (x * w)**2), the length of a product's terms as independent ones."""
         key = id(weight), x.shape
@@ -254,6 +259,23 @@ class Shared:
             numbers = numbers_of(weight) if isinstance(weight, Blocks) else weight
             self._spreads[key] = (x.float().square() @ numbers.float().square().T).sqrt_()
         return self._spreads[key]
+
+
+class _Readings:
+    """A cache that nothing is written to meanwhile: what it once de-quantized is not de-quantized again."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+        self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        key = layer, *block_table.flatten().tolist()
+        if key not in self._known:
+            self._known[key] = self._cache.read(layer, block_table)
+        return self._known[key]
 
 
 def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], bool] = lambda _: False) -> OpTable:
@@ -292,6 +314,7 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
         ops.store_kv(k, v, cache, layer, batch)
 
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+        cache = shared.readings(cache)
         wide = ops.paged_attention(q.float() * (1 + 8 * _ULP * noise(q)), cache, layer, batch, softmax_scale)
         if seed % 2 or q.dtype == torch.float32:
             return (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
