@@ -1,6 +1,6 @@
-"""The reference's attention, store and BF16 layer against float64, written out one token and one head at a time.
+"""The reference's ops and its BF16 layer against float64, attention and the layer one token and one head at a time.
 
-Its other ops are held against their formulas by `test_op_tables.py`, whole models against transformers.
+The contract of `test_op_tables.py` holds other tables against the reference; whole models are held against transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from torch import Tensor
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
+from haarkv.validation.ops import suite
+from haarkv.validation.ops.cases import Plain
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # -- The formulas --------------------------------------------------------------------------------------------------------
@@ -90,11 +96,27 @@ def test_a_bf16_layer_rounds_where_the_device_rounds(name):
         assert (hidden.double() != bf16(unrounded)).double().mean() > 2 * bounds.ORACLE_BF16_LAYER_DIFFERENT
 
 
+# -- Ops one by one ------------------------------------------------------------------------------------------------------
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", [case for case in suite.named_cases() if isinstance(case, Plain)], ids=str)
+def test_an_op_is_its_formula_rounded_once(case):
+    ours, exact = getattr(reference, case.op)(*case.arguments(CPU)), case.expected()
+    off = bounds.ORACLE_OP * exact.abs().clamp(min=max(1.0, float(exact.std())))
+    assert ours.dtype == (torch.float32 if case.op in ("linear", "rope") else case.dtype)
+    assert ((exact - off).to(ours.dtype) <= ours).all()
+    assert (ours <= (exact + off).to(ours.dtype)).all()
+
+
+@pytest.mark.parametrize("size", [1e-3, 100.0])
+def test_rms_norm_of_small_and_large_vectors(size):
+    x, weight = normal(5, 48, seed=0) * size, normal(48, seed=1)
+    expected = torch.stack([rms_norm(row, weight.double(), 1e-6) for row in x.double()])
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-6).double(), expected, rtol=0, atol=bounds.ORACLE_OP)
+
+
 # -- Attention and store -------------------------------------------------------------------------------------------------
-def normal(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 ATTENTION = {
     "one token": ((1,), (1,), 8),
     "decode over several blocks": ((29,), (1,), 8),
