@@ -1,4 +1,4 @@
-"""Drafts by the model's own layer: beside transformers' layer and plain torch, the text that comes, and when it stops."""
+"""Drafts by the model's own layer: beside transformers' layer, the text that comes, and when it stops."""
 
 import itertools
 import json
@@ -11,7 +11,6 @@ import transformers
 from checkpoints import byte_tokenizer
 from gguf_files import byte_vocabulary, convert
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import silu
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -76,14 +75,14 @@ class Theirs:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.norms[name])
 
     @torch.inference_mode()
-    def drafted(self, text, count, layer=None, read=READ):
+    def drafted(self, text, count, read=READ):
         """Logits [count, vocab] of `count` drafts behind a text: all states anew for each, the model's first, the newest."""
         hidden = self.model.model(input_ids=torch.tensor([text])).last_hidden_state[0][:-1][-read:]
         tokens, logits = list(text[1:])[-read:], []
         for _ in range(count):
             embedded = self.model.model.embed_tokens(torch.tensor(tokens))
             both = torch.cat([self.normed(embedded, "pre_fc_norm_embedding"), self.normed(hidden, "pre_fc_norm_hidden")], -1)
-            out = self.normed((layer or self.of_transformers)(both @ self.fc.T), "norm")
+            out = self.normed(self.of_transformers(both @ self.fc.T), "norm")
             logits.append(self.model.lm_head(out[-1]))
             tokens.append(int(logits[-1].argmax()))
             hidden = torch.cat([hidden, out[-1:]])
@@ -95,34 +94,6 @@ class Theirs:
         rope = self.model.model.rotary_emb(x[None], torch.arange(length)[None])
         found = self.layer(x[None], position_embeddings=rope, attention_mask=mask)
         return (found[0] if isinstance(found, tuple) else found)[0]
-
-    def in_plain_torch(self, x):
-        """The dense layer, written out: gated attention with a quarter of each head turned, and a gated MLP."""
-        w = self.layer.state_dict()
-
-        def norm(x, name):
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + w[f"{name}.weight"])
-
-        angles = torch.arange(len(x))[:, None] * 10000.0 ** -(torch.arange(8) / 8)
-        cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
-
-        def turned(y):
-            part, rest = y[..., :16], y[..., 16:]
-            half = torch.cat([-part[..., 8:], part[..., :8]], -1)
-            return torch.cat([part * cos + half * sin, rest], -1)
-
-        y = norm(x, "input_layernorm")
-        q, gate = (y @ w["self_attn.q_proj.weight"].T).view(len(x), 4, 2, 64).unbind(2)
-        k, v = ((y @ w[f"self_attn.{side}_proj.weight"].T).view(len(x), 2, 64) for side in "kv")
-        q, k = turned(norm(q, "self_attn.q_norm")), turned(norm(k, "self_attn.k_norm"))
-        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) / 8
-        scores = scores.masked_fill(torch.ones(len(x), len(x), dtype=torch.bool).triu(1), -torch.inf)
-        attended = torch.einsum("hts,shd->thd", scores.softmax(-1), v) * torch.sigmoid(gate)
-        x = x + attended.flatten(1) @ w["self_attn.o_proj.weight"].T
-        y = norm(x, "post_attention_layernorm")
-        up, gated = y @ w["mlp.up_proj.weight"].T, silu(y @ w["mlp.gate_proj.weight"].T)
-        return x + (up * gated) @ w["mlp.down_proj.weight"].T
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +173,6 @@ def with_settings(folder, to, **more):
     settings = json.loads((folder / "config.json").read_text()) | more
     (to / "said" / "config.json").write_text(json.dumps(settings))
     return to / "said"
-
-
-def test_plain_torch_has_the_same_logits(saved):
-    """Two outside judges agree, so neither is wrong alone."""
-    theirs, _ = saved("qwen3_5")
-    torch.testing.assert_close(theirs.drafted(TEXT, 3), theirs.drafted(TEXT, 3, theirs.in_plain_torch), rtol=1e-4, atol=1e-4)
 
 
 def test_the_distributions_that_it_draws_from_are_its_own(saved, proposals):

@@ -1,24 +1,32 @@
-"""A layer whose state cannot be cut at a token, through all that takes tokens back, reuses them or runs them twice.
+"""Layers whose state cannot be cut at a token, through all that takes tokens back, reuses them or runs them twice.
 
-Each way is a function that fails where the state is wrong. Every protection of `kv.recurrent` is then taken out, and at least
+Each way is a function that fails where the state is wrong: of a toy on the reference, within FP32, and of Gated DeltaNet on
+the executor whose numbers depend on no batch, to the bit. Every protection of `kv.recurrent` is then taken out, and at least
 one way must fail.
 """
 
 import random
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
 from recurrent_toy import Toy, hybrid, toy_mixer
 from said_again import Often, always_drafting
+from small_models import small_model
 
 from haarkv.engine.generation import generate
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import needed, shape_of
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.cuda_graph import DecodeStep
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
 from haarkv.models.caches import new_cache
+from haarkv.models.checkpoint import random_weights
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
+from haarkv.models.footprint import WeightBytes
+from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
@@ -28,8 +36,10 @@ from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.tq_ops.kv.stored import put, reusable, take
 
-PLAN = KVSpec("tq4", tail=5, sink=2)
 TEXT = random.Random(0).choices(range(61), k=80)
+NORM = Norm(1e-6, plus_one=True)
+ATTENTION = Attention(4, 2, 64, Rope(1e4, 16), 0.125, head_norms=True, gated=True)
+DENSE, EXPERTS = Dense(80), Experts(6, 2, 40, normalized=True, shared=56)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,15 +48,33 @@ def toy():
         yield
 
 
+@cache
+def of_delta(mlp=DENSE, by_key_head=False):
+    """Layers as Qwen3.5 or Qwen3-Next has them: three of DeltaNet, one of attention, twice."""
+    delta = DeltaNet(2, 4, 48, 32, by_key_head=by_key_head, versions=6)
+    layers = tuple(Layer(ATTENTION if index % 4 == 3 else delta, mlp, NORM) for index in range(8))
+    model = small_model(ModelConfig("qwen3_5", layers, 48, 61, NORM, max_position_embeddings=512))
+    for index, weights in enumerate(model.weights.layers):
+        if "a_log" in weights:  # some heads forget within a token, some remember all
+            weights["a_log"].copy_(torch.linspace(-5.0, 1.0, 4).roll(index))
+    return model
+
+
+MODELS = {
+    "toy": (ReferenceExecutor, hybrid),
+    "dense": (CpuExecutor, of_delta),
+    "by_key_head": (CpuExecutor, lambda: of_delta(EXPERTS, by_key_head=True)),
+}
+
+
 class Run:
     """One model with a cache of two sequences."""
 
-    def __init__(self, kind=ReferenceExecutor, block_size=16, **model):
-        self.executor = kind(hybrid(**model))
-        self.plan = PLAN.plan(self.executor.config.num_layers)
-        self.cache, self.paging = new_cache(
-            self.executor.config, self.plan, sequences=2, tokens=256, block_size=block_size, ring_chunk=32
-        )
+    def __init__(self, name="toy", kind=None, kv="tq4", **of_model):
+        executor, model = MODELS[name]
+        self.executor = (kind or executor)(model(**of_model))
+        self.plan = KVSpec(kv, tail=5, sink=2).plan(self.executor.config.num_layers)
+        self.cache, self.paging = new_cache(self.executor.config, self.plan, sequences=2, tokens=256, ring_chunk=32)
         self.sequence = self.paging.add()
 
     def read(self, tokens):
@@ -56,36 +84,39 @@ class Run:
         return take(self.cache, self.paging, self.sequence, tokens)
 
 
-def whole(tokens, kind=ReferenceExecutor):
+def whole(tokens, name="toy"):
     """Logits after each token, read one after the other."""
-    run = Run(kind)
+    run = Run(name)
     return torch.cat([run.read([token]) for token in tokens])
 
 
-def close(one, other):
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+def close(name, one, other):
+    if name == "toy":
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(one, other)
 
 
 # -- The ways ----------------------------------------------------------------------------------------------------------------
 
 
-def chunks():
-    run = Run()
-    close(torch.cat([run.read(TEXT[:30]), run.read(TEXT[30:31]), run.read(TEXT[31:50])]), whole(TEXT[:50]))
+def chunks(name="toy"):
+    run = Run(name)
+    close(name, torch.cat([run.read(TEXT[:30]), run.read(TEXT[30:31]), run.read(TEXT[31:50])]), whole(TEXT[:50], name))
 
 
-def another_sequence_in_the_row():
-    run = Run()
+def another_sequence_in_the_row(name="toy"):
+    run = Run(name)
     run.read(TEXT[:9])
     run.paging.free(run.sequence)
     run.sequence = run.paging.add()
-    close(run.read(TEXT[20:30]), whole(TEXT[20:30]))
+    close(name, run.read(TEXT[20:30]), whole(TEXT[20:30], name))
 
 
-def drafts():
+def drafts(name="toy"):
     texts, states = [], []
     for draft in (None, "often"):
-        run = Run()
+        run = Run(name)
         run.paging.free(run.sequence)
         said = [*TEXT[:12], *texts[0].token_ids] if draft else []
         kept = []
@@ -95,15 +126,17 @@ def drafts():
                 draft=Often(said) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=kept: kept.append(stored),
             )  # fmt: skip
         texts.append(done)
-        states.append({name: tensor for name, tensor in kept[0].tensors.items() if ".sum" in name})
+        of_state = ("sum", "last", "delta", "conv")
+        states.append({field: tensor for field, tensor in kept[0].tensors.items() if field.endswith(of_state)})
     assert texts[0].token_ids == texts[1].token_ids
     assert 0 < timing.drafts.accepted < timing.drafts.proposed
-    for name, tensor in states[0].items():
-        close(states[1][name][-1], tensor[-1])
+    assert states[0]
+    for field, tensor in states[0].items():
+        close(name, states[1][field][-1], tensor[-1])
 
 
-def rollback():
-    run = Run()
+def rollback(name="toy"):
+    run = Run(name)
     run.read(TEXT[:20])
     for kept in (2, 0, 1, 4):
         begin = run.paging.length(run.sequence)
@@ -112,25 +145,25 @@ def rollback():
         verify(run.executor, torch.tensor([*right, *[3] * (4 - kept)]), advance.batch, run.cache)
         advance.keep([kept])
     end = run.paging.length(run.sequence)
-    close(run.read(TEXT[end : end + 6]), whole(TEXT[: end + 6])[end:])
+    close(name, run.read(TEXT[end : end + 6]), whole(TEXT[: end + 6], name)[end:])
 
 
-def prefix_reuse():
-    first = Run()
+def prefix_reuse(name="toy"):
+    first = Run(name)
     first.read(TEXT[:31])
     stored = first.stored(TEXT[:31])
     for common, reused in ((31, 31), (30, 30), (20, 0)):
         prompt = [*TEXT[:common], 1, 2, 3]
-        run = Run()
+        run = Run(name)
         length = reusable(stored, prompt, run.cache)
         assert length == reused, length
         run.paging.free(run.sequence)
         run.sequence = put(stored, run.cache, run.paging, length) if length else run.paging.add()
-        close(run.read(prompt[length:]), whole(prompt)[length:])
+        close(name, run.read(prompt[length:]), whole(prompt, name)[length:])
 
 
-def cache_files(folder):
-    run = Run(block_size=128)
+def cache_files(folder, name="toy"):
+    run = Run(name)
     run.read(TEXT[:20])
     run.read(TEXT[20:40])
     run.read(TEXT[40:41])
@@ -138,12 +171,12 @@ def cache_files(folder):
     origin = cache_file.origin_of(run.plan, shape, "weights")
     file = folder / "c"
     cache_file.save(file, run.stored(TEXT[:41]), origin)
-    other = Run(block_size=128)
+    other = Run(name)
     other.paging.free(other.sequence)
     stored = cache_file.load_for(file, origin, other.plan)
     assert ModelShape.read(shape.as_json()) == shape
     other.sequence = put(stored, other.cache, other.paging)
-    close(other.read(TEXT[41:50]), whole(TEXT[:50])[41:])
+    close(name, other.read(TEXT[41:50]), whole(TEXT[:50], name)[41:])
 
 
 def padded_rows():
@@ -158,18 +191,18 @@ def padded_rows():
         expected.append(executor.head(hidden))
     alone, book = new_cache(model.config, KVSpec("tq4").plan(2), sequences=1, tokens=64, block_size=16)
     sequence = book.add()
-    close(torch.cat(expected), verify(executor, torch.tensor(TEXT[:9]), book.batch([sequence], [9]), alone))
+    close("toy", torch.cat(expected), verify(executor, torch.tensor(TEXT[:9]), book.batch([sequence], [9]), alone))
 
 
-def run_again():
+def run_again(name="toy"):
     """A forward that is run again from its first layer, as one is that the kernels refuse half way."""
-    run = Run()
+    run = Run(name)
     run.read(TEXT[:11])
     batch = run.paging.batch([run.sequence], [5])
     for _ in range(3):
         logits = verify(run.executor, torch.tensor(TEXT[11:16]), batch, run.cache)
-    close(logits, whole(TEXT[:16])[11:])
-    close(run.read(TEXT[16:20]), whole(TEXT[:20])[16:])
+    close(name, logits, whole(TEXT[:16], name)[11:])
+    close(name, run.read(TEXT[16:20]), whole(TEXT[:20], name)[16:])
 
 
 WAYS = {
@@ -178,20 +211,59 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_state_is_that_of_the_tokens_alone(way):
-    WAYS[way]()
+@pytest.mark.parametrize("name", MODELS)
+def test_the_state_is_that_of_the_tokens_alone(name, way):
+    if way != "padded_rows":
+        WAYS[way](name)
+    elif name == "toy":
+        padded_rows()
 
 
-def test_a_cache_file_goes_on_with_the_state(tmp_path):
-    cache_files(tmp_path)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_file_goes_on_with_the_state(tmp_path, name):
+    cache_files(tmp_path, name)
 
 
-def test_layers_that_the_cpu_knows_and_a_layer_that_it_does_not():
-    """The fast path and the op table take turns within one forward."""
-    tokens = TEXT[:60]
-    run = Run(CpuExecutor)
-    ours = torch.cat([run.read(tokens[:25]), *(run.read([token]) for token in tokens[25:])])
-    torch.testing.assert_close(ours, whole(tokens), rtol=2e-3, atol=2e-3)
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_what_is_allocated_is_what_was_announced_with_the_state_that_pads_a_batch(sequences):
+    config, plan = of_delta().config, Run("dense").plan
+    cache, _ = new_cache(config, plan, sequences=sequences, tokens=200)
+    states = sum(state.nbytes for layer, state in cache.states.items() if layer in config.state_shapes)
+    assert states == (sequences + 1) * config.state_bytes
+    assert cache.nbytes == needed(config, plan, 200, WeightBytes(), sequences).kv
+
+
+def test_without_drafts_two_versions_are_kept_and_what_is_stored_fits_both(tmp_path):
+    """A session with drafts keeps a version for each token that it may take back; a file of either goes on in the other."""
+    config, run = of_delta().config, Run("dense")
+    few, many = config.for_drafts(0), config.for_drafts(4)
+    assert [{shape.versions for shape in one.state_shapes.values()} for one in (few, many)] == [{2}, {6}]
+    assert 3 * few.state_bytes == many.state_bytes
+    for source, target in ((few, many), (many, few)):
+        (cache, paging), (other, places) = (new_cache(one, run.plan, sequences=1, tokens=128) for one in (source, target))
+        sequence = paging.add()
+        for begin, end in ((0, 20), (20, 21)):
+            verify(run.executor, torch.tensor(TEXT[begin:end]), paging.batch([sequence], [end - begin]), cache)
+        origins = [cache_file.origin_of(run.plan, shape_of(one), "weights") for one in (source, target)]
+        cache_file.save(tmp_path / "c", take(cache, paging, sequence, TEXT[:21]), origins[0])
+        goes_on = put(cache_file.load_for(tmp_path / "c", origins[1], run.plan), other, places)
+        logits = verify(run.executor, torch.tensor(TEXT[21:23]), places.batch([goes_on], [2]), other)
+        assert torch.equal(logits, whole(TEXT[:23], "dense")[21:])
+
+
+def test_what_decides_forgetting_stays_in_fp32():
+    config = of_delta().config
+    layer = DecoderModel.of(config, random_weights(config, torch.bfloat16)).weights.layers[0]
+    in_fp32 = {"a_log", "dt_bias", "conv1d", "delta_norm", "input_norm", "post_norm"}
+    assert {field for field, tensor in layer.items() if tensor.dtype == torch.float32} == in_fp32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cpu_is_near_the_reference(name):
+    """Of the toy the fast path and the op table take turns within one forward."""
+    runs = [Run(name, kind, kv="fp32") for kind in (ReferenceExecutor, CpuExecutor)]
+    theirs, ours = (torch.cat([run.read(TEXT[:30]), *(run.read([token]) for token in TEXT[30:50])]) for run in runs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.std()))
 
 
 # -- Taken out, one by one ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import bounds
-import cuda_composed
 import pytest
 import torch
 from cuda_caches import DEVICE, as_bytes, check_stored, everything_in, same, within
@@ -152,6 +151,28 @@ def test_models_without_a_fused_layer_say_so_in_words():
 
 
 # -- The fused ops -----------------------------------------------------------------------------------------------------
+def composed_attention(ops, qkv, heads, rope, cache, layer, batch, softmax_scale):
+    """As `FusedOps.attention`."""
+    if heads.bias is not None:
+        qkv = qkv + heads.bias
+    shape = cache.shape(layer)
+    split = [heads.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    q, k, v = torch.split(qkv.view(len(qkv), -1, shape.head_dim), split, dim=1)
+    if heads.q_norm is not None:
+        q, k = ops.rms_norm(q, heads.q_norm, heads.eps), ops.rms_norm(k, heads.k_norm, heads.eps)
+    q, k = ops.rope(q, *rope), ops.rope(k, *rope)
+    ops.store_kv(k, v, cache, layer, batch)
+    return ops.paged_attention(q.to(heads.dtype), cache, layer, batch, softmax_scale).flatten(1)
+
+
+def composed_add_norm(ops, hidden, update, weight, eps, behind=None):
+    """As `FusedOps.add_norm`."""
+    if behind is not None:
+        update = ops.rms_norm(update, *behind)
+    hidden = (hidden.float() + update).to(hidden.dtype)
+    return hidden, ops.rms_norm(hidden, weight, eps)
+
+
 PLAIN, BIASED, NORMED = (False, False), (True, False), (False, True)
 CASES = [
     (Case("tq4", 64, 2, 2, 8, (6, 9), (4, 1)), PLAIN),
@@ -207,7 +228,7 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, d
         seen.update(k=k, v=v)
         reference.store_kv(k, v, *rest)
 
-    cuda_composed.attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, made, LAYER, batch, scale)
+    composed_attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, made, LAYER, batch, scale)
     fault, on_device = ops.new_fault(DEVICE), tuple(x.to(DEVICE) for x in rope)
     ours = CudaFused(fault).attention(qkv.to(DEVICE), moved(heads), on_device, copy, LAYER, batch.to(DEVICE), scale)
     ops.raise_fault(fault, copy, batch)
@@ -221,7 +242,7 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, d
     for mine, other in zip(everything_in(copy), everything_in(made), strict=True):
         other.copy_(mine)
     nothing = with_ops(reference, {"store_kv": lambda *_: None})
-    wanted = cuda_composed.attention(nothing, qkv, heads, rope, made, LAYER, batch, scale)
+    wanted = composed_attention(nothing, qkv, heads, rope, made, LAYER, batch, scale)
     shape = (len(qkv), heads.num_heads, case.head_dim)
     assert relative(ours.view(shape), wanted.view(shape)) <= within(dtype)
 
@@ -278,7 +299,7 @@ def test_residual_and_norm_in_one_equal_the_two(dtype, width, behind):
     hidden, update = 4 * torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
     weights = torch.rand(2, width, generator=torch.Generator().manual_seed(1))
     weight, of_update = (weights if behind else weights.to(dtype)).unbind()
-    wanted = cuda_composed.add_norm(
+    wanted = composed_add_norm(
         reference, hidden.to(dtype), update, weight, 1e-6, (of_update, 1e-5) if behind else None
     )  # fmt: skip
     given = [x.to(DEVICE) for x in (hidden.to(dtype), update, weight)]

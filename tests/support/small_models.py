@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,21 +157,6 @@ def without_numbers(config: ModelConfig) -> DecoderModel:
     shapes = checkpoint_shapes(config)
     weights = assemble(config, lambda name: torch.empty(shapes[name], dtype=torch.bfloat16, device="meta"))
     return DecoderModel(config, weights, {})
-
-
-def weights_as_numpy(model: DecoderModel) -> dict[str, Any]:
-    """The weights as float64 arrays under the project's field names, `layers` a list of dicts."""
-
-    def array(tensor: Tensor) -> np.ndarray:
-        return tensor.double().numpy()
-
-    weights = model.weights
-    return {
-        "embedding": array(weights.embedding),
-        "layers": [{field: array(tensor) for field, _, tensor in layer.named()} for layer in weights.layers],
-        "final_norm": array(weights.final_norm),
-        "lm_head": array(weights.lm_head),
-    }
 
 
 def random_tokens(config: ModelConfig, count: int, seed: int = 0) -> list[int]:

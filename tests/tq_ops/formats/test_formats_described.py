@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bases import calibration
-from levels import compare_levels, compare_tokens
+from levels import compare_tokens
 from op_tables import TABLES, relative
 from places import ROOT
 
@@ -18,7 +18,6 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.formats.learned import COLUMNS
-from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -32,8 +31,6 @@ from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
 CPU = torch.device("cpu")
 LAYER = 1
 DESCRIBED = [name for name in formats.names() if formats.get(name).description(256) is not None]
-ALONG = ["tq2", "tq3"]
-"""Whose values keep their length along themselves."""
 
 
 def vectors(*shape, seed=0):
@@ -44,34 +41,6 @@ def vectors(*shape, seed=0):
 def test_every_rotated_format_describes_itself():
     assert DESCRIBED == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8"]
     assert [name for name in formats.names() if formats.get(name).plain] == ["bf16", "fp32"]
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("name", "side"), [*((name, "k") for name in DESCRIBED), *((name, "v") for name in ALONG)])
-def test_stored_bytes_are_those_described(name, side, head_dim):
-    """Levels, packing, scales and the way back, by the description alone."""
-    kv_format = formats.get(name, side)
-    described, x = kv_format.description(head_dim), vectors(40, head_dim)
-    fields = kv_format.quantize(x, LAYER)
-    level, scale = unpack_planes(fields["codes"], described.bits), fields["scale"]
-    assert torch.equal(level, kv_format.levels(fields))
-    assert torch.equal(pack_planes(level, described.bits), fields["codes"])
-    assert level.shape == (40, described.levels)
-    assert (scale.dtype, scale.shape) == (torch.float16, (40,))
-    centroids = torch.tensor(described.centroids, dtype=torch.float64)[level.int()]
-    matrix, other = (described.transform.matrix(layer, head_dim) for layer in (LAYER, LAYER + 1))
-    assert matrix.dtype == torch.bfloat16
-    assert torch.equal(matrix, other) != described.transform.per_layer
-    restored = (centroids * scale.unsqueeze(-1)) @ matrix.double().T
-    torch.testing.assert_close(kv_format.dequantize(fields, LAYER).double(), restored, rtol=0, atol=1e-5)
-    lengths = x.double().norm(dim=-1)
-    unit = (x.double() / lengths.unsqueeze(-1)).float().bfloat16()
-    y, boundaries = unit.double() @ matrix.double(), torch.tensor(described.boundaries, dtype=torch.float64)
-    assert described.along == (side == "v")
-    of_levels = (centroids * y).sum(-1) if described.along else centroids.norm(dim=-1)
-    torch.testing.assert_close(scale.double(), lengths / of_levels, rtol=2**-10, atol=0)
-    compared = compare_levels(level, (y[..., None] >= boundaries).sum(-1), y, boundaries, bounds.ROTATED_FP32)
-    assert compared.unexplained == 0
 
 
 # -- A new format runs on every backend that reads its kind ----------------------------------------------------------------
@@ -161,27 +130,6 @@ def test_a_made_up_format_runs_on_a_gpu(description):
     from haarkv.tq_ops.cuda import ops
 
     check(ops, description, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
-    """In one call of the append kernel."""
-    tq4 = formats.get("tq4")
-    other = RotatedFormat("tq4_other", "", 4, lambda d: replace(
-        tq4.description(d), transform=Transform(own_rotation, per_layer=True)
-    ))  # fmt: skip
-    by = [cpu_layout.tables(kv_format, LAYER, 128) for kv_format in (tq4, other)]
-    assert not torch.equal(by[0].matrix, by[1].matrix)
-    plan = KVPlan.uniform(tq4, other, LAYER + 1)
-    ours, theirs = (PagedKVCache(plan, KVShape(2, 128), num_blocks=2) for _ in range(2))
-    paging = PagedSequences(2, 128)
-    batch = paging.batch([paging.add()], [20])
-    k, v = vectors(2, 20, 2, 128, seed=8)
-    table.open().store_kv(k, v, ours, LAYER, batch)
-    reference.store_kv(k, v, theirs, LAYER, batch)
-    for name in ("codes", "scale"):
-        assert torch.equal(ours.v_fields(LAYER)[name], theirs.v_fields(LAYER)[name])
-        assert torch.equal(ours.k_fields(LAYER)[name], theirs.k_fields(LAYER)[name])
 
 
 # -- What backends read ----------------------------------------------------------------------------------------------------

@@ -62,13 +62,20 @@ def test_kivi_keys_equal_the_slow_path(bits, group, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("bits", "side"), [*((bits, "k") for bits in (2, 3, 4, 5, 6, 8)), (2, "v"), (3, "v")])
 def test_rotated_levels_are_chosen_and_packed_as_described(bits, side, head_dim):
-    """Levels against float64, ties explained; bytes of those levels by a loop; restored in float64 from the bytes."""
+    """Levels against float64, ties explained; bytes of those levels by a loop; restored in float64 from the bytes.
+
+    All by what the format's description says, which is what backends read.
+    """
     kv_format, layer = formats.get(f"tq{bits}", side), 2
     x = fresh_rows(head_dim, 7)
     fields = kv_format.quantize(x, layer)
     level = kv_format.levels(fields)
     book = lloyd_max(bits, head_dim, "published" if bits <= 4 else "converged")
-    rotation = haar_rotation(layer, head_dim)
+    rotation, described = haar_rotation(layer, head_dim), kv_format.description(head_dim)
+    assert (described.bits, described.levels, described.along) == (bits, head_dim, side == "v")
+    assert (*described.centroids, *described.boundaries) == (*book.centroids.tolist(), *book.boundaries.tolist())
+    assert torch.equal(described.transform.matrix(layer, head_dim), rotation)
+    assert described.transform.per_layer
     y = exact_norm(x)[0].bfloat16().double() @ rotation.double()
     expected = (y[..., None] >= book.boundaries.double()).sum(-1)
     assert compare_levels(level, expected, y, book.boundaries.double(), bounds.ROTATED_FP32).unexplained == 0

@@ -1,0 +1,130 @@
+"""Several new tokens in one forward: as if they had come one by one, also where a cache's rings keep room for fewer."""
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import pytest
+import torch
+from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resized, small_model
+
+from haarkv.executors import catalog
+from haarkv.executors.base import verify
+from haarkv.models.weights import EMBEDDING
+from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.rollback import Advance
+
+CONFIG = resized(SMALL, num_layers=2, num_heads=4, head_dim=64)
+PROMPTS, NEW = [[1, 2, 3, 4, 5], [6, 7]], [[8, 9, 10, 11], [12, 13]]
+ROOM = 4
+TAIL = KVSpec("tq4", tail=5, sink=2)
+
+
+@lru_cache
+def opened(name, dtype="float32"):
+    model = small_model(resized(CONFIG, num_layers=1) if name == "cuda" else CONFIG, dtype=getattr(torch, dtype))
+    if name == "cuda":
+        if not find_spec("triton"):
+            pytest.skip("Triton is not installed")
+        from haarkv.executors.cuda import CudaExecutor
+
+        return CudaExecutor(model, interpreted=not torch.cuda.is_available())
+    if name == "onnx":
+        pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
+    return catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "spec"),
+    [
+        ("reference", "float32", KVSpec("tq4", tail=3, sink=1)), ("reference", "float32", KVSpec("kivi2")),
+        ("cpu", "float32", KVSpec("tq4")), ("cpu", "bfloat16", KVSpec("k=tq5,v=tq3", tail=3, sink=1)),
+        ("onnx", "float32", KVSpec("tq4")), ("onnx", "float32", KVSpec("k=tq6,v=tq4", tail=3, sink=1)),
+        pytest.param("cuda", "float32", KVSpec("tq4", tail=2, sink=1), marks=pytest.mark.cuda_long),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_logits_after_each_token_are_those_of_one_by_one(name, dtype, spec):
+    executor = opened(name, dtype)
+    caches = [new_cache(executor.config, spec, block_size=128) for _ in "ab"]
+    one_by_one, together = ((cache, new_paging(cache)) for cache in caches)
+    expected: list[list[torch.Tensor]] = [[], []]
+    for cache, paging in (one_by_one, together):
+        prefill(executor, cache, paging, [paging.add(), paging.add()], PROMPTS)
+    for step in range(4):
+        rows = [row for row in (0, 1) if step < len(NEW[row])]
+        found = decode(executor, *one_by_one, rows, [NEW[row][step] for row in rows])
+        for row, logits in zip(rows, found, strict=True):
+            expected[row].append(logits)
+    cache, paging = together
+    ids = torch.tensor([token for row in NEW for token in row])
+    logits = verify(executor, ids, paging.batch([0, 1], [4, 2]), cache)
+    wanted = torch.stack([*expected[0], *expected[1]])
+    assert logits.shape == wanted.shape
+    if executor.batches_alike:
+        assert torch.equal(logits, wanted)
+        for (*place, one), (*_, other) in zip(cache_tensors(one_by_one[0]), cache_tensors(cache), strict=True):
+            assert torch.equal(one, other), place
+    else:
+        # Sums in another order may move a level of the cache.
+        torch.testing.assert_close(logits, wanted, rtol=0.02, atol=0.02)
+    assert executor.batches_alike == (name == "cpu")
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "onnx", "cuda"])
+def test_the_weights_of_an_executor_are_what_it_multiplies_with(name):
+    executor = opened(name)
+    embedding = dict(executor.weights.named())[EMBEDDING]
+    assert (embedding.device, embedding.shape) == (executor.device, (CONFIG.vocab_size, CONFIG.hidden_size))
+
+
+# -- Room for few ----------------------------------------------------------------------------------------------------------
+def cache_with(config, spec: KVSpec, room: int | None) -> PagedKVCache:
+    return PagedKVCache(spec.plan(config.num_layers), config.kv_shapes, num_blocks=8, block_size=128, room=room)
+
+
+def run(executor, spec: KVSpec, room: int | None) -> list[torch.Tensor]:
+    """Logits of a ragged prompt, of steps, of a second prompt behind it, of a check whose tokens go, and of steps again."""
+    cache = cache_with(executor.config, spec, room)
+    paging = new_paging(cache)
+    ids = [paging.add(), paging.add()]
+    tokens = [random_tokens(executor.config, n, seed=n) for n in (40, 3)]
+    found = [prefill(executor, cache, paging, ids, tokens)]
+    found += [decode(executor, cache, paging, ids, [step, 7 - step]) for step in range(2)]
+    more = torch.tensor(random_tokens(executor.config, 26, seed=3))
+    found.append(verify(executor, more, paging.batch(ids, [1, 25]), cache))
+    advance = Advance(cache, paging, ids, [ROOM, 1])
+    found.append(verify(executor, more[: ROOM + 1], advance.batch, cache))
+    advance.keep([1, 1])
+    found += [decode(executor, cache, paging, ids, [step, 5 - step]) for step in range(3)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("reference", TAIL), ("reference", KVSpec("kivi2")),
+        ("cpu", KVSpec("k=tq5,v=tq3", tail=20, sink=1)), ("cpu", KVSpec("tq4", tail=1)),
+        pytest.param("onnx", TAIL, marks=pytest.mark.long), pytest.param("cuda", TAIL, marks=pytest.mark.cuda_long),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_room_for_few_new_tokens_changes_nothing(name, spec):
+    few, all_of_them = (run(opened(name), spec, room) for room in (ROOM, None))
+    assert all(torch.equal(one, other) for one, other in zip(few, all_of_them, strict=True))
+
+
+def test_what_is_kept_is_smaller_and_what_is_refused_says_so():
+    few, full = cache_with(CONFIG, TAIL, ROOM), cache_with(CONFIG, TAIL, None)
+    sides, numbers = 2 * CONFIG.num_layers, 8 * CONFIG.heads.num_kv_heads * 64
+    assert full.nbytes - few.nbytes == 2 * sides * numbers * (64 - ROOM)
+    paging = new_paging(few)
+    batch = paging.batch([paging.add()], [ROOM + 1])
+    x = torch.ones(ROOM + 1, CONFIG.heads.num_kv_heads, 64)
+    with pytest.raises(ValueError, match="layer 1 keeps room for 4 new tokens of a sequence; store more within `with_room`"):
+        few.write(1, x, x, batch)
+    assert few.most_undone == ROOM
+    with pytest.raises(NonFiniteError), few.with_room(1, batch):
+        few.write(1, x * torch.nan, x, batch)
+    assert not any(window.vectors.any() for window in few.kept(1))
