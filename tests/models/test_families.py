@@ -171,6 +171,17 @@ def test_windows_are_where_transformers_has_them(saved):
         assert kinds is None or [kind == "sliding_attention" for kind in kinds] == [window is not None for window in of_layers]
 
 
+@pytest.mark.parametrize("pattern", [{}, {"sliding_window_pattern": 4}])
+def test_a_published_gemma_that_names_no_kinds_has_windows_where_transformers_puts_them(tmp_path, pattern):
+    """The 26 layers of Gemma 3 1B: each sixth sees all tokens, or each so-and-so-many-th, as a config may say."""
+    raw = {"model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512, "hidden_size": 1152, "head_dim": 256,
+           "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 6912, "vocab_size": 262144}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw | pattern))
+    theirs = transformers.Gemma3TextConfig.from_pretrained(tmp_path)
+    assert len(set(theirs.layer_types)) == 2
+    assert windows(read_config(tmp_path)) == [512 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+
+
 @pytest.mark.parametrize("family", sorted({family for family, _ in (MODELS | HYBRIDS).values()}))
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, family):
     """Each entry is left out alone, then all of them: what is declared equals that of transformers' own, whole config.
