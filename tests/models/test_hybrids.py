@@ -4,7 +4,6 @@ import json
 
 import pytest
 from family_models import saved
-from refusals import assert_refused
 
 from haarkv.models.catalog import read_config
 from haarkv.models.config import Attention
@@ -37,22 +36,6 @@ def test_the_gpu_takes_hybrids_dense_and_with_experts(size):
 
     config = read_config(f"random:{size}")
     assert CudaExecutor.supports(config, KVSpec("tq4").plan(config.num_layers)) is None
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["calibrate", "--out", "c.safetensors"], "layer 0 of this model has no keys"),
-        (["generate", "--prompt", "ab", "--draft", "self"], "take --draft mtp or ngram"),
-        (["export", "--out", "graphs"], "it mixes tokens by DeltaNet"),
-    ],
-    ids=lambda words: words[0] if isinstance(words, list) else "",
-)
-def test_commands_that_need_k_and_v_of_every_layer_refuse_in_one_line(saved, tmp_path, capsys, monkeypatch, command, words):
-    monkeypatch.chdir(tmp_path)
-    folder = saved("qwen3_5")[0]
-    name, *options = command
-    assert_refused((main([name, "--model", str(folder), *options]), *capsys.readouterr()), words)
 
 
 def test_validate_judges_a_checkpoint(saved, tmp_path, capsys, monkeypatch):

@@ -297,11 +297,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert names_in(tmp_path) == ["link.csv", "rows.csv"]
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_run(validate, checkpoint, monkeypatch):
-    monkeypatch.setattr(catalog, "create", lambda *_: pytest.fail("the run began"))
-    assert_refused(validate("--model", checkpoint, "--prompt", "spam", "--csv", "absent/rows.csv"), "absent")
-
-
 def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt

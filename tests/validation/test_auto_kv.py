@@ -220,11 +220,6 @@ def test_a_probe_costs_what_it_costs_when_all_layers_run(subject, text):
     assert probes.cost((2, "k"), "bf16") == 0
 
 
-def test_a_bound_that_is_none_is_refused(subject):
-    with pytest.raises(InputError, match="--kv-loss is a mean KL in nats a token, above 0, not -1"):
-        auto.choose(subject, loss=-1.0)
-
-
 def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home, chosen, monkeypatch):
     asked = []
 

@@ -2,8 +2,6 @@
 
 import ast
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from checkpoints import saying, write_checkpoint
 from machines import has_only
-from refusals import assert_refused
 from small_models import SMALL, small_model
 
 from haarkv.engine.session import Session
@@ -638,45 +635,3 @@ def test_long_texts_are_cut_at_the_far_end(text):
         assert cut(ast.literal_eval(shown.strip("…")))
     assert _head(text)[-1] == _tail(text)[0] == "…"
     assert _head("short") == _tail("short") == "'short'"
-
-
-REFUSED = {
-    "unknown_word": (["--a", "abacus"], ["abacus", "EXECUTOR:FORMAT", "reference", "tq4_seed", "k=NAME,v=NAME"]),
-    "unknown_executor": (["--b", "abacus:tq4"], ["abacus:tq4", "executor of auto, reference"]),
-    "unknown_format": (["--b", "reference:tq9"], ["tq9", "format of tq4"]),
-    "no_format_after_the_colon": (["--b", "reference:"], ["reference:", "EXECUTOR:FORMAT"]),
-    "no_executor_before_the_colon": (["--b", ":tq4"], [":tq4", "EXECUTOR:FORMAT"]),
-    "empty": (["--a", ""], ["''", "EXECUTOR"]),
-    "half_a_pair": (["--a", "k=tq4"], ["k=tq4", "k=NAME,v=NAME"]),
-    "unknown_in_a_pair": (["--a", "reference:k=tq4,v=tq9"], ["tq9", "tq4"]),
-    "no_such_model": (["--model", "nothing/here"], ["no such model", "nothing/here"]),
-    "prompt_beyond_the_model": (["--prompt", "a" * 1025], ["1025 tokens", "only 1024"]),
-    "empty_prompt": (["--prompt", ""], ["prompt 1", "empty"]),
-    "prompt_file_missing": (["--prompt-file", "nothing.txt"], ["nothing.txt"]),
-    "device": (["--device", "moon"], ["moon", "cpu, cuda"]),
-    "device_of_another": (["--device", "sim"], ["npu cannot run this"]),
-    "dtype": (["--dtype", "int3"], ["int3", "bfloat16"]),
-    "layers_of_a_checkpoint": (["--layers", "1"], ["--layers"]),
-    "no_new_tokens": (["--max-new-tokens", "0"], ["--max-new-tokens"]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_line_and_2(run, checkpoint, case):
-    args, words = REFUSED[case]
-    assert_refused(run(*BOTH, "--model", checkpoint, *args), *words)
-
-
-@pytest.mark.parametrize(("given", "missing"), [("--a", "--b"), ("--b", "--a")])
-def test_both_sides_must_be_named(run, given, missing):
-    assert_refused(run(given, "tq4"), missing)
-
-
-def test_help_does_not_import_torch():
-    code = (
-        "import sys\nfrom tq.cli import main\nassert main(['diff', '--help']) == 0\n"
-        "assert 'torch' not in sys.modules and 'validation' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "EXECUTOR:FORMAT" in done.stdout
