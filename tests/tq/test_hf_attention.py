@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from hf_models import COMMON, VOCAB, built
 from transformers import (
     AttentionInterface,
-    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -21,26 +21,13 @@ from tq.hf.attention import IMPLEMENTATION, Reader, Stored, attention, dense
 
 pytestmark = pytest.mark.skipif(not library.isas(), reason="the CPU kernels are not built")
 
-VOCAB, PROMPT, NEW = 61, 150, 12
-COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
+PROMPT, NEW = 150, 12
 PROMPTS = torch.randint(2, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
 def build(kind=Qwen3Config, dtype=torch.float32, **special):
-    """A model whose text depends on its attention."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**{**COMMON, **special})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.normal_(0, 0.7 if "embed" in name else 1.3 * parameter.shape[1] ** -0.5)
-    return model.to(dtype)
+    wide = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 512}
+    return built(kind(**{**COMMON, **wide, **special}), dtype)
 
 
 @pytest.fixture
