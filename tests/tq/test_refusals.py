@@ -4,12 +4,11 @@ import io
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import CONFIG, FINAL_NORM, byte_tokenizer, cut_off, layer_tensor, shard_name, write_checkpoint
-from refusals import assert_refused
+from refusals import assert_refused, snapshot
 
 from haarkv.serving import serve as serving
 from haarkv.tq_ops.kv import plan_file
@@ -273,10 +272,6 @@ def folder(tmp_path_factory):
     (folder / "m.gguf").write_bytes(b"GGUF")
     (folder / "latin1").write_bytes("caf\xe9".encode("latin-1"))
     return folder
-
-
-def snapshot(folder: Path):
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize(("line", "words"), CASES, ids=[f"{number} {line[-40:]}" for number, (line, _) in enumerate(CASES)])
