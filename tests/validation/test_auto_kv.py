@@ -84,17 +84,6 @@ def test_the_chosen_cache_is_under_the_bound_and_spends_it(chosen):
     assert f"({plan.summary()}): mean KL" in str(chosen)
 
 
-def test_bits_go_where_a_probe_costs_most(chosen):
-    """The cache is no uniform one: places are told apart by what their probes cost."""
-    costs = {place: by_name[auto.PROBES[place[1]]] for place, by_name in chosen.costs.items()}
-    assert len(costs) == 2 * chosen.config.num_layers
-    assert max(costs.values()) > 5 * min(costs.values()) > 0
-    plan = plan_for(chosen.spec, chosen.config)
-    for side in ("k", "v"):
-        bits = {place: plan.layers[place[0]][side == "v"].bytes_per_vector(128) for place in costs if place[1] == side}
-        assert bits[max(bits, key=costs.__getitem__)] > bits[min(bits, key=costs.__getitem__)]
-
-
 def test_other_formats_cost_by_what_their_levels_leave(chosen):
     for (_, side), by_name in chosen.costs.items():
         losses = [by_name[name] for name in auto.FORMATS[side]]
