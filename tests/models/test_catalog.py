@@ -76,6 +76,12 @@ def test_a_downloaded_model_is_found_whatever_its_cache_says_of_it(hub, main):
     assert {file.parent for file in files_of("Org/model")} == {folder}
 
 
+def test_a_reference_to_a_snapshot_that_is_absent_is_told(hub):
+    folder = hub("a/b", "new")
+    with pytest.warns(UserWarning, match=f"no snapshot 'new', which refs/main names; the newest is taken, {COMMIT}"):
+        assert path_of("a/b") == folder
+
+
 def gguf_files(*names):
     def write(folder):
         for name in names:

@@ -71,7 +71,7 @@ def ours_of(words):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_forty_forms_are_rendered_as_in_transformers_or_refused(name, tmp_path):
+def test_twenty_forms_are_rendered_as_in_transformers_or_refused(name, tmp_path):
     source, each = FORMS[name]
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=forms_tokenizer(), chat_template=source, **NAMED)
     ours = ours_of(Words(forms_tokenizer(), tmp_path, None, {"default": source}, NAMED))
@@ -171,6 +171,9 @@ def test_one_template_is_the_template_and_of_several_one_must_be_the_default(tmp
     with pytest.raises(InputError, match="none of its chat templates is the default: rag, tool_use; --no-chat uses none"):
         ours.encode_chat([[USER]])
     assert ours.encode_chat([[USER]], {"tools": []}) == [[*b"[]"]]
+    empty = folder_with(tmp_path, {"tokenizer_config.json": {"chat_template": "E"}, "chat_template.jinja": "\n"})
+    assert ours_of(HFFolder(empty).words()).encode_chat([[USER]]) == [[ord("E")]]
+    (tmp_path / "chat_template.jinja").unlink()
     older = folder_with(tmp_path, {"tokenizer_config.json": {}, "chat_template.json": {"chat_template": "P"}})
     assert ours_of(HFFolder(older).words()).encode_chat([[USER]]) == [[ord("P")]]
 

@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 import tq
 from haarkv.engine.plans import shape_of
 from haarkv.models.catalog import load_model, path_of, read_config, source_of, weights_of
-from haarkv.models.checkpoint import load_weights, stored_tensors
+from haarkv.models.checkpoint import load_weights
 from haarkv.models.fingerprint import fingerprint
-from haarkv.models.parallel import Split
 from haarkv.models.rope import Llama3Scaling, inverse_frequencies
-from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
@@ -113,35 +111,6 @@ def test_many_rows_are_restored_a_few_at_a_time(folder_of, tmp_path, monkeypatch
     monkeypatch.setattr("haarkv.tq_ops.weight._CHUNK", 7 * 192)
     for (name, one), (_, other) in zip(load_model(path).weights.named(), whole.weights.named(), strict=True):
         assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
-def test_a_rank_reads_its_part(folder_of, tmp_path, name):
-    path = convert(folder_of(name), tmp_path / "m.gguf", "Q8_0")
-    source, config = source_of(path), read_config(path)
-    whole = dict(stored_tensors(source, config, torch.float32))
-    for rank in range(2):
-        split = Split(config, rank, 2)
-        stored = checkpoint_tensors(config)
-        for of, part in stored_tensors(source, config, torch.float32, split):
-            assert torch.equal(part, whole[of][split.of(stored[of].axes)]), of
-            assert part.is_contiguous()
-
-
-def test_what_is_stored_as_it_is_wanted_takes_no_memory(folder_of, tmp_path):
-    path = convert(folder_of("qwen3_yarn"), tmp_path / "m.gguf", "BF16")
-    held = source_of(path).tensors()
-    assert held["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
-    made = []
-
-    def empty(shape, dtype):
-        made.append(shape)
-        return torch.empty(shape, dtype=dtype)
-
-    source_of(path).read("model.layers.0.mlp.up_proj.weight", torch.bfloat16, empty=empty)
-    assert made == []
-    source_of(path).read("model.layers.0.mlp.up_proj.weight", torch.float32, empty=empty)
-    assert made == [(320, 192)]
 
 
 # -- Settings -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from levels import compare_levels
-from published_model import CONFIG, run_mini_model
+from published_model import CONFIG, COSINE, HALF_ULP, MATCH, NORM, ROTATED_BF16_LAYER, run_mini_model
 from small_models import table_of
 
 from haarkv.tq_ops import reference
@@ -25,7 +25,7 @@ def run(golden, published_rotation):
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_logits_equal_the_golden(run, phase):
     ours, theirs = getattr(run, f"{phase}_logits"), torch.from_numpy(run.data[f"{phase}_logits"])
-    assert torch.cosine_similarity(ours, theirs).min() >= bounds.GOLDEN_COSINE
+    assert torch.cosine_similarity(ours, theirs).min() >= COSINE
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
@@ -33,13 +33,12 @@ def test_logits_equal_the_golden(run, phase):
 def test_levels_equal_the_golden_but_for_ties(run, side, layer):
     levels, norms = run.our_fields(side, layer)
     golden_levels, golden_norms = run.golden_fields(side, layer)
-    atol = bounds.ROTATED_FP32 if layer == 0 else bounds.ROTATED_BF16_LAYER
+    atol = bounds.ROTATED_FP32 if layer == 0 else ROTATED_BF16_LAYER
     boundaries = codebook_on(128, levels.device).boundaries
-    compared = compare_levels(levels, golden_levels, run.rotated[side, layer], boundaries, atol, bounds.BF16_HALF_ULP)
+    compared = compare_levels(levels, golden_levels, run.rotated[side, layer], boundaries, atol, HALF_ULP)
     assert compared.unexplained == 0
-    assert compared.match >= (bounds.GOLDEN_MATCH_FIRST_LAYER if layer == 0 else bounds.GOLDEN_MATCH_LATER_LAYER)
-    margin = bounds.GOLDEN_NORM_FIRST_LAYER if layer == 0 else bounds.GOLDEN_NORM_LATER_LAYER
-    torch.testing.assert_close(norms, golden_norms, rtol=margin, atol=0)
+    assert compared.match >= MATCH[layer]
+    torch.testing.assert_close(norms, golden_norms, rtol=NORM[layer], atol=0)
 
 
 def test_ties_do_not_explain_everything(run):
@@ -47,7 +46,7 @@ def test_ties_do_not_explain_everything(run):
     levels, _ = run.our_fields("k", 1)
     wrong = torch.where(levels < 15, levels + 1, levels - 1)
     boundaries = codebook_on(128, levels.device).boundaries
-    compared = compare_levels(levels, wrong, run.rotated["k", 1], boundaries, bounds.ROTATED_BF16_LAYER, bounds.BF16_HALF_ULP)
+    compared = compare_levels(levels, wrong, run.rotated["k", 1], boundaries, ROTATED_BF16_LAYER, HALF_ULP)
     assert compared.unexplained > 0.75 * compared.total
 
 

@@ -1,20 +1,29 @@
-"""Layers that keep a state in place of K and V: where they are, what commands say of them, and what refuses them."""
+"""Layers that keep a state in place of K and V; and the trained hybrid that ships, beside transformers and as a file."""
 
 import json
 
 import pytest
-from family_models import saved
-from refusals import assert_refused
+import torch
+from family_models import in_gguf, logits_of, saved
+from said_again import always_drafting
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+from transformers_judge import worst_error
 
-from haarkv.models.catalog import read_config
+import tq
+from haarkv.engine.draft_choice import DraftSpec
+from haarkv.engine.loading import load
+from haarkv.engine.sampling import Sampling
+from haarkv.models.catalog import load_model, path_of, read_config
 from haarkv.models.config import Attention
 from haarkv.models.layer import DeltaNet
 from haarkv.models.parallel import Split
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
 
-__all__ = ["saved"]
+__all__ = ["in_gguf", "saved"]
+NAME = "tiny-hybrid"
 
 
 def test_three_of_four_layers_remember_and_one_attends():
@@ -29,30 +38,6 @@ def test_three_of_four_layers_remember_and_one_attends():
 def test_ranks_refuse_a_state():
     with pytest.raises(InputError, match="recurrent state cannot be split over ranks"):
         Split(read_config("random:qwen3.5-0.8b"), 0, 2)
-
-
-@pytest.mark.parametrize("size", ["qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3-next"])
-def test_the_gpu_takes_hybrids_dense_and_with_experts(size):
-    from haarkv.executors.cuda import CudaExecutor
-
-    config = read_config(f"random:{size}")
-    assert CudaExecutor.supports(config, KVSpec("tq4").plan(config.num_layers)) is None
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["calibrate", "--out", "c.safetensors"], "layer 0 of this model has no keys"),
-        (["generate", "--prompt", "ab", "--draft", "self"], "take --draft mtp or ngram"),
-        (["export", "--out", "graphs"], "it mixes tokens by DeltaNet"),
-    ],
-    ids=lambda words: words[0] if isinstance(words, list) else "",
-)
-def test_commands_that_need_k_and_v_of_every_layer_refuse_in_one_line(saved, tmp_path, capsys, monkeypatch, command, words):
-    monkeypatch.chdir(tmp_path)
-    folder = saved("qwen3_5")[0]
-    name, *options = command
-    assert_refused((main([name, "--model", str(folder), *options]), *capsys.readouterr()), words)
 
 
 def test_validate_judges_a_checkpoint(saved, tmp_path, capsys, monkeypatch):
@@ -76,3 +61,44 @@ def test_info_tells_a_state_from_k_and_v(capsys):
     assert json.loads(capsys.readouterr().out)["state_bytes"] == read_config("random:qwen3.5-0.8b").state_bytes
     assert main(["info", "random:0.6b"]) == 0
     assert "state" not in capsys.readouterr().out
+
+
+# -- The hybrid that ships ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text():
+    return tq.load("tiny").tokenizer.encode(held_out_texts()["fractions.py"])
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return AutoModelForCausalLM.from_pretrained(path_of(NAME), dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def test_logits_are_those_of_transformers(text, theirs):
+    prompt = torch.tensor([text[:120]])
+    worst, _ = worst_error(theirs, load_model(NAME), "fp32", prompt, steps=16)
+    assert worst <= 1e-4
+
+
+def test_it_has_learned_python(text):
+    """A model of random weights has 8.3 nats a token. What is judged is what the weights say, and not a figure of training."""
+    assert float(cross_entropy(logits_of(load_model(NAME), text[:512]), torch.tensor(text[1:513]))) < 4.0
+
+
+def test_its_own_drafts_are_often_right_and_never_change_the_text(text):
+    prompts = [text[start : start + 60] for start in (0, 700, 1500)]
+    texts = []
+    for draft in (None, DraftSpec("mtp", 2)):
+        with always_drafting():
+            result = load(NAME, executor="cpu", draft=draft).generate(prompts, max_new_tokens=40, sampling=Sampling())
+        texts.append([done.token_ids for done in result.completions])
+    assert texts[0] == texts[1]
+    assert result.drafting.accepted > 0.3 * result.drafting.proposed > 0
+
+
+def test_a_gguf_file_of_it_has_its_weights(in_gguf):
+    ours, read = load_model(NAME), load_model(in_gguf)
+    for (name, one), (_, other) in zip(ours.weights.named(), read.weights.named(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)

@@ -1,70 +1,102 @@
-"""The real server's text is the reference's, token by token, however the server cuts, shares or spreads its work."""
+"""The real server's text is the reference's with the same cache, token by token, however the server cuts, shares or spreads
+its work: learned coordinates, layers that differ and tokens in BF16 among the caches."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
+from learned_tiny import write_plan
+from vllm_drafts import eagle3
 from vllm_judge import Judge, Verdict, prompts, tokenizer
 from vllm_server import CACHE_BYTES, Answer, Server, serving
 
-from haarkv.models.catalog import TINY
+from haarkv.models.catalog import TINY, read_config
+from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan_file import load
 
 pytestmark = pytest.mark.vllm_server
 
 NEW_TOKENS = 64
 # Shorter and longer than a block of 128 tokens and than a chunk of 64.
 ASKED = prompts(20, (7, 40, 130, 200, 300))
+CONFIG = read_config("tiny")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-
 ITSELF = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 3}
+TWO_RANKS, NOBIND = ("--tensor-parallel-size", "2"), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+CHUNKS = ("--max-num-batched-tokens", "64")
+LEARNED = ("k=lr4,v=tq3",) * 6
+"""3.125 bits."""
+MIXED = ("k=lr4,v=tq3", "bf16", "k=lr3,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr4,v=tq4")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to serve.
+    """One cache, and one way to serve it.
 
     Attributes:
-        shows: whether the server, or by how much its figures have grown, says that it was really served so.
+        kv: the format of all layers, or that of each.
         flags, environment: beside those that all servers have; none of either for the server that other tests share.
+        tail, sink: tokens in BF16.
+        shows: whether the server, or by how much its figures have grown, says that it was really served so.
+        measured: whether the tokens that its memory holds are counted.
+        drafts: whether a draft's layers take pages, too.
     """
 
-    shows: Callable[[Server, dict[str, float]], bool]
+    kv: str | tuple[str, ...] = "tq4"
     flags: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tail: int | None = None
+    sink: int = 0
+    shows: Callable[[Server, dict[str, float]], bool] = lambda server, new: True
+    measured: bool = False
+    drafts: bool = False
+
+
+def knows(server: Server, new: dict[str, float]) -> bool:
+    """In the second round the whole blocks of 12 prompts are known: 8 with one, 4 with two."""
+    return new["vllm:prefix_cache_hits_total"] >= 16 * 128
 
 
 VARIANTS = {
-    # In the second round the whole blocks of 12 prompts are known: 8 with one, 4 with two.
-    "plain": Variant(lambda server, new: new["vllm:prefix_cache_hits_total"] >= 16 * 128),
+    "plain": Variant(shows=knows),
     "no-prefix-caching": Variant(
-        lambda server, new: new.get("vllm:prefix_cache_hits_total", 0) == 0,
-        ("--no-enable-prefix-caching",),
+        flags=("--no-enable-prefix-caching",), shows=lambda server, new: new.get("vllm:prefix_cache_hits_total", 0) == 0
     ),
     "chunks-of-64": Variant(
         # No forward takes more, so a prompt of 300 tokens comes in five pieces or more.
-        lambda server, new: "max_num_batched_tokens=64" in server.log.read_text(),
-        ("--max-num-batched-tokens", "64", "--no-enable-prefix-caching"),
+        flags=(*CHUNKS, "--no-enable-prefix-caching"),
+        shows=lambda server, new: "max_num_batched_tokens=64" in server.log.read_text(),
     ),
     "two-ranks": Variant(
         # Each keeps one of the two KV heads in as much memory.
-        lambda server, new: server.kv_tokens() > 1.9 * CACHE_BYTES / (6 * 2 * 2 * 66),
-        ("--tensor-parallel-size", "2"),
-        {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        flags=TWO_RANKS,
+        environment=NOBIND,
+        shows=lambda server, new: server.kv_tokens() > 1.9 * CACHE_BYTES / (6 * 2 * 2 * 66),
     ),
     "ngram-drafts": Variant(
-        lambda server, new: new["vllm:spec_decode_num_accepted_tokens_total"] > NEW_TOKENS,
-        ("--speculative-config", json.dumps(NGRAM)),
+        flags=("--speculative-config", json.dumps(NGRAM)),
+        shows=lambda server, new: new["vllm:spec_decode_num_accepted_tokens_total"] > NEW_TOKENS,
     ),
     "draft-model": Variant(
         # The model is its own draft: nearly all that it proposes is kept.
-        lambda server, new: (
+        flags=("--speculative-config", json.dumps(ITSELF)),
+        shows=lambda server, new: (
             new["vllm:spec_decode_num_accepted_tokens_total"] > 0.8 * new["vllm:spec_decode_num_draft_tokens_total"]
         ),
-        ("--speculative-config", json.dumps(ITSELF)),
     ),
+    "two formats": Variant("k=tq8,v=tq3", measured=True),
+    "learned": Variant(LEARNED, measured=True),
+    "learned, two ranks": Variant(LEARNED, TWO_RANKS, NOBIND, measured=True),
+    "mixed": Variant(MIXED, ("--kv-metrics-per-layer",), measured=True),
+    "mixed, chunks, drafts": Variant(MIXED, (*CHUNKS, "--speculative-config", json.dumps(ITSELF)), measured=True, drafts=True),
+    "tail": Variant(tail=124, shows=knows),
+    "tail, chunks": Variant(flags=CHUNKS, tail=32, sink=4, shows=knows),
+    "tail, learned": Variant(("k=lr4,v=tq4",) * 6, tail=124, sink=4, shows=knows),
+    "tail, two ranks": Variant("k=tq5,v=tq3", TWO_RANKS, NOBIND, tail=40, sink=4, shows=knows),
 }
 
 
@@ -72,20 +104,26 @@ VARIANTS = {
     scope="module", params=[pytest.param(n, marks=pytest.mark.vllm_short if n == "plain" else ()) for n in VARIANTS]
 )
 def served(request, tmp_path_factory):
-    """A variant and its server."""
-    variant = VARIANTS[request.param]
-    if not variant.flags:
-        yield variant, request.getfixturevalue("roomy")
+    """A variant, its server, and the reference with the same cache."""
+    of = VARIANTS[request.param]
+    if request.param == "plain":
+        yield of, request.getfixturevalue("roomy"), request.getfixturevalue("judge")
         return
-    with serving(tmp_path_factory.mktemp(request.param) / "log", *variant.flags, **variant.environment) as server:
-        yield variant, server
+    folder = tmp_path_factory.mktemp("served")
+    if isinstance(of.kv, str):
+        kept = () if of.tail is None else ("--kv-tail", str(of.tail), "--kv-sink", str(of.sink))
+        spec, kv, flags = KVSpec(of.kv, tail=of.tail, sink=of.sink), of.kv, (*kept, *of.flags)
+    else:
+        file = write_plan(folder / "plan.safetensors", of.kv, recent=of.tail, sink=of.sink)
+        spec, kv, flags = load(file), None, ("--kv-plan", str(file), *of.flags)
+    with serving(folder / "log", *flags, kv=kv, **of.environment) as server:
+        yield of, server, request.getfixturevalue("judge") if spec == KVSpec("tq4") else Judge(spec=spec)
 
 
-def asked_twice(server: Server) -> list[list[Answer]]:
-    """All prompts at once; then again, when the server may know them."""
-    rounds = [server.complete(ASKED, NEW_TOKENS) for _ in range(2)]
-    assert all(len(answer.token_ids) == NEW_TOKENS for answers in rounds for answer in answers)
-    return rounds
+def complete(server: Server) -> list[Answer]:
+    answers = server.complete(ASKED, NEW_TOKENS)
+    assert all(len(answer.token_ids) == NEW_TOKENS for answer in answers)
+    return answers
 
 
 def report(record_property, name: str, verdict: Verdict) -> None:
@@ -93,15 +131,58 @@ def report(record_property, name: str, verdict: Verdict) -> None:
     print(f"{name}: {verdict}")
 
 
-def test_each_served_token_is_the_references_or_nearly_as_good_to_it(served, judge, record_property):
-    variant, server = served
+def test_each_served_token_is_the_references_or_nearly_as_good_to_it(served, record_property):
+    """Twice, since in the second round the server may know the prompts."""
+    variant, server, judge = served
     before = server.metrics()
-    for number, answers in enumerate(asked_twice(server), 1):
-        verdict = judge.judge(ASKED, answers)
+    for number in (1, 2):
+        verdict = judge.judge(ASKED, complete(server))
         report(record_property, f"round {number}", verdict)
         assert verdict.passes, verdict
     grown = {name: value - before.get(name, 0.0) for name, value in server.metrics().items()}
     assert variant.shows(server, grown), grown
+
+
+def test_the_servers_memory_holds_as_many_tokens_as_the_formats_bytes_allow_and_metrics_say_so(served):
+    variant, server, judge = served
+    metrics = server.metrics()
+    if variant.tail is not None:
+        assert 0.95 * CACHE_BYTES <= metrics["haarkv:kv_allocated_bytes"] <= 2 * CACHE_BYTES
+        assert "haarkv:kv_held_tokens" not in metrics
+        assert f"tail {variant.tail}" in server.log.read_text()
+    if not variant.measured:
+        return
+    plan, plain = judge.spec.plan(CONFIG.num_layers), KVSpec("bf16").plan(CONFIG.num_layers)
+    taken, bf16 = (of.bytes_per_token(CONFIG.kv_shapes) for of in (plan, plain))
+    drafts = bf16 if variant.drafts else 0.0  # vLLM gives a draft's layers to its own backend
+    ranks = 2 if variant.environment else 1  # each keeps one of the two KV heads in as much memory
+    fits = ranks * CACHE_BYTES / (taken + drafts)
+    print(f"{server.kv_tokens()} tokens; BF16 alone would hold {CACHE_BYTES * ranks / bf16:.0f}")
+    # Whole blocks of 128 tokens, of which one is never handed out.
+    assert fits - 3 * 128 <= server.kv_tokens() <= fits
+    assert metrics["haarkv:kv_compression_ratio"] == pytest.approx(bf16 / taken)
+    assert f"{taken:,.0f} bytes a token, {bf16 / taken:.2f} times less than BF16" in server.log.read_text()
+    if variant.kv == LEARNED:
+        assert bf16 / taken >= 5
+    if "--kv-metrics-per-layer" in variant.flags:
+        assert "haarkv:kv_layer_held_bytes" in metrics
+
+
+def test_the_reference_with_another_cache_is_told_apart(served, record_property):
+    """Without the tail, or with each layer's formats at another's place."""
+    variant, server, judge = served
+    if variant.tail is not None:
+        other = Judge(spec=KVSpec(judge.spec.kv, layers=judge.spec.layers, calibration=judge.spec.calibration))
+        verdict = other.judge(ASKED, complete(server))
+        report(record_property, "no tail", verdict)
+        assert verdict.median_error > 2 * judge.judge(ASKED, complete(server)).median_error
+    elif variant.kv == MIXED and not variant.drafts:
+        layers = judge.spec.layers
+        moved = {layer: layers[(layer + 3) % len(layers)] for layer in layers}
+        other = Judge(spec=KVSpec(layers=moved, calibration=judge.spec.calibration))
+        verdict = other.judge(ASKED, complete(server))
+        report(record_property, "moved", verdict)
+        assert not verdict.passes
 
 
 @pytest.mark.vllm_short
@@ -131,3 +212,25 @@ def test_a_server_in_bf16_has_room_for_fewer_and_is_told_apart(roomy, judge, tmp
     own = Judge("bf16").judge(ASKED, answers)
     report(record_property, "bf16 by the reference in bf16", own)
     assert own.passes
+
+
+def test_users_who_must_make_room_for_each_others_tails_get_the_same(tmp_path, record_property):
+    """25 at once, in memory for a few."""
+    users, asked = 25, prompts(25, (20, 60, 110, 150, 200))
+    flags = ("--kv-tail", "40", "--kv-sink", "4", "--max-num-batched-tokens", "128")
+    with serving(tmp_path / "log", *flags, cache_bytes=14 * 2**20) as server, ThreadPoolExecutor(users) as pool:
+        answers = list(pool.map(lambda prompt: server.complete([prompt], 300)[0], asked))
+        verdict = Judge(spec=KVSpec("tq4", tail=40, sink=4)).judge(asked, answers)
+        report(record_property, "verdict", verdict)
+        assert verdict.passes, verdict
+        assert server.metrics()["vllm:num_preemptions_total"] > 0
+
+
+def test_drafts_of_an_eagle_head_change_no_token(tmp_path, judge, record_property):
+    """They bring attention layers of their own, whose pages lie beside the model's."""
+    drafts = {"method": "eagle3", "model": str(eagle3(tmp_path / "eagle3")), "num_speculative_tokens": 2}
+    with serving(tmp_path / "log", "--speculative-config", json.dumps(drafts)) as server:
+        verdict = judge.judge(ASKED[:5], server.complete(ASKED[:5], 48))
+        report(record_property, "eagle3", verdict)
+        assert verdict.passes, verdict
+        assert server.metrics()["vllm:spec_decode_num_draft_tokens_total"] > 48

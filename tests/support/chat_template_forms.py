@@ -1,8 +1,7 @@
-"""Forty chat templates in the forms that public model cards have, and the arguments that each is rendered with."""
+"""Twenty chat templates in the forms that public model cards have: each uses something that no other does; and arguments."""
 
 _CHATML = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 _ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-_THINKS = "{%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}"
 
 FORMS = {
     "ChatML": ("{% for m in messages %}" + _CHATML + "{% endfor %}" + _ASKS, [{}]),
@@ -64,11 +63,6 @@ FORMS = {
     {{- '<|im_start|>assistant\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}""", [{}, {"enable_thinking": False}, {"enable_thinking": True}]),
-    "thinking opened by the template": (
-        "{%- for m in messages %}" + _THINKS + "{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
-        "{{- said }}"
-        "{%- else %}{{- m.content }}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}", [{}]),
     "INST with the system message inside": ("""
 {%- if messages[0]['role'] == 'system' %}{%- set rest = messages[1:] %}{%- set system = messages[0]['content'] %}
 {%- else %}{%- set rest = messages %}{%- set system = false %}{%- endif %}
@@ -105,15 +99,6 @@ FORMS = {
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""",
         [{}, {"date_string": "26 Jul 2024"}, {"tools": True}, {"tools": True, "tools_in_user_message": False}]),
-    "headers, plain": (
-        "{% set loop_messages = messages %}{% for m in loop_messages %}{% set content = '<|start_header_id|>' + m['role'] + "
-        "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + "
-        "content %}{% endif %}{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}", [{}]),
-    "INST, spaces around": (
-        "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
-        "'user and assistant alternate') }}{% endif %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
-        "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}{% else %}{{ raise_exception('no system here') }}"
-        "{% endif %}{% endfor %}", [{}]),
     "INST with available tools": ("""
 {%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}
 {%- else %}{%- set rest = messages %}{%- endif %}
@@ -146,27 +131,6 @@ FORMS = {
         {{- '[TOOL_RESULTS] {"content": ' + m.content | string + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- else %}{{- raise_exception('only user, assistant and tool') }}{%- endif %}
 {%- endfor %}""", [{}, {"tools": True}]),
-    "a system prompt with a date, no spaces": ("""
-{%- set today = strftime_now('%Y-%m-%d') %}
-{%- set usual = 'You are a model. The date is ' + today + '.' %}
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- if messages[0]['content'] is string %}{%- set system = messages[0]['content'] %}
-    {%- else %}{%- set system = messages[0]['content'][0]['text'] %}{%- endif %}{%- set rest = messages[1:] %}
-{%- else %}{%- set system = usual %}{%- set rest = messages %}{%- endif %}
-{{- '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}
-{%- for m in rest %}
-    {%- if m['role'] == 'user' %}{{- '[INST]' + m['content'] + '[/INST]' }}
-    {%- elif m['role'] == 'assistant' %}{{- m['content'] + eos_token }}
-    {%- else %}{{- raise_exception('Only user and assistant, not ' + m['role']) }}{%- endif %}
-{%- endfor %}""", [{}]),
-    "turns of user and model": (
-        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles alternate') }}"
-        "{% endif %}{% if m['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = m['role'] %}{% endif %}"
-        "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}", [{}]),
     "turns, the system message in the first": ("""{{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
     {%- if messages[0]['content'] is string -%}{%- set before = messages[0]['content'] + '\n\n' -%}
@@ -186,53 +150,6 @@ FORMS = {
     {{ '<end_of_turn>\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}""", [{}]),
-    "role as a token, ended by another": (
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ '<|system|>\n' + m['content'] + '<|end|>\n' }}"
-        "{% elif m['role'] == 'user' %}{{ '<|user|>\n' + m['content'] + '<|end|>\n' }}{% elif m['role'] == 'assistant' %}"
-        "{{ '<|assistant|>\n' + m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}", [{}]),
-    "role as a token, put together": ("""
-{%- for m in messages %}
-    {%- if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}
-        {{- '<|' + m['role'] + '|>' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|><|end|>' }}
-    {%- else %}{{- '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- else %}{{- eos_token }}{%- endif %}""", [{}]),
-    "ChatML with a separator": (
-        "{% for m in messages %}{% if (m['role'] == 'system') %}"
-        "{{'<|im_start|>system<|im_sep|>' + m['content'] + '<|im_end|>'}}"
-        "{% elif (m['role'] == 'user') %}{{'<|im_start|>user<|im_sep|>' + m['content'] + '<|im_end|>'}}"
-        "{% elif (m['role'] == 'assistant') %}{{'<|im_start|>assistant<|im_sep|>' + m['content'] + '<|im_end|>'}}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}", [{}]),
-    "role lines ended by the end of the text": (
-        "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + m['content'] + eos_token }}\n"
-        "{% elif m['role'] == 'system' %}\n{{ '<|system|>\n' + m['content'] + eos_token }}\n"
-        "{% elif m['role'] == 'assistant' %}\n"
-        "{{ '<|assistant|>\n' + m['content'] + eos_token }}\n{% endif %}\n{% if loop.last and add_generation_prompt %}\n"
-        "{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}", [{}]),
-    "USER and ASSISTANT": (
-        "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0]['content'] %}"
-        "{% else %}{% set rest = messages %}{% set system = 'A chat.' %}{% endif %}{{ system }}{% for m in rest %}"
-        "{% if m['role'] == 'user' %}{{ ' USER: ' + m['content'].strip() }}{% else %}"
-        "{{ ' ASSISTANT: ' + m['content'].strip() + "
-        "eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}", [{}]),
-    "instruction and response": (
-        "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}{{ 'Below is an instruction.' "
-        "}}{% endif %}"
-        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '\n\n### Instruction:\n' + m['content'] }}"
-        "{% elif m['role'] == 'assistant' %}{{ '\n\n### Response:\n' + m['content'] + eos_token }}{% endif %}{% endfor %}"
-        "{{ '\n\n### Response:\n' if add_generation_prompt }}", [{}]),
-    "turn tokens": (
-        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
-        "{% set system = messages[0]['content'] "
-        "%}{% elif false == true %}{% set rest = messages %}{% set system = 'Own.' %}{% else %}{% set rest = messages %}"
-        "{% set system = false %}{% endif %}{% if system != false %}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system + "
-        "'<|END_OF_TURN_TOKEN|>' }}{% endif %}{% for m in rest %}{% set content = m['content'] %}{% if m['role'] == 'user' %}"
-        "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + content.strip() + '<|END_OF_TURN_TOKEN|>' }}"
-        "{% elif m['role'] == 'assistant' "
-        "%}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>'  + content.strip() + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}", [{}]),
     "thinking left out, wide bars": ("""
 {%- if not add_generation_prompt is defined %}{%- set add_generation_prompt = false %}{%- endif %}
 {%- set ns = namespace(system='', first=true) %}
@@ -247,16 +164,6 @@ FORMS = {
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\n' }}{%- endif %}""", [{}]),
-    "thinking by argument, wide bars": ("""
-{%- if not thinking is defined %}{%- set thinking = false %}{%- endif %}
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m['role'] == 'system' %}{{- m['content'] }}
-    {%- elif m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}
-    {%- elif m['role'] == 'assistant' %}{{- '<｜Assistant｜></think>' + m['content'] + '<｜end▁of▁sentence｜>' }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{{- '<think>' if thinking else '</think>' }}{%- endif %}""",
-        [{}, {"thinking": True}, {"thinking": False}]),
     "roles with documents and a switch": ("""
 {%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set rest = messages[1:] %}
 {%- else %}
@@ -347,40 +254,6 @@ FORMS = {
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' if mode == '/think' else '<|im_start|>assistant\n<think>\n\n</think>\n' }}
 {%- endif %}""", [{}, {"enable_thinking": False}, {"xml_tools": [{"name": "f", "é": None}], "python_tools": ["g()"]}]),
-    "functions in the system message, calls in tags": ("""
-{%- macro json_of(tool) %}{{- '{"type": "function", "function": ' }}{{- tool.function | tojson }}{{- '}' }}{%- endmacro %}
-{{- bos_token + '<|im_start|>system\nYou call functions. <tools> ' }}
-{%- for tool in tools or [] %}{{- json_of(tool) }}{%- if not loop.last %}{{- '\n' }}{%- endif %}{%- endfor %}
-{{- ' </tools>' + '<|im_end|>\n' }}
-{%- for m in messages %}
-    {%- if m.role == 'user' or m.role == 'system' or (m.role == 'assistant' and m.tool_calls is not defined) %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|im_start|>' + m.role }}
-        {%- for call in m.tool_calls %}
-            {{- '\n<tool_call>\n' }}{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
-            {{- '{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}{{- call.arguments | tojson }}{{- '}\n</tool_call>' }}
-        {%- endfor %}{{- '<|im_end|>\n' }}
-    {%- elif m.role == 'tool' %}{{- '<|im_start|>tool\n<tool_response>\n' + m.content + '\n</tool_response>\n<|im_end|>\n' }}
-        {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""", [{}, {"tools": True}]),
-    "User and Assistant, plain": (
-        "{% for m in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}{% if m['role'] == 'system' %}{{ 'System: ' }}"
-        "{% elif m['role'] == 'user' %}{{ 'User: ' }}{% elif m['role'] == 'assistant' %}{{ 'Falcon: ' }}{% endif %}"
-        "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n' + 'Falcon:' }}{% endif %}", [{}]),
-    "after the end of the text": (
-        "{{ eos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ '<|system|>\n' + m['content'] + '\n' }}"
-        "{% elif m['role'] == 'user' %}{{ '<|user|>\n' + m['content'] + '\n' }}{% elif m['role'] == 'assistant' %}"
-        "{{ '<|assistant|>\n' + m['content'] }}{% if not loop.last %}{{ eos_token + '\n' }}{% endif %}{% endif %}"
-        "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}", [{}]),
-    "human and gpt by a table": (
-        "{% set names = {'user': 'Human', 'assistant': 'Assistant', 'system': 'System'} %}{% for m in messages %}"
-        "{{ names[m.role] }}: {{ m.content }}{{ '\n\n' }}{% endfor %}{{ 'Assistant:' }}", [{}]),
-    "GPT4 Correct": (
-        "{{ bos_token }}{% for m in messages %}"
-        "{{ 'GPT4 Correct ' + m['role'].title() + ': ' + m['content'] + '<|end_of_turn|>' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant:' }}{% endif %}", [{}]),
     "numbered rounds": (
         "{% for m in messages %}{% if m['role'] == 'user' %}"
         "{{ '[Round ' ~ (loop.index0 // 2 + 1) ~ ']\n\nQ: ' ~ m['content'] ~ "
@@ -390,10 +263,6 @@ FORMS = {
         "{{ tool['function'] | tojson(indent=4) }}{% endfor %}{% endif %}{% for m in messages %}<|{{ m['role'] }}|>\n"
         "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not "
         "enable_thinking %}\n<think></think>{% endif %}{% endif %}", [{}, {"enable_thinking": False}, {"tools": True}]),
-    "user says, assistant says": (
-        "{{ bos_token }}{% for m in messages %}"
-        "{{ '[|' + m.role + '|]' + m.content | trim + ('[|endofturn|]' if m.role != 'user' "
-        "else '') + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '[|assistant|]' }}{% endif %}", [{}]),
     "contents in parts": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}{{ image_token }}{% endif %}"
@@ -419,10 +288,4 @@ FORMS = {
         "%}-{% endif %}"
         "{% set n = namespace(a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{% endfor %}{{ n.a }} {{ dict(b=1).b }}"
         "{{ messages[-1].content }}", [{}]),
-    "thinking budget and time": (
-        "{{ '<|im_start|>system\n' }}{% if thinking_budget is defined %}{% if thinking_budget | int == 0 %}"
-        "{{ 'Do not think.' }}"
-        "{% else %}{{ 'Think for ' ~ thinking_budget ~ ' tokens.' }}{% endif %}{% endif %}{{ '<|im_end|>\n' }}"
-        "{% for m in messages %}"
-        + _CHATML + "{% endfor %}" + _ASKS, [{}, {"thinking_budget": 0}, {"thinking_budget": "512"}]),
 }  # fmt: skip

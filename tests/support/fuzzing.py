@@ -11,6 +11,7 @@ from pathlib import Path
 from checkpoints import write_checkpoint
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from refusals import snapshot
 
 from tq.cli import main
 
@@ -74,10 +75,6 @@ def assert_one_line(message):
     assert "fault of tq itself" not in message
     assert "not enough memory" not in message
     assert "raise ulimit" not in message  # then nothing was read
-
-
-def snapshot(folder):
-    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 class Place:

@@ -24,7 +24,10 @@ from haarkv.tq_ops.kv.shapes import blocks_for
 
 DTYPE = "bfloat16"
 NEAR_TIE = bounds.EXECUTOR_LOGITS[DTYPE]
-MEDIAN_ERROR = bounds.SERVED_MEDIAN_ERROR
+# Log-probabilities of the five likeliest tokens, the largest error of a position in standard deviations of its logits; half
+# of all positions stay below this. vLLM rounds every projection to BF16. Measured, `tiny`, 1,280 positions: 0.025; 0.049 where
+# its cache is BF16 and the reference's tq4, which no near tie tells apart (0.123 of the permitted 0.125).
+MEDIAN_ERROR = 0.035
 
 
 @cache

@@ -84,17 +84,3 @@ def test_a_small_gain_of_balance_is_not_worth_a_warning(run, folder, monkeypatch
     for least, said in ((1e9, False), (2.0, True)):
         monkeypatch.setattr("haarkv.engine.plans.WORTH_SAYING", least)
         assert ("balanced" in run("generate", "--model", folder, *GENERATE).err) == said
-
-
-def test_diff_compares_what_generate_would_use(run, folder):
-    def disagreement(*options):
-        sides = ("--a", "reference:bf16", "--b", "reference:tq4", "--max-new-tokens", 6, "--threads", 1, "--json")
-        code, out, err = run("diff", "--model", folder, *sides, *GENERATE[:2], *options)
-        assert code == 0, err
-        return json.loads(out)["kl"]["mean"], err
-
-    balanced, said = disagreement()
-    assert said.count("balanced K of layers 0 to 5") == 1
-    unbalanced, silent = disagreement("--balance", "off")
-    assert "balanced" not in silent
-    assert unbalanced > 20 * balanced

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from checkpoints import byte_pieces, saying, write_checkpoint
+from checkpoints import saying, write_checkpoint
 from terminal import Terminal
 
 from haarkv.tq_ops.kv.cache_file import read_note
@@ -63,17 +63,6 @@ def test_a_conversation_in_a_terminal(chat, alphabet):
         terminal.type("/exit\n")
         assert terminal.end() == 0
         assert "Traceback" not in terminal.shown
-
-
-def test_an_answer_of_bytes_that_are_no_character_is_shown_and_remembered(chat, tmp_path):
-    files = {"tokenizer.json": byte_pieces().to_str()}
-    folder = write_checkpoint(tmp_path / "bytes", mutate=saying(b"\n\xc3\xa9\xe2b"), files=files)
-    with chat(folder, "--session", "talk") as terminal:
-        terminal.type("hi\n")
-        assert "é\ufffdb" in terminal.until("> ")
-        terminal.type(CTRL_D)
-        assert terminal.end() == 0
-    assert json.loads(read_note(tmp_path / "talk"))[1]["content"] == "é\ufffdb"
 
 
 def test_keys_edit_a_line_and_bring_back_earlier_ones(chat, alphabet, tmp_path):

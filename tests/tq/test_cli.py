@@ -11,35 +11,26 @@ from pathlib import Path
 import pytest
 from checkpoints import (
     EMBEDDING,
-    END_OF_TEXT,
-    END_OF_TEXT_ID,
     byte_tokenizer,
     in_turn,
     poison,
     saying,
     write_checkpoint,
 )
-from refusals import assert_refused
+from refusals import assert_refused, snapshot
 from small_models import resized
 from terminal import AS_IN_A_TERMINAL
 
 import tq as public
-from haarkv.engine.text import GrowingText
-from haarkv.models.catalog import TINY, read_config
+from haarkv.models.catalog import TINY
 from haarkv.models.families import SIZES
-from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
 from tq.cli import main
-from tq.commands.generate import _Writer
 
 MULTI_BYTE = "é€😀"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-def snapshot(folder):
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 @pytest.fixture
@@ -78,15 +69,6 @@ def test_a_nan_is_named_when_a_generated_token_first_meets_it(tq, tmp_path, kv):
     common = ("generate", "--model", folder, "--prompt", "a", "--kv", kv, "--json")
     assert tq(*common, "--max-new-tokens", 1).json["text"] == "b"
     assert_refused(tq(*common, "--max-new-tokens", 2), EMBEDDING, [ord("b"), 0])
-
-
-@pytest.mark.parametrize("kv", ["tq4", "bf16"])
-def test_a_nan_in_a_row_that_is_never_used_does_not_disturb(tq, tmp_path, checkpoint, kv):
-    folder = write_checkpoint(tmp_path / "nan", mutate=poison(EMBEDDING, (END_OF_TEXT_ID, 0)))
-    common = ("--prompt", "ab", "--max-new-tokens", 4, "--kv", kv, "--json")
-    undisturbed = tq("generate", "--model", checkpoint, *common).json["token_ids"]
-    assert len(undisturbed) == 4
-    assert tq("generate", "--model", folder, *common).json["token_ids"] == undisturbed
 
 
 # -- Refused: the arguments -----------------------------------------------------------------------------------------------
@@ -192,44 +174,12 @@ def test_kv_names_what_was_used_for_k_and_v(tq, checkpoint):
     assert kv["decode_ms_per_token"] is None
 
 
-def test_the_same_seed_gives_the_same_text_and_another_seed_another(tq, checkpoint):
-    def text(seed):
-        args = ("--prompt", "seed", "--temperature", 1, "--max-new-tokens", 16, "--seed", seed, "--json")
-        return tq("generate", "--model", checkpoint, *args).json["token_ids"]
-
-    assert text(1) == text(1)
-    assert text(1) != text(2)
-
-
-@pytest.mark.parametrize("kv", ["tq4", "bf16"])
-def test_prompts_of_a_ragged_batch_are_continued_as_if_alone(tq, checkpoint, kv):
-    # One token, more than a block, and more than one prefill chunk.
-    prompts = ["x", "spam and eggs ", "bacon " * 30, "baked beans " * 50]
-    common = ("generate", "--model", checkpoint, "--kv", kv, "--dtype", "float32", "--max-new-tokens", 8, "--json")
-    together = tq(*common, *(arg for prompt in prompts for arg in ("--prompt", prompt))).json["completions"]
-    alone = [tq(*common, "--prompt", prompt).json for prompt in prompts]
-    assert [c["token_ids"] for c in together] == [a["token_ids"] for a in alone]
-    assert len({tuple(a["token_ids"]) for a in alone}) == len(prompts)
-
-
 def test_a_prompt_file_and_stdin_are_read_as_they_are(tq, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_bytes("é\r\n".encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("€\n\n".encode())))
     args = ("--prompt-file", "prompt.txt", "--prompt-file", "-", "--max-new-tokens", 1, "--json")
     result = tq("generate", "--model", checkpoint, *args).json
     assert [c["prompt_tokens"] for c in result["completions"]] == [4, 5]
-
-
-@pytest.mark.parametrize(("ids", "where"), [("one", "generation"), ("list", "generation"), ("one", "config")])
-def test_generation_stops_at_the_end_of_text_token(tq, tmp_path, checkpoint, ids, where):
-    common = ("--prompt", "the end", "--json", "--max-new-tokens", 5)
-    first, second = tq("generate", "--model", checkpoint, *common).json["token_ids"][:2]
-    assert first != second
-    end = {"eos_token_id": second if ids == "one" else [END_OF_TEXT_ID, second]}
-    result = tq("generate", "--model", write_checkpoint(tmp_path / "eos", **{where: end}), *common).json
-    assert result["finish"] == "eos"
-    assert result["token_ids"] == [first]
-    assert result["new_tokens"] == 1
 
 
 def test_a_text_that_ends_at_once_is_empty(tq, tmp_path):
@@ -301,79 +251,18 @@ def test_random_models_of_a_named_size_run(tq, monkeypatch):
     assert_refused(tq(*common, "--layers", 4), "3 layers")
 
 
-# -- Streams --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_gives_characters_only_when_they_are_whole(checkpoint):
-    stream = load_tokenizer(checkpoint, read_config(checkpoint)).stream()
-    pieces = [stream.push(byte) for byte in f"a{MULTI_BYTE}z".encode()]
-    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
-
-
-class HalfTextStream:
-    """Gives what is certain of tokens 0, 1, 2 = "a", half of "é", the other half."""
-
-    def push(self, token):
-        return ["a", "", "é"][token]
-
-    def end(self):
-        return "\ufffd" * self.half
-
-
-@pytest.mark.parametrize(("tokens", "text"), [([0, 1, 2], "aé"), ([0, 1], "a\ufffd"), ([], "")])
-def test_text_is_given_out_as_each_character_is_whole_and_nothing_stays_behind(capsys, tokens, text):
-    stream, writer, printed = HalfTextStream(), _Writer(prompts=1), ""
-    stream.half, growing = tokens[-1:] == [1], GrowingText(stream)
-    for count, token in enumerate(tokens, 1):
-        writer.write(0, growing.push(token))
-        printed += capsys.readouterr().out
-        assert printed == ["a", "a", "aé"][count - 1]
-    writer.write(0, growing.end())
-    writer.finish([text])
-    assert printed + capsys.readouterr().out == text + "\n"
-
-
-def test_the_writer_does_not_mix_several_texts(capsys):
-    writer = _Writer(prompts=2)
-    writer.write(0, "a")
-    writer.write(1, "é")
-    assert capsys.readouterr().out == ""
-    writer.finish(["a", "é"])
-    assert capsys.readouterr().out == "── prompt 1\na\n── prompt 2\né\n"
-
-
 # -- The chat template ----------------------------------------------------------------------------------------------------
 
 
-def prompt_tokens(tq, folder, *args):
-    return tq("generate", "--model", folder, "--prompt", "hi", "--max-new-tokens", 1, "--json", *args).json["prompt_tokens"]
+def test_a_chat_template_is_applied_unless_refused(tq, tmp_path):
+    def prompt_tokens(*args):
+        return tq("generate", "--model", folder, "--prompt", "hi", "--max-new-tokens", 1, "--json", *args).json[
+            "prompt_tokens"
+        ]
 
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tokenizer_config": {"chat_template": TEMPLATE}},
-        {"files": {"chat_template.jinja": TEMPLATE}},
-        # The file goes before the setting.
-        {"files": {"chat_template.jinja": TEMPLATE}, "tokenizer_config": {"chat_template": "{{ raise_exception('no') }}"}},
-        {"tokenizer_config": {"chat_template": [{"name": "x", "template": "x"}, {"name": "default", "template": TEMPLATE}]}},
-    ],
-    ids=["tokenizer_config", "jinja_file", "both", "named"],
-)
-def test_a_chat_template_is_applied_unless_refused(tq, tmp_path, settings):
-    folder = write_checkpoint(tmp_path / "chat", **settings)
-    wrapped = len("[user]hi[assistant]")
-    assert prompt_tokens(tq, folder) == prompt_tokens(tq, folder, "--chat") == wrapped
-    assert prompt_tokens(tq, folder, "--no-chat") == len("hi")
-
-
-@pytest.mark.parametrize("end_of_text", [END_OF_TEXT, {"content": END_OF_TEXT}], ids=["text", "object"])
-def test_a_chat_template_sees_special_tokens_and_absent_ones_as_nothing(tmp_path, end_of_text):
-    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{% if pad_token is defined %}!{% endif %}"
-    settings = {"chat_template": template, "bos_token": None, "eos_token": end_of_text}
-    folder = write_checkpoint(tmp_path / "chat", tokenizer_config=settings)
-    tokenizer = load_tokenizer(folder, read_config(folder))
-    assert tokenizer.encode_chat([[{"role": "user", "content": "hi"}]]) == [[*b"hi", END_OF_TEXT_ID]]
+    folder = write_checkpoint(tmp_path / "chat", tokenizer_config={"chat_template": TEMPLATE})
+    assert prompt_tokens() == prompt_tokens("--chat") == len("[user]hi[assistant]")
+    assert prompt_tokens("--no-chat") == len("hi")
 
 
 def test_a_tokenizer_saved_with_truncation_or_padding_still_takes_the_whole_prompt(tq, tmp_path):

@@ -1,19 +1,11 @@
 """`tq generate`: the model's own sampling, stop texts, system messages, warnings, progress and what the cost line says."""
 
 import json
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from checkpoints import CONFIG, END_OF_TEXT, byte_pieces, byte_tokenizer, saying, write_checkpoint
+from checkpoints import END_OF_TEXT, byte_pieces, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
-from terminal import AS_IN_A_TERMINAL
 from tokenizers import AddedToken
 
 import tq
@@ -83,11 +75,14 @@ def test_an_explicit_option_wins(run, found, sampled, tmp_path):
     assert found(sampled, "--top-k", 0)["sampling"]["top_k"] == 0
 
 
-@pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
-def test_without_do_sample_a_model_is_greedy(found, tmp_path, do_sample):
-    folder = write_checkpoint(tmp_path / "m", generation={"temperature": 0.6, "top_k": 3, **do_sample})
-    sampling = found(folder)["sampling"]
-    assert (sampling["temperature"], sampling["top_k"]) == (0, 0)
+@pytest.mark.parametrize(
+    ("said", "temperature", "top_k"),
+    [({}, 0, 0), ({"do_sample": False}, 0, 0), ({"do_sample": None}, 0, 0), ({"do_sample": True}, 0.6, 3),
+     ({"do_sample": True, "temperature": None}, 1, 3)],
+)  # fmt: skip
+def test_a_model_is_greedy_without_do_sample_and_has_temperature_1_by_it_alone(found, tmp_path, said, temperature, top_k):
+    sampling = found(write_checkpoint(tmp_path / "m", generation={"temperature": 0.6, "top_k": 3, **said}))["sampling"]
+    assert (sampling["temperature"], sampling["top_k"]) == (temperature, top_k)
 
 
 def test_a_repetition_penalty_counts_for_a_greedy_model(run, found, tmp_path):
@@ -97,10 +92,6 @@ def test_a_repetition_penalty_counts_for_a_greedy_model(run, found, tmp_path):
     assert len(set(tokens)) == 40 > len(set(found(plain, "--max-new-tokens", 40)["token_ids"]))
     assert tokens == found(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
     assert line(run(folder)[2], "sampling") == "greedy; repetition-penalty 100 from generation_config.json"
-
-
-def test_do_sample_alone_is_temperature_1(found, tmp_path):
-    assert found(write_checkpoint(tmp_path / "m", generation={"do_sample": True}))["sampling"]["temperature"] == 1
 
 
 def test_the_library_takes_the_models_sampling_unless_another_is_given(sampled):
@@ -342,67 +333,6 @@ def test_the_cost_names_the_executor_and_tokens_a_second(run, alphabet):
     assert line(err, "executor").startswith("reference (cpu cannot run this: ")
     assert re.fullmatch(r"2 tokens in [\d.,]+ m?s, [\d.,]+ tokens/s", line(err, "prompt"))
     assert re.fullmatch(r"12 tokens, [\d.]+ ms a decode step, [\d.,]+ tokens/s \(length\)", line(err, "new"))
-
-
-def test_one_string_is_one_prompt(alphabet):
-    session = tq.load(alphabet)
-    assert session.generate("ab", max_new_tokens=3).texts == session.generate(["ab"], max_new_tokens=3).texts == ["cde"]
-
-
-# -- In a terminal --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory):
-    """A checkpoint that takes seconds to read 4,000 tokens."""
-    config = {"max_position_embeddings": 8192, "num_hidden_layers": 24, "hidden_size": 256, "intermediate_size": 1024}
-    assert CONFIG.keys() >= config.keys()
-    return write_checkpoint(tmp_path_factory.mktemp("long") / "m", config=config, mutate=lambda _: None)
-
-
-def in_terminal(folder, tmp_path):
-    """The command with 4,000 prompt tokens and stderr a terminal: (process, the terminal's other end)."""
-    (tmp_path / "prompt.txt").write_text("spam " * 800, encoding="utf-8")
-    ours, theirs = pty.openpty()
-    code = "import torch; torch.set_num_threads(1); " + AS_IN_A_TERMINAL
-    args = ["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "2"]
-    wide = {**os.environ, "COLUMNS": "120"}  # as wide wherever the tests run
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, env=wide
-    )
-    os.close(theirs)
-    return process, ours
-
-
-def read_until(terminal, word, seconds):
-    """What a terminal shows until a word comes."""
-    shown, until = b"", time.monotonic() + seconds
-    while word not in shown and time.monotonic() < until:
-        if select.select([terminal], [], [], 0.05)[0]:
-            try:
-                piece = os.read(terminal, 4096)
-            except OSError:  # the other end is closed
-                break
-            shown += piece
-    return shown
-
-
-@pytest.mark.slow
-def test_a_long_prompt_shows_progress_and_can_be_interrupted(long, tmp_path):
-    process, terminal = in_terminal(long, tmp_path)
-    try:
-        assert b"loading" in read_until(terminal, b"loading", 300)
-        assert b"/4000" in read_until(terminal, b"/4000", 300)
-        process.send_signal(signal.SIGINT)
-        rest = read_until(terminal, b"interrupted", 300)
-        assert b"tq: interrupted" in rest
-        assert process.wait(300) == 130
-        assert process.stdout.read() == b""
-    finally:
-        process.kill()
-        process.stdout.close()
-        process.wait()
-        os.close(terminal)
 
 
 def test_progress_counts_every_prompt_token(alphabet):

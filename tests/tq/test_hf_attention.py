@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from hf_models import COMMON, VOCAB, built
 from transformers import (
     AttentionInterface,
-    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -17,45 +17,30 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import tq
 from haarkv.tq_ops.cpu import library
-from tq.hf import kernels
-from tq.hf.attention import IMPLEMENTATION, Stored, attention, dense
+from tq.hf.attention import IMPLEMENTATION, Reader, Stored, attention, dense
 
 pytestmark = pytest.mark.skipif(not library.isas(), reason="the CPU kernels are not built")
 
-VOCAB, PROMPT, NEW = 61, 150, 12
-COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "phi3": Phi3Config}
+PROMPT, NEW = 150, 12
 PROMPTS = torch.randint(2, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
 def build(kind=Qwen3Config, dtype=torch.float32, **special):
-    """A model whose text depends on its attention."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**{**COMMON, **special})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.normal_(0, 0.7 if "embed" in name else 1.3 * parameter.shape[1] ** -0.5)
-    return model.to(dtype)
+    wide = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 512}
+    return built(kind(**{**COMMON, **wide, **special}), dtype)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The layers whose attention went through kernels, in order."""
     made = []
-    attend = kernels.Reader.attend
+    attend = Reader.attend
 
     def counted(self, q, seen, softmax_scale, padding):
         made.append((self._layer, seen))
         return attend(self, q, seen, softmax_scale, padding)
 
-    monkeypatch.setattr(kernels.Reader, "attend", counted)
+    monkeypatch.setattr(Reader, "attend", counted)
     return made
 
 
@@ -114,35 +99,38 @@ def same(model, **kwargs):
     assert torch.equal(logits, theirs)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+LONG = torch.randint(2, VOCAB, (3, 250), generator=torch.Generator().manual_seed(2))
+"""Steps behind it begin a new block."""
+
+
+def padded(*counts, rows=PROMPTS):
+    """A mask that hides so many tokens at the beginning of each row."""
+    return (torch.arange(rows.shape[1]) >= torch.tensor(counts).unsqueeze(1)).long()
+
+
+IN_BF16 = {"dtype": torch.bfloat16}
+READ = {
+    **{kind.__name__: ({"kind": kind}, {}) for kind in (LlamaConfig, Qwen2Config, Qwen3Config, Phi3Config)},
+    **{str(options): ({}, {"options": options}) for options in (
+        {"kv": "k=tq4,v=tq2"}, {"kv": "k=bf16,v=tq4"}, {"kv": "tq8"}, {"plan": {1: "tq3"}, "skip_layers": [0]})},
+    "wider heads": ({"head_dim": 128}, {"options": {"kv": "tq5"}}),
+    # The tail is read where it lies in a ring; of 200 tokens, it is not full at first.
+    **{f"tail {tail}, sink {sink}": (IN_BF16, {"options": {"tail": tail, "sink": sink}})
+       for tail, sink in ((7, 0), (128, 3), (1, 1), (200, 2), (0, 5))},
+    # Padding on the left: a part of a block, whole blocks, all but one token, and where blocks end.
+    **{f"padding {counts}": ({}, {"mask": padded(*counts)}) for counts in ((9, 0), (0, 130), (128, 127), (149, 1))},
+    **{f"padding {counts} {kv}": ({}, {"rows": LONG, "mask": padded(*counts, rows=LONG), "options": {"kv": kv}})
+       for counts, kv in (((5, 128, 249), "tq4"), ((0, 200, 131), "k=tq8,v=tq5"))},
+}  # fmt: skip
+"""Models, and what of them the kernels read."""
+
+
+@pytest.mark.parametrize("name", READ)
 def test_decode_steps_read_packed_codes(name, beside, calls):
-    near(build(FAMILIES[name]), beside)
-    assert calls == [(layer, PROMPT + step) for step in range(1, NEW) for layer in range(2)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv": "k=tq4,v=tq2"},
-        {"kv": "k=bf16,v=tq4"},
-        {"kv": "tq8"},
-        {"plan": {1: "tq3"}, "skip_layers": [0]},
-    ],
-)
-def test_any_format_that_the_kernels_read(options, beside, calls):
-    near(build(), beside, options=options)
-    assert len(calls) == 2 * (NEW - 1)
-
-
-def test_wider_heads(beside, calls):
-    near(build(head_dim=128), beside, options={"kv": "tq5"})
-
-
-@pytest.mark.parametrize(("tail", "sink"), [(7, 0), (128, 3), (1, 1), (200, 2), (0, 5)])
-def test_tail_and_sinks(tail, sink, beside, calls):
-    """The tail is read where it lies in a ring; of 200 tokens, it is not full at first."""
-    near(build(dtype=torch.bfloat16), beside, options={"tail": tail, "sink": sink})
-    assert len(calls) == 2 * (NEW - 1)
+    model, given = READ[name]
+    near(build(**model), beside, **given)
+    begin = given.get("rows", PROMPTS).shape[1]
+    assert [seen for _, seen in calls] == [begin + step for step in range(1, NEW) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("options", "counts"), [({"kv": "tq4", "tail": 31}, (0, 0)), ({"kv": "tq4"}, (9, 0))], ids=str)
@@ -160,15 +148,29 @@ def test_modes_of_inference_may_change_between_steps(options, counts, calls):
     assert len(calls) == 2 * 120
 
 
-@pytest.mark.parametrize("options", [{"kv": "kivi2"}, {"kv": "k=tq4,v=q8_0"}, {"kv": "kivi2", "sink": 4}], ids=str)
-def test_what_is_here_to_compare_with_is_restored(options, calls):
-    same(build(dtype=torch.bfloat16), options=options)
+RESTORED = {
+    # What is here to compare with.
+    **{str(options): (IN_BF16, {"options": options}) for options in (
+        {"kv": "kivi2"}, {"kv": "k=tq4,v=q8_0"}, {"kv": "kivi2", "sink": 4})},
+    "an FP32 tail": ({}, {"options": {"tail": 8}}),  # the kernels keep BF16 beside what is packed
+    "a window": ({"kind": MistralConfig, "sliding_window": 40}, {}),
+    "small heads": ({"head_dim": 32, "hidden_size": 128}, {}),
+    "holes": ({}, {"mask": torch.ones_like(PROMPTS).index_fill(1, torch.arange(20, 25), 0)}),
+    # Padding under tokens that are kept as they are, which kernels find by their positions.
+    "padding under sinks": (IN_BF16, {"mask": padded(9, 0), "options": {"sink": 4}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_all_else_is_restored(name, calls):
+    model, given = RESTORED[name]
+    same(build(**model), **given)
     assert not calls
 
 
 def test_a_wrong_place_in_the_ring_would_show(monkeypatch, beside):
     """K's ring out of step with V's."""
-    view = kernels.Reader._view
+    view = Reader._view
 
     def out_of_step(self):
         cache = view(self)
@@ -176,81 +178,26 @@ def test_a_wrong_place_in_the_ring_would_show(monkeypatch, beside):
         k.vectors[:, :, k.sink :] = k.vectors[:, :, k.sink :].roll(1, 2)
         return cache
 
-    monkeypatch.setattr(kernels.Reader, "_view", out_of_step)
+    monkeypatch.setattr(Reader, "_view", out_of_step)
     text(build(dtype=torch.bfloat16), IMPLEMENTATION, options={"tail": 128, "sink": 3})
     assert max(beside) > 10
 
 
-def test_fp32_tails_stay_fp32(calls):
-    """The kernels keep BF16 beside what is packed, so a tail of an FP32 model is restored."""
-    same(build(), options={"tail": 8})
-    assert not calls
-
-
-def test_other_layers_are_restored(calls):
-    model = build(MistralConfig, sliding_window=40)
-    same(model)
-    assert not calls
-    same(build(head_dim=32, hidden_size=128))
-    assert not calls
-
-
-def padded(*counts, rows=PROMPTS):
-    """A mask that hides so many tokens at the beginning of each row."""
-    return (torch.arange(rows.shape[1]) >= torch.tensor(counts).unsqueeze(1)).long()
-
-
-LONG = torch.randint(2, VOCAB, (3, 250), generator=torch.Generator().manual_seed(2))
-"""Steps behind it begin a new block."""
-
-
-@pytest.mark.parametrize("counts", [(9, 0), (0, 130), (128, 127), (149, 1)], ids=str)
-def test_left_padding_is_left_out(counts, beside, calls):
-    """A part of a block, whole blocks, and all but one token."""
-    near(build(), beside, mask=padded(*counts))
-    assert len(calls) == 2 * (NEW - 1)
-
-
-@pytest.mark.parametrize("options", [{}, {"kv": "k=tq8,v=tq5"}], ids=str)
-@pytest.mark.parametrize("counts", [(5, 128, 249), (0, 200, 131)], ids=str)
-def test_left_padding_where_blocks_end(counts, options, beside, calls):
-    near(build(), beside, rows=LONG, mask=padded(*counts, rows=LONG), options=options)
-    assert len(calls) == 2 * (NEW - 1)
-
-
-def test_left_padding_of_rows_that_beams_reorder(calls):
-    model, mask = build(), padded(40, 0)
-    expected, _ = text(model, "sdpa", num_beams=3, mask=mask)
-    tokens, _ = text(model, IMPLEMENTATION, num_beams=3, mask=mask)
-    assert torch.equal(tokens, expected)
-    assert calls
-
-
 @pytest.mark.parametrize("error", [-1, 1])
 def test_padding_of_another_length_would_show(error, monkeypatch, beside):
-    attend = kernels.Reader.attend
+    attend = Reader.attend
     monkeypatch.setattr(
-        kernels.Reader, "attend", lambda self, q, seen, scale, padding: attend(self, q, seen, scale, (padding[0] + error, 0))
+        Reader, "attend", lambda self, q, seen, scale, padding: attend(self, q, seen, scale, (padding[0] + error, 0))
     )
     text(build(), IMPLEMENTATION, mask=padded(9, 0))
     assert max(beside) > 10
 
 
-def test_other_masks_are_restored(calls):
-    """Holes, and padding under tokens that are kept as they are, which kernels find by their positions."""
-    model, holes = build(), torch.ones_like(PROMPTS)
-    holes[0, 20:25] = 0
-    same(model, mask=holes)
-    bf16 = build(dtype=torch.bfloat16)
-    same(bf16, mask=padded(9, 0), options={"sink": 4})
-    assert not calls
-
-
-def test_beams_and_sampling(calls):
+@pytest.mark.parametrize("mask", [None, padded(40, 0)], ids=["whole", "padded"])
+def test_rows_that_beams_reorder(mask, calls):
     model = build()
-    torch.manual_seed(0)
-    expected, _ = text(model, "sdpa", num_beams=3)
-    tokens, _ = text(model, IMPLEMENTATION, num_beams=3)
+    expected, _ = text(model, "sdpa", num_beams=3, mask=mask)
+    tokens, _ = text(model, IMPLEMENTATION, num_beams=3, mask=mask)
     assert torch.equal(tokens, expected)
     assert calls
 

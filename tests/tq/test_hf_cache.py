@@ -1,54 +1,33 @@
 """`tq.TQCache` against transformers' own caches: the same tokens and logits, the bytes held, one quantization a vector."""
 
-import copy
 import gc
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from at_length import MORE, rest, thinned
+from hf_models import COMMON, VOCAB, built, layer_of
 from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
     DynamicCache,
     FalconConfig,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
-    JambaConfig,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     OPTConfig,
     Phi3Config,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import tq
-from haarkv.engine.plans import shape_of
-from haarkv.models import hf_config
-from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field
-from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.plan import KVSpec
-from tq.hf.config import head_dims, model_shape
-from tq.hf.layer import TQLayer
 from tq.hf.store import Packed
 
-VOCAB, PROMPT, NEW = 61, 14, 12
-COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    "tie_word_embeddings": False,
-}  # fmt: skip
+PROMPT, NEW = 14, 12
 CONFIGS = {
     "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "llama": (LlamaConfig, {}),
@@ -73,17 +52,7 @@ def config_of(name):
 
 
 def build(name, dtype=torch.float32, seed=0):
-    """A model whose attention is neither uniform nor one-hot and whose text depends on it."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_of(name)).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * (0.3 if parameter_name.endswith("weight") else 0.03))
-            else:
-                embeds = any(word in parameter_name for word in ("embed", "wte", "wpe"))
-                parameter.normal_(0, (0.08 if "gemma" in name else 0.7) if embeds else 1.3 * parameter.shape[1] ** -0.5)
-    return model.to(dtype)
+    return built(config_of(name), dtype, seed)
 
 
 def run(model, cache, rows=slice(None), **kwargs):
@@ -101,10 +70,6 @@ def both(model, kv, **kwargs):
     theirs = run(model, DynamicCache(config=model.config), **kwargs)
     ours = run(model, tq.TQCache(model.config, kv), **kwargs)
     return all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), theirs[0]
-
-
-def layer_of(k_format, v_format=None, *, sink=0, tail=(0, 0), window=None):
-    return TQLayer(k_format, v_format or k_format, 1, sink=sink, tail=tail, window=window)
 
 
 class Doubling:
@@ -231,8 +196,9 @@ def test_a_reset_cache_is_as_new(kv):
 @pytest.mark.parametrize(
     ("packed", "sink", "window"), thinned(MORE, [((1, 1), 0), ((1, 1), 5), ((4, 1), 3), ((4, 4), 9)], [0, 3], [None, 6])
 )
-def test_any_sequence_of_operations_gives_what_their_layer_gives(packed, sink, window):
-    """Appended, cropped, reordered, repeated and selected at random; every vector is quantized at most once."""
+def test_any_sequence_of_operations_gives_what_their_layer_gives(monkeypatch, packed, sink, window):
+    """Appended, cropped, reordered, repeated and selected at random, read in pieces; a vector is quantized once at most."""
+    monkeypatch.setattr("tq.hf.store.READ_TOKENS", 4)
     groups, tail = packed
     for seed in range(6):
         k_format, v_format = Grouped(groups[0]), Grouped(groups[1])
@@ -302,16 +268,6 @@ def test_every_format_restores_what_it_stored_from_any_slice(name):
             stored = kv_format.quantize(leaving.unflatten(2, (-1, kv_format.group_tokens)), 1)
             expected = kv_format.dequantize(stored, 1).flatten(2, 3)
         assert torch.allclose(restored, torch.cat([expected, x[:, :, whole:]], 2), atol=1e-5)
-
-
-def test_reads_of_many_pieces(monkeypatch):
-    monkeypatch.setattr("tq.hf.store.READ_TOKENS", 4)
-    x = torch.randn(1, 1, 30, 8)
-    layer = layer_of(Grouped(1), sink=2, tail=(3, 3), window=11)
-    keys, _ = layer.update(x[:, :, :17], x[:, :, :17])
-    assert torch.equal(keys, x[:, :, :17])
-    keys, _ = layer.update(x[:, :, 17:], x[:, :, 17:])
-    assert torch.equal(keys, x[:, :, 7:])
 
 
 # --- what is held ---
@@ -410,252 +366,3 @@ def test_memory_grows_in_linear_time(monkeypatch):
         packed.drop_oldest(1)
     assert packed.tokens == 8192
     assert sum(moved) < 40 * 4 * 8192
-
-
-# --- options ---
-
-
-def test_tail_and_sink_stay_as_they_came():
-    x = torch.randn(2, 3, 30, 16)
-    layer = layer_of(formats.get("tq4"), sink=4, tail=(6, 6))
-    for part in x.split([3, 20, 7], dim=2):
-        keys, values = layer.update(part, part)
-    for restored in (keys, values):
-        same = (restored == x).all(-1).all(0).all(0)
-        assert same.tolist() == [True] * 4 + [False] * 20 + [True] * 6
-    layer.crop(-2)
-    keys, _ = layer.update(x[:, :, :1], x[:, :, :1])
-    same = (keys[:, :, :28] == x[:, :, :28]).all(-1).all(0).all(0)
-    assert same.tolist() == [True] * 4 + [False] * 20 + [True] * 4  # what has left the tail does not come back
-
-
-def test_layers_may_differ():
-    config = Qwen3Config(**{**COMMON, "num_hidden_layers": 5, "head_dim": 64})
-    cache = tq.TQCache(config, "tq4", skip_layers=[0, -1], plan={2: "k=bf16,v=tq2", -2: "kivi2"})
-    assert [row.kv for row in cache.stats().layers] == ["bf16", "tq4", "k=bf16,v=tq2", "kivi2", "bf16"]
-    assert [layer.tail for layer in cache.layers] == [(0, 0), (0, 0), (0, 0), (31, 0), (0, 0)]
-
-
-def test_layers_use_their_own_rotation():
-    cache = tq.TQCache(config_of("llama"), "tq4")
-    x = torch.randn(1, 2, 5, 16)
-    for layer in range(2):
-        cache.update(x, x, layer)
-        expected = formats.get("tq4").quantize(x, layer)["codes"]
-        for side in cache.layers[layer].sides:
-            assert torch.equal(side.packed.fields["codes"][:, 0, :, :5], expected)
-
-
-def test_a_copy_of_a_prefix_is_independent():
-    model = build("llama")
-    prefix = tq.TQCache(model.config, "tq4", tail=3)
-    with torch.no_grad():
-        model(PROMPTS[2:, :8], past_key_values=prefix, use_cache=True)
-    texts = [run(model, copy.deepcopy(prefix), rows=slice(2, 3))[0] for _ in range(2)]
-    assert torch.equal(*texts)
-    assert prefix.get_seq_length() == 8
-
-
-def test_memory_outlives_an_inference_mode_and_gradients_are_not_kept():
-    model = build("llama")
-    cache = tq.TQCache(model.config, "tq4", tail=2)
-    with torch.inference_mode():
-        model(PROMPTS[2:], past_key_values=cache, use_cache=True)
-        cache.reorder_cache(torch.tensor([0]))
-    model(PROMPTS[2:, :1], past_key_values=cache, use_cache=True)
-    for layer in cache.layers:
-        for tensor in (t for side in layer.sides for t in side.tensors()):
-            assert not tensor.requires_grad
-            assert not tensor.is_inference()
-
-
-def test_autocast_does_not_reach_the_format():
-    x = torch.randn(1, 2, 40, 128)
-    plain, cast = layer_of(formats.get("tq4")), layer_of(formats.get("tq4"))
-    expected = plain.update(x, x)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = cast.update(x, x)
-    assert torch.equal(got[0], expected[0])
-    codes = [layer.sides[0].packed.fields["codes"][:, :, :40] for layer in (plain, cast)]
-    assert torch.equal(*codes)
-
-
-def test_k_and_v_may_have_different_head_dims():
-    config = DeepseekV3Config(
-        num_hidden_layers=1, num_attention_heads=2, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, hidden_size=64
-    )
-    assert head_dims(config.get_text_config(), 0) == (24, 16)
-    cache = tq.TQCache(config, "tq4")
-    keys, values = cache.update(torch.randn(1, 2, 5, 24), torch.randn(1, 2, 5, 16), 0)
-    assert (keys.shape[-1], values.shape[-1]) == (24, 16)
-    assert cache.stats().used == 2 * 5 * (12 + 2 + 8 + 2)
-
-
-# --- refusals ---
-
-
-@pytest.mark.parametrize(
-    ("config", "kwargs", "words"),
-    [
-        (config_of("llama"), {"plan": {1: "k=bf16,v=q8_0"}}, ["q8_0", "head_dim 16"]),
-        (config_of("qwen3"), {"kv": "kivi2", "tail": 30}, ["kivi2", "tail=31"]),
-        (config_of("llama"), {"skip_layers": [2]}, ["no layer 2"]),
-        (config_of("llama"), {"skip_layers": [0], "plan": {-2: "tq2"}}, ["layer 0", "twice"]),
-        (MambaConfig(num_hidden_layers=2), {}, ["mamba", "layer 0"]),
-        (JambaConfig(num_hidden_layers=8), {}, ["jamba", "layer 0"]),
-        (T5Config(), {}, ["t5", "encoder-decoder"]),
-        (GPT2Config(add_cross_attention=True), {}, ["gpt2", "encoder-decoder"]),
-        ({"hidden_size": 64}, {}, ["model.config", "dict"]),
-    ],
-)
-def test_what_cannot_be_held_is_refused_in_one_line(config, kwargs, words):
-    with pytest.raises(InputError) as refusal:
-        tq.TQCache(config, **kwargs)
-    assert "\n" not in str(refusal.value)
-    for word in words:
-        assert word in str(refusal.value)
-
-
-def test_a_head_dim_that_only_the_model_knows_is_refused_at_the_first_token():
-    with pytest.raises(InputError, match=r"q8_0 .* head_dim 24"):
-        layer_of(formats.get("q8_0")).update(torch.randn(1, 1, 2, 24), torch.randn(1, 1, 2, 24))
-
-
-def test_another_batch_is_refused():
-    layer = layer_of(formats.get("tq4"))
-    layer.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16))
-    with pytest.raises(InputError, match=r"holds 2 rows of 2 KV heads of 16"):
-        layer.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
-
-
-def test_a_window_cannot_go_back_unless_told_before():
-    layer = layer_of(formats.get("tq4"), window=5)
-    x = torch.randn(1, 2, 9, 16)
-    layer.update(x, x)
-    layer.crop(0)
-    with pytest.raises(InputError, match="activate_past_recording"):
-        layer.crop(-1)
-    with pytest.raises(InputError, match="negative"):
-        layer.crop(3)
-    assert layer.get_seq_length() == 9
-
-
-@pytest.mark.parametrize(("kv", "tail"), [("tq4", 2), ("kivi2", 31)])
-def test_a_vector_that_is_not_finite_is_located_and_nothing_is_stored(kv, tail):
-    layer = layer_of(formats.get(kv, "k"), formats.get("tq4"), sink=1, tail=(tail, 2))
-    x = torch.randn(2, 3, 40, 16)
-    layer.update(x[:, :, :30], x[:, :, :30])
-    used = [side.used_bytes for side in layer.sides]
-    good, bad = x[:, :, 30:], x[:, :, 30:].clone()
-    bad[1, 2, 1, 5] = torch.inf
-    for k, v, side, name in ((bad, good, "K", kv), (good, bad, "V", "tq4")):
-        with pytest.raises(InputError) as refusal:
-            layer.update(k, v)
-        place = f"layer 1: {side} of row 1, KV head 2, position 31"
-        assert str(refusal.value) == f"{place} is not finite or too large for {name}"
-        assert [side.used_bytes for side in layer.sides] == used
-        assert layer.get_seq_length() == 30
-
-
-# --- generate ---
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    model = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
-    return model, PreTrainedTokenizerFast.from_pretrained(TINY)
-
-
-def test_generate_continues_text(tiny):
-    model, tokenizer = tiny
-    text = tq.generate(model, tokenizer, "def main(", kv="fp32", max_new_tokens=8, do_sample=False)
-    inputs = tokenizer("def main(", return_tensors="pt")
-    ids = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=8, do_sample=False)
-    assert text == tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-
-
-def test_generate_takes_several_prompts(tiny):
-    model, tokenizer = tiny
-    prompts = ["import os\n\n\ndef main(", "class"]
-    options = {"max_new_tokens": 6, "do_sample": False}
-    texts = tq.generate(model, tokenizer, prompts, **options)
-    assert texts == [tq.generate(model, tokenizer, prompt, **options) for prompt in prompts]
-    four = tq.generate(model, tokenizer, prompts, max_new_tokens=3, num_beams=2, num_return_sequences=2)
-    assert len(four) == 4
-
-
-@pytest.mark.parametrize(
-    ("prompt", "kwargs", "word"),
-    [
-        ([], {}, "no prompt"),
-        ("", {}, "no tokens"),
-        ("a", {"past_key_values": None}, "past_key_values"),
-        ("a", {"kv": "x"}, "x"),
-    ],
-)
-def test_generate_refuses(tiny, prompt, kwargs, word):
-    with pytest.raises(InputError, match=word):
-        tq.generate(*tiny, prompt, **kwargs)
-
-
-# -- A plan file ------------------------------------------------------------------------------------------------------------
-def write_plan(path, spec, **changes):
-    right = model_shape(config_of("qwen3"))
-    heads = {name: changes.pop(name) for name in ("num_kv_heads", "head_dim") if name in changes}
-    shape = replace(right, layers=tuple(replace(layer, **heads) for layer in right.layers), **changes)
-    path.write_text(plan_file.dumps(spec.plan(2), shape), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("as_text", [False, True])
-def test_a_plan_file_says_all(tmp_path, as_text):
-    spec = KVSpec("k=tq8,v=tq2", tail=3, sink=1, layers={1: "k=bf16,v=tq4"})
-    path = write_plan(tmp_path / "plan.json", spec)
-    model = build("qwen3")
-    cache = tq.TQCache(model.config, plan=str(path) if as_text else path)
-    assert [(layer.k_format.name, layer.v_format.name) for layer in cache.layers] == [("tq8", "tq2"), ("bf16", "tq4")]
-    options = {"tail": 3, "sink": 1, "plan": {1: "k=bf16,v=tq4"}}
-    ours, same = (run(model, c) for c in (cache, tq.TQCache(model.config, "k=tq8,v=tq2", **options)))
-    assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
-    assert not torch.equal(ours[1], run(model, tq.TQCache(model.config, "k=tq8,v=tq2"))[1])
-
-
-LONG = {
-    "gemma3": (Gemma3TextConfig, {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 7, "num_hidden_layers": 7}),
-    "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": 255}),
-    "mistral, a window as wide as its context": (MistralConfig, {"head_dim": 32, "sliding_window": 256}),
-    "qwen2": (Qwen2Config, {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
-    "qwen2 behind YaRN": (Qwen2Config, {"sliding_window": 256, "use_sliding_window": True, "max_window_layers": 1,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}}),
-    "qwen2 without windows": (Qwen2Config, {"sliding_window": 16}),
-    "qwen3": (Qwen3Config, {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", LONG)
-def test_a_plan_file_of_tq_plan_fits_the_model_that_transformers_has(tmp_path, family):
-    kind, special = LONG[family]
-    theirs = kind(**{**COMMON, **special})
-    ours = hf_config.config_of(tmp_path, theirs.to_dict())
-    assert any(shape.window for shape in ours.kv_shapes) == (family in ("gemma3", "mistral", "qwen2", "qwen2 behind YaRN"))
-    path, plan = tmp_path / "plan.json", KVSpec("tq3").plan(ours.num_layers)
-    path.write_text(plan_file.dumps(plan, shape_of(ours)), encoding="utf-8")
-    assert {layer.k_format.name for layer in tq.TQCache(theirs, plan=path).layers} == {"tq3"}
-
-
-def test_a_plan_file_of_other_windows_is_refused(tmp_path):
-    theirs = MistralConfig(**COMMON, head_dim=32, sliding_window=7)
-    path = tmp_path / "plan.json"
-    path.write_text(plan_file.dumps(KVSpec("tq3").plan(2), model_shape(theirs)), encoding="utf-8")
-    theirs.sliding_window = 8
-    with pytest.raises(InputError, match="that see 7 tokens"):
-        tq.TQCache(theirs, plan=path)
-
-
-@pytest.mark.parametrize("also", [{"kv": "tq2"}, {"tail": 3}, {"sink": 1}, {"skip_layers": [0]}])
-def test_a_plan_file_and_what_it_says_already_is_refused(tmp_path, also):
-    path = write_plan(tmp_path / "plan.json", KVSpec("tq4"))
-    with pytest.raises(InputError, match="leave out kv, tail, sink, skip_layers and calibration"):
-        tq.TQCache(config_of("qwen3"), plan=path, **also)
-    with pytest.raises(InputError, match="made for another model"):
-        tq.TQCache(config_of("qwen3"), plan=write_plan(tmp_path / "other.json", KVSpec("tq4"), hidden_size=80))

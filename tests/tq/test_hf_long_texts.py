@@ -6,8 +6,9 @@ from functools import cache
 import pytest
 import torch
 from bases import calibration
+from hf_models import COMMON, built
 from small_models import new_cache, new_paging
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import tq
 from haarkv.executors.reference import ReferenceExecutor
@@ -19,23 +20,13 @@ from tq.hf.attention import packed_attention
 from tq.hf.config import model_shape
 
 KV, TOKENS = "k=lr4,v=tq4", 1330
-LLAMA = LlamaConfig(
-    vocab_size=61, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=64, max_position_embeddings=4096, rope_theta=1e4, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    tie_word_embeddings=False,
-)  # fmt: skip
+LLAMA = LlamaConfig(**{**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+                       "max_position_embeddings": 4096, "rope_theta": 1e4})  # fmt: skip
 
 
 @cache
 def llama():
-    """A small model whose attention looks at some tokens more than at others."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LLAMA).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.7 if "embed" in name else 1.3 * parameter.shape[1] ** -0.5)
-    return model
+    return built(LLAMA)
 
 
 @cache

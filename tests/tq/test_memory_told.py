@@ -11,10 +11,11 @@ from refusals import assert_refused
 
 from haarkv.engine.plans import needed, plan_for
 from haarkv.executors.catalog import bytes_in_order
+from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, read_config, source_of, weights_of
-from haarkv.models.footprint import weight_bytes, work_bytes
+from haarkv.models.families import SIZES
+from haarkv.models.footprint import WeightBytes, weight_bytes, work_bytes
 from haarkv.models.gguf_writer import mixed_bytes, type_of
-from haarkv.models.parallel import Split
 from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
@@ -98,14 +99,6 @@ def test_of_an_embedding_the_rows_of_a_text_are_counted(tmp_path):
     assert weight_bytes(held, tied, torch.float32, keep_blocks=True).picked == 0
 
 
-def test_ranks_count_their_parts(files):
-    config = read_config(files["Q8_0"])
-    parts = [weights_of(files["Q8_0"], config, "float32", Split(config, rank, 2), keep_blocks=False) for rank in range(2)]
-    whole = weights_of(files["Q8_0"], config, "float32", keep_blocks=False)
-    assert sum(part.own for part in parts) == whole.own
-    assert parts[0].kept == whole.kept  # norms are on both
-
-
 def test_a_model_without_room_is_refused_before_it_is_read(folder, files, monkeypatch, capsys):
     def read(*_, **__):
         raise AssertionError("its weights were read")
@@ -153,8 +146,6 @@ def test_info_counts_weights_as_a_file_of_a_type_has_them(capsys):
     tq4 = next(row for row in mixed["kv"] if row["format"] == "tq4")
     assert tq4["bytes"] < 20 * 2**30  # on one card of 24 GB
     assert mixed["work_bytes"] == work_bytes(config, 512, 1)
-    assert main(["info", "tiny", "--weights", "q9"]) == 2
-    assert "no such type of weights: q9; choose from q4_k_m" in capsys.readouterr().err
 
 
 def test_a_mix_takes_blocks_that_divide_rows():
@@ -167,6 +158,21 @@ def test_a_mix_takes_blocks_that_divide_rows():
     assert wanted("token_embd.weight", 576) == "Q8_0"  # the head is tied to it
     assert wanted("blk.4.ffn_up.weight", 40) == "F16"
     assert type_of("output_norm.weight", (576,), "q8_0", 28, tied=True) is None
+
+
+VECTOR = {"tq4": 130, "bf16": 512}  # bytes of 256 numbers: codes and a scale of two bytes, or BF16
+RING = 1152
+"""512 tokens that a local layer sees and 512 that come at once, wherever they begin in a block of 128."""
+
+
+@pytest.mark.parametrize("kv", VECTOR)
+@pytest.mark.parametrize("tokens", [8192, 32768])
+def test_what_a_gemma_3_allocates_is_what_was_announced_and_local_layers_are_bounded(kv, tokens):
+    config = SIZES["gemma-270m"]
+    plan = plan_for(KVSpec(kv), config)
+    cache, _ = new_cache(config, plan, sequences=1, tokens=tokens)
+    assert cache.nbytes == needed(config, plan, tokens, WeightBytes()).kv
+    assert cache.nbytes == (3 * tokens + 15 * RING) * 2 * VECTOR[kv]
 
 
 # -- What there is --------------------------------------------------------------------------------------------------------

@@ -124,15 +124,3 @@ def test_an_interrupt_leaves_the_old_plan_and_what_was_measured(tq, tmp_path, mo
     code, out, _ = plan(tq, "--resume", "run.json")
     assert code == 0
     assert "written" in out
-
-
-# -- The options of a plan --------------------------------------------------------------------------------------------------
-
-
-def test_generate_takes_keys_in_groups_and_a_plan_with_a_tail(tq):
-    code, out, err = tq("generate", "--kv", "kivi2", "--prompt", TEXT, "--max-new-tokens", 3, "--json")
-    # Two bits of this model's K are worth a warning, and nothing else is said.
-    assert (code, err.count("\n"), err.split(":")[:2]) == (0, 1, ["tq", " warning"])
-    assert json.loads(out)["kv"]["format"] == "kivi2"
-    code, out, _ = tq("generate", "--kv-plan", "plan.json", "--prompt", TEXT, "--max-new-tokens", 3, "--json")
-    assert json.loads(out)["kv"]["format"] == "tq4; layer 1: k=tq8,v=tq2; tail 3"

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from refusals import assert_refused
 from terminal import AS_IN_A_TERMINAL
 
 from tq import ranks
@@ -58,11 +57,6 @@ def test_validate_judges_two_ranks():
     assert report["passed"]
     assert {"store_kv.k", "window.v", "sink.k"} <= {stage["stage"] for stage in report["stages"]}
     assert report["candidate"] == "cpu"
-
-
-# -- Refusals ------------------------------------------------------------------------------------------------------------
-def test_what_ranks_cannot_do_is_refused_once():
-    assert_refused(run(*GENERATE, "--tensor-parallel", "3"), "10 heads cannot be split evenly over 3 ranks")
 
 
 # -- A lost rank ---------------------------------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ import io
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import CONFIG, FINAL_NORM, byte_tokenizer, cut_off, layer_tensor, shard_name, write_checkpoint
-from refusals import assert_refused
+from refusals import assert_refused, snapshot
 
 from haarkv.serving import serve as serving
 from haarkv.tq_ops.kv import plan_file
@@ -48,6 +47,8 @@ REFUSED = {
         ("dev bring-up", "did you mean bringup?"),
         ("generate why is the sky blue", "in quotes"),
         ("generate --model m --load-cache absent --system 'Be brief.'", "no chat template wraps; leave out --system"),
+        ("calibrate --model tiny-hybrid --out c.safetensors", "layer 0 of this model has no keys"),
+        ("generate --model tiny-hybrid --prompt ab --draft self", "take --draft mtp or ngram"),
         ("cache info m/config.json", "is no stored cache"),
         ("cache convert absent --out x", "cannot be read"),
         ("cache save --model m --prompt a --prompt b --out x", "stores one sequence"),
@@ -122,15 +123,14 @@ REFUSED = {
         ("--draft self --kv tq2 --allow-collapse", "reads no format coarser"),
         ("--draft self --draft-kv kivi2 --executor onnx", "onnx"),
     ],
-    "quantize m --out new.gguf": [
-        ("--imatrix-tokens 100", "give --imatrix as well"),
-    ],
+    "quantize m --out new.gguf": [("--imatrix-tokens 100", "give --imatrix as well")],
     "info": [
         ("nothing/here", "no such model"),
         ("random:99b", "random:99b"),
         ("random:14b --layers 41", "--layers", "40"),
         ("random:14b --layers 0", "--layers", "40"),
         ("--layers 1", "--layers"),
+        ("tiny --weights q9", "no such type of weights: q9; choose from q4_k_m"),
         ("--memory lots", "lots", "24GiB"),
         ("--memory 24GiB,80", "80 has no unit; write 80GiB"),
         ("--memory -3G", "-3G"),
@@ -139,7 +139,40 @@ REFUSED = {
     ],
     "formats": [("--head-dim 127", "127"), *((f"--head-dim '{word}'", "--head-dim") for word in WORDS)],
     "export --model m --out o": [("--kv tq3", "exported graphs read tq4, not tq3\n")],
-    "export --out o": [(f"--layers '{word}'", "--layers") for word in WORDS],
+    "export --out o": [
+        ("--model tiny-hybrid", "it mixes tokens by DeltaNet"),
+        ("--opset 99", "no opset 99"),
+        ("--for atc --opset 23", "opset 15, not 23"),
+        ("--for atc --dtype bfloat16", "lists no bfloat16"),
+        ("--layers 4:9", "does not fit"),
+        ("--layers 2", "a checkpoint runs whole"),
+        *((f"--layers '{word}'", "--layers") for word in WORDS),
+    ],
+    "diff": [("--a tq4", "--b"), ("--b tq4", "--a")],
+    "diff --a tq4 --b tq4 --model m": [
+        ("--a abacus", "abacus", "EXECUTOR:FORMAT", "reference", "tq4_seed", "k=NAME,v=NAME"),
+        ("--b abacus:tq4", "abacus:tq4", "executor of auto, reference"),
+        ("--b reference:tq9", "tq9", "format of tq4"),
+        *((f"--b '{half}'", half or "''", "EXECUTOR:FORMAT") for half in ("reference:", ":tq4", "")),
+        ("--a k=tq4", "k=tq4", "k=NAME,v=NAME"),
+        ("--a reference:k=tq4,v=tq9", "tq9", "tq4"),
+        (f"--prompt {'a' * 1025}", "1025 tokens", "only 1024"),
+        ("--prompt ''", "prompt 1", "empty"),
+        ("--device sim", "npu cannot run this"),
+        ("--layers 1", "--layers"),
+    ],
+    "bench decode --repeats 1 --contexts 40 --model m": [
+        ("--contexts 0", "--contexts", "positive integers"),
+        ("--batches x", "--batches", "positive integers"),
+        ("--kv tq9", "tq9", "choose from"),
+        ("--executor gpu", "gpu", "choose from"),
+        ("--executor npu --kv q8_0 --device sim", "cannot run"),
+        ("--contexts 999999 --executor reference", "room for", "999999", "lower --contexts"),
+        ("--contexts 999999 --executor reference --only prompt", "room for", "999999"),
+        ("--executor cpu --isa sse9", "sse9", "choose from"),
+        ("--executor reference --isa avx2", "reference", "--isa"),
+        ("--model tiny-hybrid --kv tq4", "give --only step or --only prompt"),
+    ],
     EVAL: [
         ("--kv bf16,tq9", "tq9", "choose from"),
         ("--kv tq4,k=tq4", "k=NAME,v=NAME"),
@@ -194,6 +227,7 @@ REFUSED = {
         ("--csv /dev/null", "not a regular file"),
         ("--csv same --html ./same", "same file"),
         ("--csv same --replay ./same", "same file"),
+        ("--csv absent/rows.csv", "absent"),
         ("--replay absent/layer", "absent", "does not exist"),
         ("--steps 2000", "context"),
         ("--prompt-tokens 1 --steps 0", "one token"),
@@ -238,10 +272,6 @@ def folder(tmp_path_factory):
     (folder / "m.gguf").write_bytes(b"GGUF")
     (folder / "latin1").write_bytes("caf\xe9".encode("latin-1"))
     return folder
-
-
-def snapshot(folder: Path):
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize(("line", "words"), CASES, ids=[f"{number} {line[-40:]}" for number, (line, _) in enumerate(CASES)])

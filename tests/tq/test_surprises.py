@@ -34,10 +34,6 @@ def kept(run, model, *args):
     return run("generate", "--model", model, "--prompt", "ab", "--max-new-tokens", 2, "--json", *args).json["kv"]["format"]
 
 
-def test_a_calibration_alone_is_used(run, wide, learned):
-    assert kept(run, wide, "--calibration", learned) == "k=lr4,v=tq4; tail 124; sink 4"
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [((), "tail 124; sink 4"), (("--kv-sink", 0), "tail 124"), (("--kv-tail", 0), "tail 0; sink 4"),
@@ -45,12 +41,6 @@ def test_a_calibration_alone_is_used(run, wide, learned):
 )  # fmt: skip
 def test_a_tail_or_sinks_of_0_that_were_asked_for_are_none(run, wide, learned, args, words):
     assert kept(run, wide, "--calibration", learned, *args) == f"k=lr4,v=tq4; {words}"
-
-
-def test_in_python_as_well(wide, learned):
-    assert public.load(wide, calibration=learned).plan.describe() == "k=lr4,v=tq4; tail 124; sink 4"
-    assert public.load(wide, calibration=learned, sink=0).plan.describe() == "k=lr4,v=tq4; tail 124"
-    assert public.load(wide, calibration=learned, tail=0, sink=0).plan.describe() == "k=lr4,v=tq4; tail 0"
 
 
 # -- Files of ours that are another one's -----------------------------------------------------------------------------------
@@ -117,14 +107,6 @@ def test_one_token_is_one_token(run, wide):
     assert "new 1 token, no decode step" in said
     ran = run("cache", "save", "--model", wide, "--prompt", "a", "--out", "stored")
     assert "stored: 1 token," in ran.err
-
-
-def test_the_cost_says_how_long_loading_took_and_the_most_memory(run, wide):
-    ran = run("generate", "--model", wide, "--prompt", "a", "--max-new-tokens", 1)
-    words = {line.split()[0]: line.split()[1:] for line in ran.err.splitlines() if len(line.split()) > 2}
-    assert words["loaded"][0] == "in"
-    assert float(words["loaded"][1]) < 60
-    assert words["memory"][1:4] == ["GiB", "at", "most;"]
 
 
 @with_pypto

@@ -1,14 +1,26 @@
-"""The ladder beneath `tq dev bringup`: what a verdict needs, and what is left out of the file to send home."""
+"""The ladder beneath `tq dev bringup`: what a verdict needs, what it makes of the tools of an NPU's host (scripts of the same
+names here), and what is left out of the file to send home."""
 
+import json
+import os
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
+from checkpoints import write_checkpoint
+from npu_programs import with_pypto
 from places import ROOT
 
+from haarkv.tq_ops.npu import versions
+from haarkv.validation.bringup import compiler
 from haarkv.validation.bringup.climb import Rung, climb, one_line
-from haarkv.validation.bringup.report import public_text, verdict
+from haarkv.validation.bringup.environment import environment
+from haarkv.validation.bringup.report import collected, public_text, verdict
 from haarkv.validation.bringup.result import Folder, Found, Result
+from haarkv.validation.bringup.workbench import Request, Workbench
+from tq.cli import main
 
 
 def climbed(tmp_path, *rungs):
@@ -74,3 +86,134 @@ def test_the_lowest_rung_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- The tools of an NPU's host ----------------------------------------------------------------------------------------------
+AIV = "// bisheng -c -O3 -x cce -I/opt/python/pypto/lib/include/tileop -I/usr/local/Ascend/cann/include -o out.o in.cpp\n"
+PROGRAMS = {
+    "decode": {
+        "kernel_aicore/add_0_aiv.cpp": f"void add();\n{AIV}",
+        "kernel_aicore/mul_1_aiv.cpp": f"void mul();\n{AIV}",
+        "kernel_aicpu/control.cpp": "void control();\n",
+    }
+}
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Puts a script of some name before everything else on the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def put(name, text):
+        script = folder / name
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+        return str(script)
+
+    return put
+
+
+# -- The compiler ----------------------------------------------------------------------------------------------------------
+# Its last words are the flags, `-o OBJECT SOURCE`.
+_COMPILES = (
+    'for last; do before=$object; object=$source; source=$last; done; [ -f "$source" ] || { echo BiSheng 15.0.5; exit; }'
+)
+
+
+def test_every_kernel_function_goes_through_the_compiler_that_is_found(tool):
+    bisheng = tool("bisheng", f'{_COMPILES}; cp "$source" "$object"')
+    assert compiler.found_compiler() == bisheng
+    found = compiler.compiled(PROGRAMS, bisheng)
+    assert (found.passed, found.compared, found.unit) == (True, 2, "functions"), found.said
+    assert found.facts == {"device's compiler": "BiSheng 15.0.5"}
+
+
+def test_a_function_that_does_not_compile_is_named_with_the_compilers_words(tool):
+    refuses = 'case "$source" in *mul*) echo "$source:1:6: error: no such intrinsic" >&2; exit 1;; esac'
+    found = compiler.compiled(PROGRAMS, tool("bisheng", f'{_COMPILES}; {refuses}; cp "$source" "$object"'))
+    assert (found.passed, found.where) == (False, "decode/kernel_aicore/mul_1_aiv")
+    assert found.said.startswith("1 of 2 kernel functions do not compile; decode/kernel_aicore/mul_1_aiv: ")
+    assert "error: no such intrinsic" in found.said
+
+
+def test_a_compiler_that_writes_nothing_has_compiled_nothing(tool):
+    found = compiler.compiled(PROGRAMS, tool("bisheng", "true"))
+    assert (found.passed, found.said.split(";")[0]) == (False, "2 of 2 kernel functions do not compile")
+
+
+def test_a_toolkit_that_is_sourced_has_its_compiler_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    assert compiler.found_compiler() is None
+    (tmp_path / "compiler/ccec_compiler/bin").mkdir(parents=True)
+    there = tmp_path / "compiler/ccec_compiler/bin/bisheng"
+    there.touch(mode=0o755)
+    assert compiler.found_compiler() == str(there)
+
+
+def test_without_a_compiler_it_is_said_what_is_missing(monkeypatch):
+    monkeypatch.setattr(compiler, "found_compiler", lambda: None)
+    found = compiler.by_the_device(SimpleNamespace(programs=object()))
+    assert (found.passed, found.lacking) == (None, "bisheng")
+    assert found.said.startswith("bisheng not found; source CANN's set_env.sh")
+
+
+@with_pypto
+@pytest.mark.npu_long
+def test_decode_of_a_model_goes_through_it(tool, tmp_path):
+    """Its every function, each with PyPTO's own flags."""
+    tool("bisheng", f'{_COMPILES}; cp "$source" "$object"')
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "num_key_value_heads": 1}
+    model = write_checkpoint(tmp_path / "model", config=sizes)
+    found = compiler.by_the_device(Workbench(Request("npu", "sim", str(model)), lambda _: None))
+    assert found.passed, found.said
+    assert found.compared > 30
+
+
+# -- Versions --------------------------------------------------------------------------------------------------------------
+def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypatch, tmp_path):
+    ours = versions.Installed(
+        python="3.11.7", torch="2.12.0", torch_npu="2.12.0.post3", pypto="0.2.1", cann="8.5.0", cann_folder=tmp_path,
+        sourced=True, driver="25.5.0",
+    )  # fmt: skip
+    monkeypatch.setattr(versions, "installed", lambda: ours)
+    monkeypatch.setattr("haarkv.validation.bringup.environment._missing", lambda _: None)
+    refused = environment("npu", "npu:0", lambda: None)
+    assert (refused.passed, refused.allowed) == (False, "")
+    found = environment("npu", "npu:0", lambda: None, any_versions=True)
+    assert found.passed
+    assert found.allowed
+    assert found.allowed in refused.said
+    assert f"allowed by --any-versions: {found.allowed}" in found.said
+
+    def breaks():
+        raise ImportError("libascendcl.so: cannot open shared object file")
+
+    assert "torch cannot be imported: libascendcl.so" in environment("npu", "npu:0", breaks, any_versions=True).said
+
+
+# -- What its tools say ------------------------------------------------------------------------------------------------------
+def test_what_is_not_there_says_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert collected(0.0) == {}
+
+
+def test_npu_smi_and_plog_stand_in_the_report_without_paths(tool, tmp_path, capsys, monkeypatch):
+    """Of a request that ends at its first rung as well; a log of another run does not."""
+    monkeypatch.setattr(versions, "unsimulated", lambda _: "not here")
+    tool("npu-smi", "echo '/home/anna/npu <OK>'; exit 3")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    log = tmp_path / "ascend/log/debug/plog/plog-77_20261126.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("\n".join(f"[ERROR] line {n}" for n in range(99)))
+    os.utime(log, (later := time.time() + 60, later))
+    out = tmp_path / "out"
+    assert main(["dev", "bringup", "--device", "sim", "--out", str(out)]) == 1
+    capsys.readouterr()
+    found = json.loads((out / "report.json").read_text(encoding="utf-8"))["collected"]
+    assert found["npu-smi"] == ["exit code 3", "…/npu <OK>"]
+    assert (len(found["plog"]), found["plog"][-1]) == (60, "[ERROR] line 98")
+    assert "plog" not in collected(later + 1)

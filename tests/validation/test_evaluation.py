@@ -13,7 +13,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity import scores as fidelity
-from haarkv.validation.fidelity.evaluation import Span, common_prefix, evaluate, make_workload
+from haarkv.validation.fidelity.evaluation import Span, evaluate, make_workload
 from haarkv.validation.fidelity.partial import Partial, _written
 from haarkv.validation.fidelity.scores import score_text
 from haarkv.validation.fidelity.setup import cache_fingerprint, load_setup, run_fingerprint
@@ -208,13 +208,6 @@ def test_an_end_of_text_ends_nothing(tmp_path):
     folder = write_checkpoint(tmp_path / "abc", mutate=saying("abc"))
     (row,) = evaluate(load_setup(str(folder), ["tq2"]), plan_of("ab" * 70, prompts=1))
     assert row.greedy_match == 64
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "count"), [("abc", "abd", 2), ("abc", "abc", 3), ("", "a", 0), ("ab", "abc", 2), ("ba", "ab", 0)]
-)
-def test_common_prefix(a, b, count):
-    assert common_prefix(a, b) == count
 
 
 # -- Windows --------------------------------------------------------------------------------------------------------------

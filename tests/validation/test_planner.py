@@ -25,7 +25,6 @@ from haarkv.validation.planning.candidates import (
     Verified,
     bits_per_value,
     places,
-    require_candidates,
     rivals_of,
     verify,
     with_format,
@@ -185,23 +184,6 @@ def test_tails_take_their_bytes_from_the_formats(setup, costs):
     rows = compare(setup, windows_of(TEXT * 2, window=128), found)
     assert [row.kv for row in rows] == [choice.plan.describe() for choice in found]
     assert rows[0].kl_mean == pytest.approx(found[0].predicted_kl, rel=0.5)
-
-
-@pytest.mark.parametrize("budget", [0, -1, 16, float("nan"), float("inf")])
-def test_no_budget(costs, setup, budget):
-    with pytest.raises(InputError, match="budget"):
-        choices_within(costs, setup.base.config, budget=budget, tails=(0,), context=128)
-
-
-def test_a_budget_that_nothing_meets_names_the_least(costs, setup):
-    with pytest.raises(InputError, match=r"takes 2\.5; raise --budget"):
-        choices_within(costs, setup.base.config, budget=2.4, tails=(0, 8), context=128)
-
-
-@pytest.mark.parametrize(("name", "word"), [("kivi2", "groups"), ("tq9", "unknown"), ("tbq4_0", "tbq4_0")])
-def test_candidates_that_cannot_be(setup, name, word):
-    with pytest.raises(InputError, match=word):
-        require_candidates(["tq4", name], setup.base.config)
 
 
 def test_an_executor_that_cannot_run_a_candidate_says_so(setup, monkeypatch):

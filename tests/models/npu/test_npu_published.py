@@ -9,7 +9,7 @@ import pytest
 import torch
 from levels import compare_levels
 from npu_programs import needs_pypto
-from published_model import CONFIG, run_mini_model
+from published_model import CONFIG, COSINE, HALF_ULP, MATCH, NORM, ROTATED_BF16_LAYER, run_mini_model
 
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops import formats
@@ -55,7 +55,7 @@ def run(data, published_rotation):
 
 def levels_of(ours, theirs, rotated):
     boundaries = codebook_on(128, ours.device).boundaries
-    return compare_levels(ours, theirs, rotated, boundaries, bounds.ROTATED_BF16_LAYER, bounds.BF16_HALF_ULP)
+    return compare_levels(ours, theirs, rotated, boundaries, ROTATED_BF16_LAYER, HALF_ULP)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -65,8 +65,8 @@ def test_indices_and_norms_of_the_first_layer_are_the_published_ones_but_for_tie
     compared = levels_of(levels, published_levels, reference_run.rotated[side, 0])
     print(f"layer 0 {side}: {compared.match:.4%} of the published indices")
     assert compared.unexplained == 0
-    assert compared.match >= bounds.GOLDEN_MATCH_LATER_LAYER
-    torch.testing.assert_close(norms, published_norms, rtol=bounds.GOLDEN_NORM_LATER_LAYER, atol=0)
+    assert compared.match >= MATCH[1]
+    torch.testing.assert_close(norms, published_norms, rtol=NORM[1], atol=0)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -78,7 +78,7 @@ def test_the_second_layer_is_as_near_to_the_published_one_as_the_references(run,
     )
     print(f"layer 1 {side}: {ours.match:.4%} of the published indices, the reference {theirs.match:.4%}")
     assert ours.match >= theirs.match - bounds.BF16_TIES
-    torch.testing.assert_close(run.our_fields(side, 1)[1], norms, rtol=bounds.GOLDEN_NORM_LATER_LAYER, atol=0)
+    torch.testing.assert_close(run.our_fields(side, 1)[1], norms, rtol=NORM[1], atol=0)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -86,12 +86,12 @@ def test_the_second_layer_is_as_near_to_the_published_one_as_the_references(run,
 def test_indices_are_the_references(run, reference_run, side, layer):
     """The same model by both: the first layer differs by the order of FP32 sums, the second by BF16 roundings as well."""
     (ours, norms), (theirs, their_norms) = run.our_fields(side, layer), reference_run.our_fields(side, layer)
-    noise = bounds.LAYER_BF16.kv_noise if layer == 0 else bounds.ROTATED_BF16_LAYER
+    noise = bounds.LAYER_BF16.kv_noise if layer == 0 else ROTATED_BF16_LAYER
     boundaries = codebook_on(128, ours.device).boundaries
     compared = compare_levels(ours, theirs, reference_run.rotated[side, layer], boundaries, noise)
     print(f"layer {layer} {side}: {compared.different} of {compared.total} levels differ from the reference's")
     assert compared.unexplained == 0
-    assert compared.match >= (1 - bounds.BF16_TIES if layer == 0 else bounds.GOLDEN_MATCH_LATER_LAYER)
+    assert compared.match >= (1 - bounds.BF16_TIES if layer == 0 else MATCH[1])
     torch.testing.assert_close(norms, their_norms, rtol=bounds.LAYER_BF16.length, atol=0)
 
 
@@ -100,4 +100,4 @@ def test_logits_are_the_published_ones(run, phase):
     ours, published = getattr(run, f"{phase}_logits"), torch.from_numpy(run.data[f"{phase}_logits"])
     cosine = torch.cosine_similarity(ours, published)
     print(f"{phase}: {cosine.tolist()}")
-    assert cosine.min() >= bounds.GOLDEN_COSINE
+    assert cosine.min() >= COSINE

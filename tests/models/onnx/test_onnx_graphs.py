@@ -60,29 +60,6 @@ def test_graphs_of_every_format_and_of_tokens_in_bf16_pass_them_too(functions):
             assert ("turn" in names) is ("stretch" in names) is stretched
 
 
-def test_a_node_is_found_by_its_path_through_functions_or_without_them():
-    def find(model, path):
-        nodes = model.graph.node
-        for part in path.split("/"):
-            (node,) = (node for node in nodes if node.name == part)
-            nodes = next((f.node for f in model.functions if f.name == node.op_type), [])
-        return node
-
-    path = f"layers.{WHOLE[-1]}/attention/qk"
-    assert find(graph_of(), path).op_type == "MatMul"
-    (inline,) = (node for node in graph_of(functions=False).graph.node if node.name == path)
-    assert inline.op_type == "MatMul"
-    names = [node.name for node in graph_of(functions=False).graph.node]
-    assert all(names)
-    assert len(set(names)) == len(names)
-
-
-def test_every_layer_calls_one_function():
-    model = graph_of()
-    calls = [node.name for node in model.graph.node if node.op_type == "DecoderLayer_tq4_tq4"]
-    assert calls == [f"layers.{layer}" for layer in WHOLE]
-
-
 def test_functions_and_inline_nodes_compute_the_same():
     weights = weights_of(small_model(CONFIG))
     a, b = (run(graph_of(functions=functions), weights, NUMBERS, [200, 0]) for functions in (True, False))

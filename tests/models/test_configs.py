@@ -1,0 +1,229 @@
+"""`config.json`: what it says is what transformers reads, what it leaves out what transformers fills in, and else a line."""
+
+import json
+from dataclasses import replace
+from operator import attrgetter
+
+import pytest
+import transformers
+from checkpoints import CONFIG
+from family_models import HYBRIDS, MODELS, saved
+from small_models import dense_config
+
+from haarkv.models.catalog import read_config as of_folder
+from haarkv.models.hf_config import read_hf_config
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.shapes import KVShape
+
+__all__ = ["saved"]
+
+
+def read_config(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_hf_config(path)
+
+
+def test_a_config_is_read_field_by_field(tmp_path):
+    assert read_config(tmp_path, CONFIG) == dense_config(
+        model_type="qwen3", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
+        vocab_size=257, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024,
+        eos_token_ids=(256,),
+    )  # fmt: skip
+
+
+def shapes(*seen):
+    return tuple(KVShape(2, 32, window) for window in seen)
+
+
+@pytest.mark.parametrize(
+    ("entries", "field", "value"),
+    [
+        ({"rope_theta": 5e5}, "common.attention.rope.theta", 5e5),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e6}}, "common.attention.rope.theta", 2e6),
+        ({"rope_scaling": None}, "common.attention.rope.theta", 1e4),
+        ({"num_key_value_heads": None}, "heads.num_kv_heads", 4),
+        ({"eos_token_id": [7, 9]}, "eos_token_ids", (7, 9)),
+        ({"eos_token_id": None}, "eos_token_ids", ()),
+        ({"eos_token_id": 7, "text_config": CONFIG | {"eos_token_id": [9, 7]}}, "eos_token_ids", (9, 7)),
+        ({"eos_token_id": [7, 8], "text_config": CONFIG | {"eos_token_id": None}}, "eos_token_ids", (7, 8)),
+        ({"sliding_window": 4096, "use_sliding_window": False}, "num_layers", 2),
+        ({"layer_types": ["full_attention"] * 2}, "num_layers", 2),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, "kv_shapes", shapes(None, 64)),
+        (
+            {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            "kv_shapes",
+            shapes(64, None),
+        ),
+    ],
+)
+def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
+    assert attrgetter(field)(read_config(tmp_path, CONFIG | entries)) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "word"),
+    [
+        ("", {"model_type": "gpt2"}, "gpt2 model; this project runs model_type qwen3, qwen3_moe, llama, mistral, qwen2"),
+        ("", {"model_type": None}, "nameless"),
+        ("", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ("", {"rope_scaling": {"type": "linear"}}, "factor"),
+        ("", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor"),
+        ("", {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+         "high_freq_factor"),
+        ("", {"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": "warm"}}, "attention_factor"),
+        ("", {"rope_scaling": {"rope_type": ["yarn"], "factor": 4}}, r"rope_type \['yarn'\] is not a string"),
+        ("", {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_theta 1 must be above 1"),
+        ("", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("", {"rope_parameters": "default"}, "rope_parameters"),
+        ("", {"rope_theta": "large"}, "rope_theta"),
+        ("", {"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window 0 is no number"),
+        ("", {"layer_types": ["full_attention"]}, "layer_types does not name the kind of each of 2 layers"),
+        ("", {"attention_bias": True}, "biases"),
+        ("", {"hidden_act": "gelu"}, "gelu"),
+        ("", {"hidden_size": None}, "hidden_size"),
+        ("", {"vocab_size": 0}, "vocab_size"),
+        ("", {"num_hidden_layers": "2"}, "num_hidden_layers"),
+        ("", {"num_key_value_heads": 3}, "3 KV heads"),
+        ("", {"head_dim": 33}, "33"),
+        ("", {"eos_token_id": "end"}, "eos_token_id"),
+        ("", {"eos_token_id": True}, "eos_token_id True"),
+        ("", {"eos_token_id": ["x"] * 10_000}, r"eos_token_id \['x', 'x', .*\.\.\.\] is"),
+        ("", {"num_hidden_layers": 10**8}, "num_hidden_layers is larger than any model's; at most 1,024"),
+        ("", {"vocab_size": 10**400}, "vocab_size is larger"),
+        ("", {"rope_theta": 10**400}, "rope_theta"),
+        ("", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ("", {"rms_norm_eps": 1e-320}, "rms_norm_eps"),
+        ("", {"rope_scaling": {"type": "yarn", "factor": 1e30}}, "reaches more than 16,777,216 positions"),
+        ("", {"rope_scaling": [4]}, "rope_scaling is not an object"),
+        ("", {"tie_word_embeddings": "false"}, "tie_word_embeddings is neither true nor false"),
+        ("", {"model_type": "qwen3_moe", "num_hidden_layers": 1024, "num_experts": 1024, "moe_intermediate_size": 8},
+         "1024 layers of 1024 experts"),
+        ("", {"model_type": "\ud800"}, "half a character"),
+        ("llama3", {"mlp_bias": True}, "MLP biases"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "dense layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": "wide", "max_window_layers": 0, "layer_types": None},
+         "sliding_window 'wide' is no number of tokens"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "type 'linear_attention'"),
+        ("qwen2", {"layer_types": ["full_attention", None, "full_attention"]}, "type None"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": "6"}, "sliding_window_pattern is missing"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}}, "rope scaling 'dynamic'"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "capped logits"),
+        ("gemma3", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        ("gemma3", {"hidden_activation": "relu"}, "activation relu"),
+        ("qwen3_5", {"attn_output_gate": False}, "attention without output gates"),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
+        ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of a single token"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}, "no part"),
+        ("qwen3_5", {"head_dim": 4}, "1 coordinates of a head"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "dense layers"),
+    ],
+    ids=lambda value: "_".join(f"{k}={v}" for k, v in value.items()).replace(" ", "")[:60] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_config_that_cannot_be_built_is_refused_with_the_reason_and_the_file(saved, tmp_path, name, entries, word):
+    raw = json.loads((saved(name)[0] / "config.json").read_text()) if name else CONFIG
+    with pytest.raises(InputError, match=word) as refused:
+        read_config(tmp_path, raw | entries)
+    assert "config.json" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '"qwen3"', "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
+    with pytest.raises(InputError, match=r"config\.json"):
+        read_config(tmp_path, content)
+
+
+def windows(config):
+    return [layer.attention.window for layer in config.layers]
+
+
+def test_windows_are_where_transformers_has_them(saved):
+    expected = {
+        "mistral_window": [40] * 3,
+        "qwen2_window": [None, 33, 33],
+        "gemma3": [*[40] * 5, None, 40],
+        "mistral": [None] * 3,
+    }
+    for name, of_layers in expected.items():
+        config = of_folder(saved(name)[0])
+        assert windows(config) == of_layers
+        kinds = getattr(transformers.AutoConfig.from_pretrained(saved(name)[0]), "layer_types", None)
+        assert kinds is None or [kind == "sliding_attention" for kind in kinds] == [window is not None for window in of_layers]
+
+
+@pytest.mark.parametrize("pattern", [{}, {"sliding_window_pattern": 4}])
+def test_a_published_gemma_that_names_no_kinds_has_windows_where_transformers_puts_them(tmp_path, pattern):
+    """The 26 layers of Gemma 3 1B: each sixth sees all tokens, or each so-and-so-many-th, as a config may say."""
+    raw = {"model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512, "hidden_size": 1152, "head_dim": 256,
+           "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 6912, "vocab_size": 262144}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw | pattern))
+    theirs = transformers.Gemma3TextConfig.from_pretrained(tmp_path)
+    assert len(set(theirs.layer_types)) == 2
+    assert windows(of_folder(tmp_path)) == [512 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+
+
+@pytest.mark.parametrize("family", sorted({family for family, _ in (MODELS | HYBRIDS).values()}))
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, family):
+    """Each entry is left out alone, then all of them: what is declared equals that of transformers' own, whole config.
+
+    But the end of text: no file names the token that transformers fills in, and in most vocabularies it is a word.
+    """
+    kind, path = getattr(transformers, f"{family}Config"), tmp_path / "config.json"
+    whole = kind(**{"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 4}).to_dict()
+
+    def declared(entries):
+        path.write_text(json.dumps(entries | {"model_type": kind.model_type}))
+        return replace(read_hf_config(path), eos_token_ids=())
+
+    for left_out in (*({name} for name in whole), set(whole)):
+        # Some entries follow from others: a kind for each layer.
+        entries = {name: value for name, value in whole.items() if name not in left_out | {"layer_types"}}
+        assert declared(entries) == declared(kind(**entries).to_dict()), left_out
+
+
+def test_a_gemma_with_vision_leaves_most_of_its_text_model_to_the_defaults(tmp_path):
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    path, whole = tmp_path / "config.json", tmp_path / "whole.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text}))
+    whole.write_text(
+        json.dumps(transformers.Gemma3Config(text_config=dict(text)).text_config.to_dict() | {"eos_token_id": [1, 106]})
+    )
+    assert read_hf_config(path) == read_hf_config(whole)
+    assert read_hf_config(path).heads == (8, 4, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "positions"),
+    [
+        ("mistral", {"max_position_embeddings": 32768}, 32768),
+        ("mistral", {"max_position_embeddings": 32768, "rope_parameters": None, "rope_scaling": {
+            "type": "yarn", "factor": 4.0}}, 131072),
+        ("mistral", {"max_position_embeddings": None}, 131072),
+        ("qwen2", {"max_position_embeddings": None, "use_sliding_window": True}, 32768),
+    ],
+    ids=["stated", "yarn", "mistral_default", "qwen2_default"],
+)  # fmt: skip
+def test_a_window_as_wide_as_the_context_hides_nothing(saved, tmp_path, name, entries, positions):
+    """The window is compared with the positions that the model may be run with: YaRN's, or the family's own default."""
+    changed = json.loads((saved(name)[0] / "config.json").read_text()) | entries
+    raw, path = {key: value for key, value in changed.items() if value is not None}, tmp_path / "config.json"
+    first = {"max_window_layers": 0, "layer_types": None}
+    path.write_text(json.dumps(raw | first | {"sliding_window": positions - 1}))
+    assert windows(read_hf_config(path)) == [positions - 1] * 3
+    path.write_text(json.dumps(raw | first | {"sliding_window": positions}))
+    assert windows(read_hf_config(path)) == [None] * 3
+    assert read_hf_config(path).max_position_embeddings == positions
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3_yarn", "qwen3_moe"])
+def test_a_config_that_does_not_say_its_kv_heads_has_transformers_own(saved, tmp_path, name):
+    raw, path = json.loads((saved(name)[0] / "config.json").read_text()), tmp_path / "config.json"
+    raw.pop("num_key_value_heads")
+    path.write_text(json.dumps(raw | {"num_attention_heads": 64, "hidden_size": 4096}))
+    theirs = getattr(transformers, f"{MODELS[name][0]}Config").from_json_file(path)
+    assert read_hf_config(path).heads.num_kv_heads == theirs.num_key_value_heads
