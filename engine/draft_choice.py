@@ -111,7 +111,7 @@ def choose(
     def load(executor: Executor) -> DraftSource:
         """A draft model beside the target's executor, which lends it what is the same."""
         lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        kept = catalog.block_types(target.executor, target.device)
+        kept = catalog.info(target.executor).block_types(target.device)
         loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent, keep_blocks=kept)
         balanced = balanced_for(loaded, plan, KVSpec(), target.balance).model
         weights = _sharing(balanced.weights, executor.weights).to(executor.device)
@@ -179,7 +179,7 @@ def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | N
 
     def load(executor: Executor) -> DraftSource:
         lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        kept = catalog.block_types(target.executor, target.device)
+        kept = catalog.info(target.executor).block_types(target.device)
         mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent, kept).on(executor.device)
         running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
         if running.ops is None or executor.ops is None:

@@ -61,8 +61,8 @@ def trial(monkeypatch):
     """Put another executor in the place of `cpu`."""
 
     def put(build):
-        entry = replace(catalog.ENTRIES["cpu"], open=lambda model, device: build(model), missing=lambda: None)
-        monkeypatch.setitem(catalog.ENTRIES, "cpu", entry)
+        entry = replace(catalog.EXECUTORS["cpu"], open=lambda model, device: build(model), missing=lambda: None)
+        monkeypatch.setitem(catalog.EXECUTORS, "cpu", entry)
 
     return put
 
@@ -317,7 +317,7 @@ def interrupted(model):
 
 
 def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, trial):
-    entry = catalog.ENTRIES["cpu"]
+    entry = catalog.EXECUTORS["cpu"]
     trial(interrupted)
     code, out, err = bringup()
     assert (code, err) == (130, "tq: interrupted\n")

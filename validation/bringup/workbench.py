@@ -72,7 +72,7 @@ class Workbench:
         self.request, self.tell = request, tell
         if request.executor == ReferenceExecutor.name:
             raise InputError("the reference compared with itself proves nothing; name another --executor")
-        self.device = request.device or catalog.default_device(request.executor)
+        self.device = request.device or catalog.info(request.executor).devices[0]
         self.config = read_config(request.model, request.layers)
         for plan in self._asked.values():
             catalog.check(request.executor, self.config, plan, self.device)
@@ -106,7 +106,8 @@ class Workbench:
     @cached_property
     def programs(self) -> Runner | None:
         """What calls single programs, if the executor's kernels are programs."""
-        return catalog.open_programs(self.request.executor, self.device)
+        programs = catalog.info(self.request.executor).programs
+        return programs(self.device) if programs else None
 
     @property
     def simulated(self) -> bool:
@@ -166,7 +167,7 @@ class Workbench:
     def model(self) -> DecoderModel:
         """On the host, in a dtype that the executor and the reference both take."""
         self.tell(f"loading {self.request.model}")
-        return load_model(self.request.model, catalog.default_dtype(self.request.executor), self.request.layers)
+        return load_model(self.request.model, catalog.info(self.request.executor).dtype, self.request.layers)
 
     @cached_property
     def first_layer(self) -> DecoderModel:

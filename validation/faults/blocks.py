@@ -87,7 +87,7 @@ class BlockFault(Fault):
 def block_faults(model: DecoderModel, layer: int, runner: str) -> Iterator[BlockFault]:
     """Faults of the projections of a layer that lie in blocks which an executor multiplies with: each projection has one, and
     each type every one of its own."""
-    types, weights = catalog.block_types(runner), model.weights.layers[layer]
+    types, weights = catalog.info(runner).block_types(), model.weights.layers[layer]
     by_type: dict[str, list[tuple[str, Blocks]]] = {}
     for field, _, weight in weights.named():
         if isinstance(weight, Blocks) and weight.type.name in types:
@@ -122,4 +122,4 @@ def _spoilt(weight: Blocks, spoil: Wrong) -> Blocks:
 def runner_of_blocks(model: DecoderModel) -> str | None:
     """The executor that multiplies with some of a model's blocks as they are; None if there is none."""
     kinds = {weight.type.name for _, weight in model.weights.named() if isinstance(weight, Blocks)}
-    return next((name for name in catalog.NAMES if kinds & set(catalog.block_types(name))), None)
+    return next((name for name in catalog.NAMES if kinds & set(catalog.info(name).block_types())), None)

@@ -78,7 +78,7 @@ def resolve_contenders(
 
 def default_dtype(*sides: Contender) -> str:
     """The dtype in which sides can be compared: float32 if that is the default of each of their executors."""
-    return "bfloat16" if "bfloat16" in {catalog.default_dtype(side.executor) for side in sides} else "float32"
+    return "bfloat16" if "bfloat16" in {catalog.info(side.executor).dtype for side in sides} else "float32"
 
 
 def load_contenders(
@@ -112,7 +112,7 @@ def load_contenders(
     balanced: dict[tuple[str, tuple[str, ...]], Balanced] = {}
 
     def session(side: Contender) -> Session:
-        kept = catalog.block_types(side.executor)
+        kept = catalog.info(side.executor).block_types()
         if kept not in loaded:
             loaded[kept] = load_model(model, dtype, layers, progress, keep_blocks=kept)
         config = loaded[kept].config

@@ -111,8 +111,8 @@ def load_setup(
         executor = catalog.select(
             executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
         ).name
-    kept = catalog.block_types(executor)  # whoever multiplies with a file's blocks is measured with these products
-    loaded = load_model(model, dtype or catalog.default_dtype(executor), layers, progress, keep_blocks=kept)
+    kept = catalog.info(executor).block_types()  # whoever multiplies with a file's blocks is measured with these products
+    loaded = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=kept)
     for each in (spec, *(plans or {}).values()):
         if each.weights:
             each.require_weights(fingerprint(loaded.weights.named()))

@@ -23,7 +23,7 @@ from torch import Tensor
 from haarkv.codebooks.learned import Basis, expected_cost, learn
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.engine.session import Session
-from haarkv.executors.catalog import AUTO, block_types, check, create, default_dtype, select
+from haarkv.executors.catalog import AUTO, check, create, info, select
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -232,7 +232,7 @@ def load_subject(
         check(name, config, bf16, device)
     except InputError:
         plan = tq4
-    loaded = load_model(model, dtype or default_dtype(name), layers, progress, keep_blocks=block_types(name))
+    loaded = load_model(model, dtype or info(name).dtype, layers, progress, keep_blocks=info(name).block_types())
     runner = create(name, loaded, plan, device)
     if runner.ops is None:
         raise InputError(
