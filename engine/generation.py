@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.arguments import require_count
 from haarkv.engine.drafts import Beginning, DraftCounts, DraftSource
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import Speculation
+from haarkv.engine.text import require_count
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded

@@ -11,16 +11,14 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Unpack
 
-from haarkv.engine.arguments import require_arguments
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource, report_of
 from haarkv.engine.generation import OnPrefill, generate, tail_chunk
 from haarkv.engine.plans import needed, shape_of
 from haarkv.engine.ranks import memory_here
-from haarkv.engine.result import KVUsage, Result
+from haarkv.engine.result import KVUsage, Result, Stream
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
-from haarkv.engine.stream import Stream
-from haarkv.engine.text import Chat, Texts, context_for, encode, stop_list
+from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache

@@ -19,9 +19,8 @@ from haarkv.validation.fidelity.evaluation import Setup, evaluate, make_workload
 from haarkv.validation.planning import auto, remembered
 from haarkv.validation.planning.calibrate import load_subject
 from haarkv.validation.planning.candidates import bits_per_value, cache_of
-from haarkv.validation.planning.common_text import common_text, prose
+from haarkv.validation.planning.common_text import SEQUENCES, common_text, prose, start_token, write
 from haarkv.validation.planning.estimates import Judge, Probes, Whole
-from haarkv.validation.planning.own_text import SEQUENCES, start_token, write
 from haarkv.validation.planning.planner import measure
 from tq.cli import main
 

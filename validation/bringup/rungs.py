@@ -25,8 +25,7 @@ from haarkv.validation.bringup.result import Found
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 from haarkv.validation.layers.report import LayerRow, Mode
-from haarkv.validation.ops.caches import CacheCase, windows_of
-from haarkv.validation.ops.cases import Store
+from haarkv.validation.ops.caches import CacheCase, Store, windows_of
 
 # -- Storing K and V ---------------------------------------------------------------------------------------------------
 # Two sequences whose tokens fill no tile, one of them behind others.
