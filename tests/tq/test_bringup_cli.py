@@ -20,7 +20,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.npu import versions
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bringup import environment
-from haarkv.validation.bringup.result import RUNGS
+from haarkv.validation.bringup.ladder import RUNGS
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.faults.base import table_with
 from haarkv.validation.layers.self_test import WholeLayers

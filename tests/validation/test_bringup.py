@@ -6,9 +6,7 @@ import sys
 import pytest
 from places import ROOT
 
-from haarkv.validation.bringup.climb import Rung, climb, one_line
-from haarkv.validation.bringup.report import public_text, verdict
-from haarkv.validation.bringup.result import Folder, Found, Result
+from haarkv.validation.bringup.ladder import Folder, Found, Result, Rung, climb, one_line, public_text, verdict
 
 
 def climbed(tmp_path, *rungs):
@@ -68,7 +66,7 @@ def test_the_lowest_rung_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from haarkv.validation.bringup.environment import environment\n"
-        "import haarkv.validation.bringup.climb, haarkv.validation.bringup.report, tq.commands.bringup\n"
+        "import haarkv.validation.bringup.ladder, tq.commands.bringup\n"
         "found = environment('cpu', None, lambda: None)\n"
         "assert found.passed and found.facts['torch'], found"
     )

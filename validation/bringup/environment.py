@@ -17,7 +17,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation.bringup.result import Found
+from haarkv.validation.bringup.ladder import Found
 
 SIMULATOR = "sim"
 """The device that needs no card."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.table import OP_NAMES
