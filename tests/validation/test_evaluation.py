@@ -14,8 +14,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity import scores as fidelity
 from haarkv.validation.fidelity.evaluation import Span, common_prefix, evaluate, make_workload
-from haarkv.validation.fidelity.partial import Partial, _written
-from haarkv.validation.fidelity.scores import score_text
+from haarkv.validation.fidelity.scores import Partial, _written, score_text
 from haarkv.validation.fidelity.setup import cache_fingerprint, load_setup, run_fingerprint
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"

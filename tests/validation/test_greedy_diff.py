@@ -25,16 +25,15 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation.fidelity import contenders
-from haarkv.validation.fidelity.contenders import (
+from haarkv.validation.fidelity import setup
+from haarkv.validation.fidelity.greedy_diff import Scored, greedy_diff, score, summarize, teacher_forced
+from haarkv.validation.fidelity.setup import (
     Contender,
     default_dtype,
     load_contenders,
     parse_contender,
     resolve_contenders,
 )
-from haarkv.validation.fidelity.greedy_diff import greedy_diff
-from haarkv.validation.fidelity.scores import Scored, score, summarize, teacher_forced
 from tq.cli import main
 from tq.commands.diff import _head, _tail
 
@@ -314,30 +313,6 @@ def test_the_bounds_leave_room_for_what_was_measured_and_not_much_more():
 # -- What it refuses ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("lengths", [(4,), (4 + 3,)], ids=["prefill", "decode"])
-@pytest.mark.parametrize("side", "AB")
-def test_logits_that_are_not_finite_are_refused(value, lengths, side):
-    def alter(logits, _, seq_lens):
-        logits[(seq_lens[:, None] == torch.tensor(lengths)).any(1), 3] = value
-        return logits
-
-    sides = {"A": session(), "B": session()} | {side: session(executor=Altered(alter))}
-    with pytest.raises(NonFiniteError, match=f"side {side} .*not finite"):
-        diff(sides["A"], sides["B"])
-
-
-def test_a_nan_on_a_way_that_the_other_side_does_not_go_is_refused():
-    def alter(logits, token_ids, seq_lens):
-        logits[seq_lens == len("spam") + 2, GARBAGE] = 1e3
-        if token_ids[-1] == GARBAGE:
-            logits[:] = float("nan")
-        return logits
-
-    with pytest.raises(NonFiniteError, match="side B"):
-        diff(session(), session(executor=Altered(alter)), PROMPTS[:1])
-
-
 @pytest.mark.parametrize("side", "AB")
 def test_a_side_that_does_not_repeat_itself_is_refused(side):
     calls = []
@@ -507,8 +482,7 @@ def test_auto_is_the_fastest_that_reads_both_sides(monkeypatch, a, b, names):
     assert tuple(side.kv for side in sides) == (parse_contender(a).kv, parse_contender(b).kv)
 
 
-def test_the_dtype_is_one_that_both_executors_run(monkeypatch):
-    monkeypatch.setattr(catalog, "default_dtype", {"reference": "float32", "npu": "bfloat16"}.__getitem__)
+def test_the_dtype_is_one_that_both_executors_run():
     reference, npu = Contender("reference"), Contender("npu")
     assert default_dtype(reference, Contender("reference", "bf16")) == "float32"
     assert default_dtype(reference, npu) == default_dtype(npu, reference) == "bfloat16"
@@ -516,7 +490,7 @@ def test_the_dtype_is_one_that_both_executors_run(monkeypatch):
 
 def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(monkeypatch):
     made, loaded = [], []
-    monkeypatch.setattr(contenders, "load_model", lambda *_, **how: loaded.append(how) or MODEL)
+    monkeypatch.setattr(setup, "load_model", lambda *_, **how: loaded.append(how) or MODEL)
     monkeypatch.setattr(catalog, "create", lambda *args: made.append(args) or ReferenceExecutor(args[1]))
     a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
     assert len(loaded) == 1

@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KEPT_ROOM, blocks_for
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
-from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning import planner

@@ -21,7 +21,7 @@ from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
-    from haarkv.validation.fidelity.partial import Partial
+    from haarkv.validation.fidelity.scores import Partial
 
 # Width of the whole table; a narrower terminal gets it in two parts.
 _WIDTH = 120
@@ -111,7 +111,7 @@ def read_text(name: str, option: str) -> str:
 def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
     """The results that an earlier run left in the file, if any, and where this run saves its own."""
     from haarkv.tq_ops.input_files import read_file
-    from haarkv.validation.fidelity.partial import Partial
+    from haarkv.validation.fidelity.scores import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 
     if path is None:

@@ -30,8 +30,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.fidelity.partial import Partial
-from haarkv.validation.fidelity.scores import Scores, join, nearest_rank, score_text
+from haarkv.validation.fidelity.scores import Partial, Scores, join, nearest_rank, score_text
 
 # The fastest for the reference: a larger chunk computes more scores that the causal mask hides, a smaller one de-quantizes the
 # stored prefix more often.

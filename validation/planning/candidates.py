@@ -16,7 +16,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
-from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import Partial
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format a number of bits, so that no place is given the luckier of two equals."""

@@ -38,7 +38,7 @@ from haarkv.validation.fidelity.evaluation import (
     run_span,
     score_window,
 )
-from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.planning.candidates import (
     Candidates,
     Costs,
