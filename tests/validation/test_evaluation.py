@@ -278,13 +278,13 @@ def test_an_interrupted_run_goes_on_to_the_very_same_rows(setup, stop_after, mon
     none, saved, _ = kept_by(setup, plan, stop_after=stop_after)
     assert none is None
     run = []
-    right = evaluation._score_window
-    monkeypatch.setattr(evaluation, "_score_window", lambda *args: run.append(args[1]) or right(*args))
+    right = evaluation.score_window
+    monkeypatch.setattr(evaluation, "score_window", lambda *args: run.append(args[0]) or right(*args))
     rows, finished, steps = kept_by(setup, plan, saved)
     assert rows == whole
     assert len(run) == max(0, 3 * 4 - stop_after)
     assert len(steps) == 3 * 4 + 4
-    monkeypatch.setattr(evaluation, "Exact", None)  # nothing is left to run
+    monkeypatch.setattr(evaluation, "run_span", None)  # nothing is left to run
     monkeypatch.setattr(evaluation, "_continuations", None)
     assert kept_by(setup, plan, finished)[0] == whole
 
@@ -294,8 +294,8 @@ def test_a_finished_file_takes_more_formats(setup, checkpoint, monkeypatch):
     _, saved, _ = kept_by(setup, plan)
     more = load_setup(str(checkpoint), ["tq2", "tq4"])
     run = []
-    right = evaluation._score_window
-    monkeypatch.setattr(evaluation, "_score_window", lambda *args: run.append(args[1]) or right(*args))
+    right = evaluation.score_window
+    monkeypatch.setattr(evaluation, "score_window", lambda *args: run.append(args[0]) or right(*args))
     rows, _, _ = kept_by(more, plan, saved)
     assert run == ["tq4"] * 3
     assert rows == evaluate(more, plan)
