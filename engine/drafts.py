@@ -1,30 +1,24 @@
 """Drafts: tokens that are guessed cheaply, and then checked by the model all at once.
 
 A session has a `DraftSource`, which begins a `Drafter` for each `generate`. What a drafter proposes changes how fast text
-comes, never which text may come: `engine.speculation` keeps what the model itself would have said. A `DraftReport` says
-whether it paid.
+comes, never which text may come: `engine.speculation` keeps what the model itself would have said.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from haarkv.engine.draft_pace import Experience, Pace
-from haarkv.engine.sampling import Sampling
+from haarkv.engine.draft_pace import Experience
+from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
-
-if TYPE_CHECKING:
-    from haarkv.engine.generation import Timing
 
 LONGEST_MATCH, SHORTEST_MATCH = 8, 2
 """Tokens at the end of a text that `ngram` looks for: more are not needed to choose, and fewer say too little."""
@@ -97,7 +91,8 @@ class Drafter(Protocol):
         """
 
 
-class DraftSource(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class DraftSource:
     """A way to draft, for as long as its session lives.
 
     Attributes:
@@ -106,43 +101,66 @@ class DraftSource(Protocol):
         experience: whether it paid so far.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def experience(self) -> Experience: ...
+    name: str
+    shared_bytes: int = 0
+    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
     def follow(self, sequences: int, max_context: int) -> Follower | None:
         """What looks on from the prompts on, if anything must."""
+        return None
 
-    @property
-    def shared_bytes(self) -> int: ...
-
-    def begin(self, beginning: Beginning) -> Drafter: ...
+    def begin(self, beginning: Beginning) -> Drafter:
+        """A drafter for one `generate`."""
+        raise NotImplementedError
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
         """Bytes of the KV cache that a drafter of so many sequences keeps beside the model's."""
+        return 0
+
+
+def draft(
+    sampler: BatchSampler,
+    wanted: Mapping[int, int],
+    logits: Tensor,
+    further: Callable[[Mapping[int, int], Sequence[int]], Tensor],
+    *,
+    draws: bool,
+) -> dict[int, Proposal]:
+    """Draft so many tokens of each of some sequences, all of them one token at a time.
+
+    Args:
+        wanted: by the sequence's number, at least 1.
+        logits: [n, vocab] of their first drafted tokens, in their order.
+        further: of the last token of each sequence that goes on, and of their places among those before, the next logits.
+        draws: tokens are drawn, and the distributions are kept; else the most likely ones are taken.
+    """
+    rows, proposals = list(wanted), {row: Proposal([], [] if draws else None) for row in wanted}
+    while True:
+        if draws:
+            for row, weights in zip(rows, sampler.probabilities(logits, rows), strict=True):
+                proposals[row].token_ids.append(sampler.draw(weights, row))
+                proposals[row].probabilities.append(weights)  # type: ignore[union-attr]
+        else:
+            for row, token in zip(rows, sampler.next(logits, rows).tolist(), strict=True):
+                proposals[row].token_ids.append(token)
+        going = [place for place, row in enumerate(rows) if len(proposals[row].token_ids) < wanted[row]]
+        if not going:
+            return proposals
+        rows = [rows[place] for place in going]
+        logits = further({row: proposals[row].token_ids[-1] for row in rows}, going)
 
 
 # -- The text itself ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NgramSource:
+@dataclass(frozen=True, kw_only=True)
+class NgramSource(DraftSource):
     """What followed the last time that the text ended as it does now: prompt lookup. It costs next to nothing."""
 
     name: str = "ngram"
-    shared_bytes: int = 0
-    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-
-    def follow(self, sequences: int, max_context: int) -> None:
-        return None
 
     def begin(self, beginning: Beginning) -> Drafter:
         return _NgramDrafter(beginning)
-
-    def cache_bytes(self, sequences: int, max_context: int) -> int:
-        return 0
 
 
 class _NgramDrafter:
@@ -187,111 +205,3 @@ def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
     if not len(ends) or matched < SHORTEST_MATCH:
         return []
     return [int(token) for token in np.resize(tokens[int(ends[-1]) + 1 :], most)]
-
-
-# -- Whether it paid ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class DraftCounts:
-    """What drafting did so far in one `generate`.
-
-    Attributes:
-        pace: what chose how many tokens a step; None before the first step.
-        proposed, accepted: drafted tokens, and those of them that the model took.
-        steps: decode steps of a sequence, with drafted tokens or without.
-        plain: seconds a token of steps in which nothing was drafted.
-    """
-
-    pace: Pace | None = None
-    proposed: int = 0
-    accepted: int = 0
-    steps: int = 0
-    plain: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class DraftReport:
-    """Acceptance and gain of a draft, as the cost line has them.
-
-    Attributes:
-        name: of the draft.
-        most: tokens that it might draft a step.
-        proposed, accepted: drafted tokens, and those that the model took.
-        tokens_per_step: new tokens a decode step and sequence, the model's own among them.
-        ms_per_token: of all decode steps, with drafting.
-        plain_ms_per_token: median of the steps in which the draft had nothing to say; None if no step was plain.
-        same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
-            where two tokens nearly tie, either may come.
-        shared_bytes: of the model's weights, which the draft does not hold a second time.
-        kv_bytes: of the draft's own cache.
-        pace: how many tokens a step measured gain chose, in words.
-    """
-
-    name: str
-    most: int
-    proposed: int
-    accepted: int
-    tokens_per_step: float | None
-    ms_per_token: float | None
-    plain_ms_per_token: float | None
-    executor: str
-    same_text: bool
-    shared_bytes: int
-    kv_bytes: int
-    pace: str = ""
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of the drafted tokens that the model took; None if none was drafted."""
-        return self.accepted / self.proposed if self.proposed else None
-
-    @property
-    def speed_up(self) -> float | None:
-        """How many times as fast decode steps give tokens as those without drafts; None if none was without."""
-        plain, ours = self.plain_ms_per_token, self.ms_per_token
-        return plain / ours if plain and ours else None
-
-    def as_json(self) -> dict[str, Any]:
-        """By name, for `--json`."""
-        return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
-
-    def describe(self) -> str:
-        """In one line."""
-        parts = [self._taken(), self.pace, self._gain()]
-        if not self.same_text:
-            parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
-        if self.shared_bytes:
-            parts.append(f"{self.shared_bytes / 2**20:,.1f} MiB of weights shared with the model")
-        if self.kv_bytes:
-            parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
-        return "; ".join(part for part in parts if part)
-
-    def _taken(self) -> str:
-        if self.acceptance is None:
-            return f"{self.name}: nothing drafted"
-        steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
-        share = f"{self.accepted:,} of {self.proposed:,} accepted ({self.acceptance:.0%})"
-        return f"{self.name}, up to {self.most}: {share}{steps}"
-
-    def _gain(self) -> str:
-        if self.speed_up is None or self.acceptance is None:
-            return ""
-        without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
-        return f"{self.ms_per_token:.2f} ms a token, {without}"
-
-
-def report_of(
-    source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
-) -> DraftReport:
-    """What a draft did for sequences of so many tokens, where it might draft `most` tokens a step."""
-    counts, tokens = timing.drafts or DraftCounts(), timing.decode_tokens
-    return DraftReport(
-        name=source.name, most=most, proposed=counts.proposed, accepted=counts.accepted,
-        tokens_per_step=tokens / counts.steps if counts.steps else None,
-        ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
-        plain_ms_per_token=1e3 * statistics.median(counts.plain) if counts.plain else None,
-        executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
-        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
-        pace=counts.pace.describe() if counts.pace else "",
-    )  # fmt: skip

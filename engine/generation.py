@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.drafts import Beginning, DraftCounts, DraftSource
+from haarkv.engine.draft_pace import DraftCounts
+from haarkv.engine.drafts import Beginning, DraftSource
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.speculation import Speculation
 from haarkv.engine.text import require_count

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from reprlib import Repr
 from typing import Any
 
-from haarkv.engine.drafts import DraftReport
+from haarkv.engine.draft_pace import DraftReport
 from haarkv.engine.generation import Completion, OnPrefill, Timing
 from haarkv.engine.ranks import RankMemory
 from haarkv.engine.sampling import Sampling

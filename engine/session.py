@@ -12,7 +12,8 @@ from reprlib import repr as shown
 from typing import Any, Unpack
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.drafts import DraftSource, report_of
+from haarkv.engine.draft_pace import report_of
+from haarkv.engine.drafts import DraftSource
 from haarkv.engine.generation import OnPrefill, generate, tail_chunk
 from haarkv.engine.plans import needed, shape_of
 from haarkv.engine.ranks import memory_here

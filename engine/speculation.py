@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from haarkv.engine.draft_pace import Experience, Pace
-from haarkv.engine.drafts import DraftCounts, Drafter, Proposal
+from haarkv.engine.draft_pace import DraftCounts, Experience, Pace
+from haarkv.engine.drafts import Drafter, Proposal
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
