@@ -63,8 +63,6 @@ class Target:
     """The model that a draft is for.
 
     Attributes:
-        name: as `load` was given it.
-        config, plan: of what is run here.
         executor, device, dtype: where and as what, in the catalog's words.
     """
 

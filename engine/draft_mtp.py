@@ -35,8 +35,6 @@ class MTPSource(DraftSource):
     """Drafts by the layer that a model has for it.
 
     Attributes:
-        mtp: the layer.
-        executor: runs it.
         plan: of its K and V.
         target: runs the model.
     """
@@ -66,7 +64,6 @@ class _Sequence:
     """What the layer has of one sequence.
 
     Attributes:
-        id: in the layer's own cache.
         first: position of the first token that was noted; what lies before it the layer never sees.
         waiting: [n, hidden] of the positions from first + stored on, as the model has them before its last norm: those of
             tokens that are gone may be last.

@@ -133,7 +133,6 @@ class Pace:
 
     Args:
         most: tokens a step at most, at least 1.
-        experience: of the draft; is added to.
     Attributes:
         ledger: seconds that drafts won so far, negative where they lost.
         spent: seconds of all steps.
@@ -182,8 +181,6 @@ class Pace:
         """Note a step.
 
         Args:
-            seconds: that it took, with its drafting.
-            wanted: what `tokens` said.
             drafts: of each sequence, tokens that were drafted and that were taken.
             reading: seconds that it took before to read what the draft had missed, `behind` tokens.
         """
@@ -258,17 +255,12 @@ class DraftReport:
     """Acceptance and gain of a draft, as the cost line has them.
 
     Attributes:
-        name: of the draft.
         most: tokens that it might draft a step.
-        proposed, accepted: drafted tokens, and those that the model took.
         tokens_per_step: new tokens a decode step and sequence, the model's own among them.
         ms_per_token: of all decode steps, with drafting.
         plain_ms_per_token: median of the steps in which the draft had nothing to say; None if no step was plain.
         same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
             where two tokens nearly tie, either may come.
-        shared_bytes: of the model's weights, which the draft does not hold a second time.
-        kv_bytes: of the draft's own cache.
-        pace: how many tokens a step measured gain chose, in words.
     """
 
     name: str

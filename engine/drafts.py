@@ -43,13 +43,9 @@ class Beginning:
     """What a drafter begins with: the prompts are stored, and no token has been chosen.
 
     Attributes:
-        prompts: token ids.
         max_context: tokens of prompt and text that are stored of each at most.
         vocab_size: the model's; a drafter's distributions have as many numbers.
-        sampling: how the model's tokens are drawn, and drafted tokens as well.
         cache, paging, sequences: where the model keeps them.
-        follower: of the draft's `follow`.
-        unused_ids: rows of the vocabulary that stand for no token.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -84,11 +80,7 @@ class Drafter(Protocol):
         """Read what was missed of some sequences, so that `propose` takes as long as in the middle of drafting."""
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
-        """Draft what follows each of some sequences.
-
-        Args:
-            most: tokens of each at most, 0 or more.
-        """
+        """Draft what follows each of some sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +88,7 @@ class DraftSource:
     """A way to draft, for as long as its session lives.
 
     Attributes:
-        name: as `--draft` takes it.
         shared_bytes: of the model's weights that it does not hold a second time.
-        experience: whether it paid so far.
     """
 
     name: str
@@ -187,10 +177,6 @@ def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
     """What followed the longest end of a text that stood in it before, where it stood last; nothing if that is too short.
 
     Where what followed is the end itself, it goes on from its own beginning: a text that repeats itself keeps doing so.
-
-    Args:
-        tokens: [n].
-        most: tokens of the answer, at most.
     """
     last = len(tokens) - 1
     if last < 1 or most < 1:

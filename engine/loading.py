@@ -186,10 +186,6 @@ def _balanced(
 def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) -> None:
     """Refuse to round activations to other than 16 bits where nobody does.
 
-    Args:
-        bits: of activations that meet quantised weights.
-        name: of the executor.
-        kept: types of blocks that it is given as they are.
     Raises:
         InputError: neither 8 nor 16 bits; or 8, and the executor is not `cpu`, or nothing of the model's is in such blocks.
     """

@@ -29,7 +29,6 @@ class KVUsage:
         format: the KV plan in words; of a plain one as `--kv` takes it.
         bytes_per_token: what one more token takes: K and V of all layers and heads with their scales; tokens kept in BF16
             are not counted.
-        bytes: allocated in all.
         bf16_bytes: what the same slots would take in bf16.
     """
 
@@ -46,7 +45,6 @@ class Result:
     Attributes:
         ranks: what each rank holds, on rank 0; elsewhere nothing.
         stored: the sequences as they are stored, prompt and text, if they were to be kept.
-        drafting: what it did, if tokens were drafted.
     """
 
     texts: list[str]
@@ -71,9 +69,6 @@ class Stream(Iterator[str]):
     The model runs ahead in a thread of its own. Whoever leaves the loop, or calls `close`, stops it within a token, or a chunk
     of the prompt.
 
-    Args:
-        generate: `Session.generate` with all but its callbacks.
-        on_prefill: as of `Session.generate`.
     Attributes:
         result: text and cost, once the last piece was taken or the stream was closed; None before, and where it was closed
             in the prompt.

@@ -45,12 +45,7 @@ class Speculation:
     """The decode steps of some sequences with drafted tokens.
 
     Args:
-        cache, paging: where the sequences are.
-        drafter: of these sequences.
         tokens: drafted at most, of each sequence and step; how many is chosen by what steps take.
-        experience: of the draft.
-    Attributes:
-        cost: so far.
     """
 
     def __init__(
@@ -70,7 +65,6 @@ class Speculation:
 
         Args:
             rows: numbers that the sampler knows some sequences by.
-            sequences: their ids in the cache.
             texts: what they are so far; the last token is not stored yet.
         """
         began = time.perf_counter()
@@ -148,10 +142,7 @@ def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) 
     """The drafted tokens that the model takes, and one of its own after them.
 
     Args:
-        sampler: draws the model's tokens.
         logits: [n + 1, vocab] fp32, before each drafted token and after the last.
-        row: the sequence's number.
-        proposal: n tokens.
     """
     came: list[int] = []
     for index, token in enumerate(proposal.token_ids):

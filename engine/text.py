@@ -25,7 +25,6 @@ class Chat:
 
     Attributes:
         chat: wrap each in the chat template; None does so if the tokenizer has one.
-        system: the system message of the chat template.
         template_args: further names that the template reads, such as `enable_thinking`, with values that JSON can hold.
         parse_special: what a message spells of the tokenizer's added tokens, such as `<|im_end|>`, counts as these tokens;
             else it is text.
@@ -133,7 +132,6 @@ def context_for(
     """Tokens that the cache must hold for each prompt.
 
     Args:
-        limit: of the model's positions.
         wanted: so many are asked for; by default as many as are needed, up to the limit.
         on_warning: called with a sentence if that cuts a text short.
     Raises:
@@ -172,7 +170,6 @@ class GrowingText:
     """Gives out text as soon as it is certain: no half character, and nothing that may turn out to begin a stop string.
 
     Args:
-        stream: the tokenizer's, for this sequence alone.
         stops: the text ends before the first of them to be complete.
     Attributes:
         text: all so far, without a stop string and what comes after it.
@@ -212,8 +209,6 @@ class Texts:
     """The texts of one `generate`, which are given out as their tokens come.
 
     Args:
-        tokenizer: of the tokens.
-        count: how many texts.
         stops: each ends before the first of these.
         on_token: called with (index, token); True ends that text there.
         on_text: called with (index, text) as text becomes certain.

@@ -201,10 +201,7 @@ def refusal(
     All that is known before weights are read is asked here, and nowhere else. Whether the device is there is left to `check`.
 
     Args:
-        name: of `NAMES`.
         config: of what it is to run: of a rank, its part.
-        ranks: with whom it shares the model.
-        dtype: of the model, if one was asked for.
     Raises:
         InputError: no such executor, or one whose packages are not installed.
     """
@@ -223,7 +220,6 @@ def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = Non
     """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
 
     Args:
-        name, config, ranks: as of `refusal`.
         device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
     Raises:
         InputError: no such executor or device, or it cannot run such a model with this plan, with its reason.
@@ -239,9 +235,7 @@ def create(
     """An executor for a model and a KV plan, with its programs compiled if it keeps any, so that no forward waits for them.
 
     Args:
-        name: of `NAMES`, or `auto`.
         device: where it runs, in the executor's own words; its default unless given.
-        on_program: called before each program is compiled.
     Raises:
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
@@ -261,8 +255,6 @@ def create(
 def interpreted(name: str, device: str | None) -> str:
     """A warning for before an executor begins in an interpreter that nobody asked for; "" if it computes on its device.
 
-    Args:
-        device: that was asked for.
     Raises:
         InputError: no such executor.
     """
@@ -291,7 +283,6 @@ class Selection:
     """The executor that will run.
 
     Attributes:
-        name: of `NAMES`.
         passed_over: the fastest executor that this machine has and that `auto` could not take, and why; "" if it took the
             fastest, or was not asked.
     """
@@ -308,10 +299,8 @@ def select(
     Needs no weights, and imports neither Triton nor PyPTO.
 
     Args:
-        executor: of `NAMES`, or `auto`.
         plans: every cache that it must read.
         device: leaves only the executors that know this device; whether it is there is for `create` to say.
-        dtype: of the model, if one was asked for.
     Raises:
         InputError: no such executor, or no executor for this device.
     """

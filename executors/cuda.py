@@ -73,7 +73,6 @@ class CudaExecutor:
     is not there is noted as well: nothing is read in its place, and what would have come of it is NaN.
 
     Args:
-        model: weights and shapes.
         device: `cuda` or `cuda:N`; the first GPU unless given.
         interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
     Attributes:
@@ -282,7 +281,6 @@ class DecodeStep:
         size: sequences, as `bucket_of` gives them.
         cache: whose tensors the step reads and writes; with a graph, for as long as the graph lives.
         max_context: tokens of a sequence at most, which the block table has room for.
-        step: the forward.
         pool: memory that graphs share; None runs the step as it is, without a graph.
     """
 

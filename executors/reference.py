@@ -29,7 +29,6 @@ class ReferenceExecutor:
     """Runs a model op by op, in the model's dtype: fp32, or bf16 rounded where the device rounds.
 
     Args:
-        model: weights and shapes.
         ops: the table to run, `tq_ops.reference` or a wrapping of it.
     """
 
@@ -137,8 +136,6 @@ def blame(weights: Weights, ops: OpTable, rerun: Callable[[OpTable], object]) ->
     """Name the tensor and layer at which a forward first stops being finite.
 
     Args:
-        weights: of the model.
-        ops: the table the forward ran with.
         rerun: runs the same forward with another table; it stores the same K and V at the same slots.
     """
     progress = _Progress()

@@ -48,8 +48,6 @@ def environment(executor: str, device: str | None, load: Callable[[], object], a
     """Compare what is installed with what is published to work, then load torch.
 
     Args:
-        device: as the executor takes it.
-        load: imports torch.
         any_versions: versions that are not published together are named and do not fail.
     """
     installed = versions(executor)

@@ -37,10 +37,8 @@ class Found:
 
     Attributes:
         passed: None if this executor has no counterpart of the rung.
-        said: one line.
         compared: how many of `unit` were compared or run; a rung that passes without any has proved nothing.
         where: format, layer and stage, or the like, of a fault.
-        facts: by name.
         lacking: in words, what is lacking to try the rung; then `passed` is None.
         allowed: in words, what would have failed the rung and was allowed by the request.
     """
@@ -61,7 +59,6 @@ class Result:
 
     Attributes:
         seconds: wall time of the whole rung; no latency.
-        date: of its end.
         inputs: what the verdict depends on, by name; if one of them changes, the rung is run again.
         log: a file beside this one with the whole message of what went wrong; "" if there is none.
     """
@@ -80,11 +77,7 @@ class Result:
 
 
 class Folder:
-    """Where results are kept; each file is written whole or not at all.
-
-    Args:
-        path: an existing folder.
-    """
+    """Where results are kept; each file is written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,8 +195,6 @@ def ladder(
     """Every rung, made when those beneath it have passed.
 
     Args:
-        bench: makes the workbench of the request.
-        executor, device: of the request.
         latency: the highest rung; measuring is another room's.
         any_versions: versions that nobody published together do not fail the lowest rung.
     Raises:
@@ -239,11 +230,7 @@ _LINES = 60
 
 
 def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, collected: Mapping[str, Sequence[str]]) -> str:
-    """Everything that was found, with the ends of the logs, as JSON; of a path only its last name is left.
-
-    Args:
-        collected: what the machine's own tools say.
-    """
+    """Everything that was found, with the ends of the logs, as JSON; of a path only its last name is left."""
     rungs = []
     for result in results:
         plain = result.as_json()

@@ -76,7 +76,6 @@ def validated(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
     """Each format's validation in one mode, up to the first that fails.
 
     Args:
-        model: the whole one, or its first layer alone.
         mode: teacher-forced, every layer is fed the reference's input and cache: who is wrong. Free-running, it is fed what
             the executor made of the layer before: how errors grow; and whole forwards run, with norm and LM head.
     """
@@ -252,7 +251,6 @@ def compiled(programs: Mapping[str, Mapping[str, str]], compiler: str) -> Found:
 
     Args:
         programs: name -> path -> source.
-        compiler: the executable.
     """
     functions = sum(path.startswith(KERNELS) for sources in programs.values() for path in sources)
     with TemporaryFolder("cpp") as folder:

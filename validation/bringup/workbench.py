@@ -62,8 +62,6 @@ class Request:
 class Workbench:
     """Model, executors and plans of a request.
 
-    Args:
-        tell: told what is being done.
     Raises:
         InputError: no such model, executor, device or format, or they do not go together; coordinates of other weights.
     """

@@ -137,7 +137,6 @@ class Fault:
     """One way of being wrong.
 
     Attributes:
-        name: what is wrong, in words.
         layer: the first layer in which it shows; None for what is around them.
         stage: the op that is wrong, as a recorded op table shows it.
         ops: what replaces the reference's ops.

@@ -61,7 +61,6 @@ class BlockFault(Fault):
 
     Attributes:
         right, wrong: the weight, and what stands in its place; None of a control.
-        runner: the executor, by name.
     """
 
     right: Blocks | None = None

@@ -107,7 +107,6 @@ class FidelityRow:
     """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
-        kv: the cache's name.
         bytes_per_token: K and V of all layers and heads, as allocated for a window: scales and tokens in BF16 included.
         bits_per_value: the same, for one number of K or V that a bf16 cache would keep.
         kl_mean, kl_median, kl_p999: of KL(bf16 || cache) in nats; the last by nearest rank.
@@ -149,7 +148,6 @@ def make_workload(
 
     Args:
         ids: the text, at least two tokens.
-        context: the model's limit.
         window: W; 1,024 or the model's context if that is less, unless given.
         tokens: score so many at most; all unless given.
         prompts: greedy prompts at most; fewer if they would overlap.
@@ -184,8 +182,6 @@ def evaluate(
     Window by window, the baseline's logits are computed once and every cache is scored against them; then all continue
     the prompts greedily.
 
-    Args:
-        partial: keeps what is done, and hands out what an earlier run has done.
     Returns:
         one row a cache, in their order.
     Raises:
@@ -274,7 +270,6 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
 
     Args:
         hidden: [T, hidden], what enters a layer; that and all later ones are run.
-        first_layer: that layer.
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
@@ -295,7 +290,6 @@ def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor]
     """Compare a cache's predictions with the baseline's.
 
     Args:
-        name: of the cache, for messages.
         base: the baseline's logits [n, vocab] fp32 after each token of the window, in pieces of any size.
         logits: the cache's, likewise.
     Raises:
@@ -363,7 +357,6 @@ def row_of(name: str, side: Session, tokens: int, scores: Scores, matches: Seque
 
     Args:
         tokens: of a window, for which its bytes are counted.
-        scores: of all positions.
         matches: greedy tokens that are the baseline's, by prompt.
     """
     shapes, layers = side.config.kv_shapes, side.config.num_layers

@@ -86,10 +86,8 @@ class Divergence:
     """Where a prompt's two continuations part.
 
     Attributes:
-        prompt: index of the prompt.
         position: how many new tokens are equal before it.
         token_a, token_b: what each side chose; a token that ends the text if the side ended here.
-        scored: both predictions there, after the same tokens.
         near_tie: each side's logits of the two tokens lie so close that an executor's permitted error swaps them. Never
             between formats.
     """
@@ -107,9 +105,6 @@ class PromptDiff:
     """One prompt's two continuations.
 
     Attributes:
-        prompt: its text.
-        a, b: what was generated.
-        text_a, text_b: the same as text.
         scored: both predictions after the prompt and after each of A's tokens, teacher-forced.
         divergence: None if both chose the same tokens.
     """
@@ -128,7 +123,6 @@ class GreedyDiff:
     """What `greedy_diff` returns.
 
     Attributes:
-        a, b: names of the sides.
         same_format: both store K and V alike, so that they should agree but for rounding.
         fidelity: over every position of every prompt, teacher-forced on A's tokens.
         near_ties: how many positions among them are near ties at which both like another token best. None between formats.
@@ -170,7 +164,6 @@ def greedy_diff(
     Args:
         side_a, side_b: of one model and one dtype; caches are not shared.
         dtype: the model's, which says how far two executors of one format may be apart (`bounds.EXECUTOR_LOGITS`).
-        on_step: told what is being done, once a token.
     Raises:
         InputError: a prompt that is empty or does not fit; a side that chooses other tokens when it is fed the same again.
         NonFiniteError: a side gave a logit that is not finite.
@@ -296,9 +289,7 @@ def teacher_forced(
     with its last token.
 
     Args:
-        prompts: token ids of each, at least one.
         fed: token ids that follow each prompt, possibly none.
-        on_position: called as positions are scored.
     Returns:
         for each prompt the `len(fed) + 1` positions after it and after each token that follows.
     Raises:

@@ -47,7 +47,6 @@ def parse_list(
     ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
-        learned: what `lrB` takes its coordinates from.
         taken: whether a part is taken as it stands, as the caller's own.
     Returns:
         as `formats.describe` writes them, each once, in the order given.
@@ -254,8 +253,6 @@ def resolve_contenders(
 
     One executor for both, so that two formats are not told apart by who ran them.
 
-    Args:
-        model, device, dtype, layers, spec: as in `load_contenders`.
     Raises:
         InputError: as `executors.catalog.select`.
     """
@@ -289,7 +286,6 @@ def load_contenders(
     """Load a model and set up both sides with it: once, but for a file of blocks that one side multiplies with as they are.
 
     Args:
-        side_a, side_b: with executors by name, as `resolve_contenders` gives them.
         model, layers, progress: as in `engine.loading.load`.
         dtype: of both sides; float32 or bfloat16.
         device: of every executor but the reference, which has only one.

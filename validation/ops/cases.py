@@ -26,7 +26,6 @@ class Finding:
 
     Attributes:
         share: how many times what honest runs of the reference allow its worst figure is.
-        figure: which one that is.
         fault: what else is wrong: a dtype, a shape, an input or a slot that was changed.
     """
 
@@ -90,7 +89,6 @@ class Plain:
     """An op without a cache, against its formula in float64.
 
     Attributes:
-        op: of `OP_NAMES`.
         shape: what the op's sizes are, in the order of its docstring.
         dtype: of the activations, and of the result where the op rounds.
         small: quick enough for an interpreter.
@@ -176,13 +174,7 @@ _EXPONENTS = (118, 124)
 
 @dataclass(frozen=True)
 class Product:
-    """`linear` with blocks of one type.
-
-    Attributes:
-        kind: name of the type.
-        tokens, inputs, outputs: sizes.
-        dtype: of x.
-    """
+    """`linear` with blocks of one type."""
 
     kind: str
     tokens: int

@@ -27,8 +27,6 @@ class Table:
     """One op table.
 
     Attributes:
-        name: `reference`, `cpu-ISA` or `cuda`.
-        device: where its tensors live.
         interpreted: it runs, but slowly: in Triton's interpreter.
         missing: None, or why it cannot run here.
         open: the table itself, where it can run.

@@ -89,12 +89,10 @@ class Chosen:
 
     Attributes:
         spec: the cache, with what was learned.
-        config: of the model.
         file: the same as a calibration file keeps it.
         costs: what each format was taken to cost at each place, in nats a token.
         rows: of every cache that was judged, one after the other, each of the text that it loses most on.
         row: of the chosen one, named by that text.
-        loss: the bound.
         seconds: of learning, of probing and of judging.
     """
 
@@ -135,9 +133,6 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     """Choose a cache for a model.
 
     Args:
-        subject: the model.
-        loss: mean KL in nats a token that it may lose.
-        names: of the formats that may be chosen.
         on_step: told what has been done, and how many tokens it took, counted once in each layer that they went through.
     Raises:
         InputError: a bound that is none.
@@ -340,10 +335,5 @@ def choose_for(
     names: Names = FORMATS,
     **how: Any,
 ) -> Chosen:
-    """Load a model and choose its cache.
-
-    Args:
-        model, how: as `calibrate.load_subject` takes them.
-        loss, on_step, names: as in `choose`.
-    """
+    """Load a model and choose its cache."""
     return choose(load_subject(model, **how), loss, on_step, names)

@@ -73,12 +73,9 @@ def learn_model(
     The forward is the model's own, with K and V in bf16, each window from an empty cache.
 
     Args:
-        model: where `ops` work.
         ops: the table that runs the layers; it must take a bf16 cache.
         windows: token ids [n] int64 of each window to learn from, at least one.
         held_back: the same, of windows to judge by; may be none, and then no fit is known (NaN).
-        learning: what an earlier run has done with the same model and windows.
-        save: called after each layer.
     Raises:
         NonFiniteError: a key or a query is not finite, with the layer.
     """
@@ -119,8 +116,6 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
 def basis_of(sums: Sums, layer: int, turns: Turns | None) -> Basis:
     """The coordinates of a layer's keys, from its sums.
 
-    Args:
-        turns: by which they were added up.
     Raises:
         NonFiniteError: a sum is not finite.
     """
@@ -152,8 +147,6 @@ class Subject:
     Attributes:
         model: where `ops` work.
         ops: the executor's op table, with the reference's cache ops where it has no bf16 cache of its own.
-        fingerprint: of the weights.
-        executor, device: what runs it.
     """
 
     name: str

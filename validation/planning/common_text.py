@@ -26,11 +26,7 @@ from haarkv.models.text import Tokenizer
 
 
 def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
-    """The first token ids of the reference, longest chapters first; where it has fewer, all.
-
-    Args:
-        tokens: how many at most.
-    """
+    """The first token ids of the reference, longest chapters first; where it has fewer, all."""
     chapters = sorted(pydoc_data.topics.topics.values(), key=len, reverse=True)
     found: list[int] = []
     for chapter in chapters:
@@ -58,8 +54,6 @@ def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[st
     Args:
         session: a model with a cache that loses nothing.
         tokens: how many at least, start tokens among them.
-        seed: of the first text.
-        on_step: told what has been done, and how many tokens it took.
     """
     length = max(1, min(-(-tokens // SEQUENCES) - 1, session.config.max_position_embeddings - 1))
     start, found = start_token(session.tokenizer), list[Tensor]()

@@ -131,7 +131,6 @@ class Sums:
     not decide where all others are stored finely. For those lengths the metric of the first window does.
 
     Attributes:
-        tokens: that were added.
         q, k: moments of queries and keys; all count alike.
         unit: moments of the keys of length 1.
     """
@@ -150,9 +149,7 @@ class Sums:
         for lies near.
 
         Args:
-            window: what was recorded of it.
             turns: of the layer's keys; None to take keys and queries where they stand.
-            context: tokens of a sequence.
         """
         keys, queries = window.of_stretches(turns)
         q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
@@ -210,7 +207,6 @@ def importance(
     Args:
         session: a model whose weights are as they were read (`balance=False`), on an executor that runs op by op.
         windows: token ids [n] int64 of each, at least one.
-        on_step: told what has been done, and how many tokens it took.
     Raises:
         InputError: the executor does not run op by op.
     """

@@ -87,9 +87,6 @@ def measure(
 
     Args:
         calibration: the text and its windows; greedy prompts are not run.
-        candidates: names of formats.
-        learned: what `lrB` takes its coordinates from.
-        partial: keeps the scores of every window, and hands out what an earlier run has kept.
     Returns:
         nats a token, in the order of the places and candidates.
     Raises:
@@ -128,10 +125,7 @@ def choose(
 
     Args:
         budget: bits a value, all included.
-        tail: tokens that stay in BF16; 0 for none.
         context: tokens of a sequence, over which the tail's bytes are spread.
-        sink: first tokens that stay in BF16.
-        learned: what `lrB` takes its coordinates from.
         alike: places that take one format; all of `costs`, each once. Without it each place has its own.
     Returns:
         None if not even the smallest candidates fit.
