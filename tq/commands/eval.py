@@ -116,14 +116,9 @@ def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
 
     if path is None:
         return Partial()
-    text = None
-    if path.exists():
-        try:
-            text = read_file(path, _MOST_RESUME).decode()
-        except UnicodeDecodeError:
-            text = ""  # refused below: not a partial result
+    content = read_file(path, _MOST_RESUME) if path.exists() else None
     caches = {name: cache_fingerprint(side) for name, side in setup.caches.items()}
-    return Partial(text, run_fingerprint(setup, plan), caches, lambda content: write_whole(path, content))
+    return Partial(content, run_fingerprint(setup, plan), caches, lambda saved: write_whole(path, saved))
 
 
 def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:

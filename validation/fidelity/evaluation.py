@@ -211,7 +211,7 @@ def score_all(
     for number, window in enumerate(plan.windows):
         exact = Exact(setup.model, setup.base, plan.fed(window), KEPT_LOGITS)
         for name, (side, first) in caches.items():
-            found = partial.scores(name, number, window.length)
+            found = partial.scores(name, number)
             if found is None:
                 # The baseline as one of the caches is what it has just been.
                 own = iter(exact) if side is setup.base else logits_after(setup.model, side, exact.entering(first), first)

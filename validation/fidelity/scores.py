@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from reprlib import repr as shown
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.input_files import parse_json
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 
 # Logits that are scored at a time: float64 copies of a whole window's would take gigabytes with a large vocabulary, and larger
 # slices than this fall out of the CPU's cache.
@@ -109,67 +111,67 @@ def _first_best(logits: Tensor) -> NDArray[np.intp]:
     return best
 
 
-# -- What is kept of a run -----------------------------------------------------------------------------------------------
-_VERSION = 2
+# -- What is kept of a run ------------------------------------------------------------------------------------------------
+_KIND, _VERSION = "haarkv_eval", "3"
 # Rewriting a file of some megabytes after each window of each cache would cost more than the windows.
 _SAVE_EVERY_S = 10.0
-_DTYPES = {"kl": "<f8", "same_top": "?", "log_p_a": "<f8", "log_p_b": "<f8"}
+T = TypeVar("T")
 
 
 class Partial:
-    """Scores of windows and greedy matches, by cache, bit for bit.
+    """Scores of windows and greedy matches, by cache, bit for bit: what an evaluation has done so far.
 
     Args:
-        text: what an earlier run has saved; None begins anew.
+        content: what an earlier run has saved; None begins anew.
         run: what both runs must have in common, by a word for the user.
         caches: fingerprint of each cache that this run will ask for.
-        save: takes the whole text, every ten seconds at most, and in the end.
+        save: takes the whole content, every ten seconds at most, and in the end.
     Raises:
-        InputError: a text that is no partial result, or one of another run; it is left alone.
+        InputError: a content that is no partial result, or one of another run; it is left alone.
     """
 
     def __init__(
         self,
-        text: str | None = None,
+        content: bytes | None = None,
         run: Mapping[str, str] | None = None,
         caches: Mapping[str, str] | None = None,
-        save: Callable[[str], None] | None = None,
+        save: Callable[[bytes], None] | None = None,
     ) -> None:
         self._run, self._save, self._unsaved, self._saved_at = dict(run or {}), save, False, time.monotonic()
-        self._kept: dict[str, dict[str, Any]] = {} if text is None else _read(text, self._run)
+        self._tensors: dict[str, Tensor] = {}
+        self._caches: dict[str, dict[str, Any]] = {}
+        if content is not None:
+            self._caches, self._tensors = resumed_from(
+                content, _KIND, _VERSION, self._run, "partial result of such a run",
+                lambda metadata, tensors: (parse_json(metadata["caches"]), tensors),
+            )  # fmt: skip
         for name, fingerprint in (caches or {}).items():
-            of_cache = self._kept.setdefault(name, {"fingerprint": fingerprint, "windows": {}})
-            if of_cache["fingerprint"] != fingerprint:
+            if self._caches.setdefault(name, {"fingerprint": fingerprint})["fingerprint"] != fingerprint:
                 raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
 
-    def scores(self, name: str, window: int, length: int) -> Scores | None:
-        """What is known of one window of a cache, which has so many positions.
-
-        Raises:
-            InputError: what was saved is damaged.
-        """
-        found = self._kept.get(name, {}).get("windows", {}).get(str(window))
-        return None if found is None else _unpack(found, length)
+    def scores(self, name: str, window: int) -> Scores | None:
+        """What is known of one window of a cache."""
+        found = {field.name: self._tensors.get(f"{window} {field.name} {name}") for field in fields(Scores)}
+        return None if None in found.values() else Scores(**cast(dict[str, Tensor], found))
 
     def keep_scores(self, name: str, window: int, scores: Scores) -> None:
         """Remember one window of a cache."""
-        self._kept.setdefault(name, {"windows": {}})["windows"][str(window)] = _pack(scores)
+        self._tensors |= {f"{window} {field} {name}": tensor for field, tensor in vars(scores).items()}
         self._changed()
 
     def matches(self, name: str) -> list[int] | None:
         """What is known of a cache's greedy tokens."""
-        found = self._kept.get(name, {}).get("matches")
-        return None if found is None else [int(count) for count in found]
+        return self._caches.get(name, {}).get("matches")
 
     def keep_matches(self, name: str, matches: list[int]) -> None:
         """Remember a cache's greedy matches."""
-        self._kept.setdefault(name, {"windows": {}})["matches"] = matches
+        self._caches.setdefault(name, {})["matches"] = matches
         self._changed()
 
     def flush(self) -> None:
         """Save what is not saved yet."""
         if self._save and self._unsaved:
-            self._save(_written(self._run, self._kept))
+            self._save(resumable(_KIND, _VERSION, self._run, self._tensors, {"caches": json.dumps(self._caches)}))
             self._unsaved, self._saved_at = False, time.monotonic()
 
     def _changed(self) -> None:
@@ -178,45 +180,44 @@ class Partial:
             self.flush()
 
 
-def _read(text: str, run: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    head, _, body = text.partition("\n")
+def resumable(
+    kind: str, version: str, run: Mapping[str, str], tensors: Mapping[str, Tensor], about: Mapping[str, str]
+) -> bytes:
+    """The bytes of a file from which another run goes on, with a digest of all of it.
+
+    Args:
+        kind: the name of its version.
+        run: what another run must have in common with this one, by a word for the user.
+        about: what it holds beside tensors, each as JSON.
+    """
+    metadata = {kind: version, "run": json.dumps(dict(run)), **about}
+    content: bytes = save(dict(tensors), metadata | {"sha256": digest_of(tensors, metadata)})
+    return content
+
+
+def resumed_from(
+    content: bytes, kind: str, version: str, run: Mapping[str, str], what: str,
+    parse: Callable[[Mapping[str, str], dict[str, Tensor]], T],
+) -> T:  # fmt: skip
+    """What `parse` makes of the metadata and tensors of such a file.
+
+    Args:
+        what: such files are, in words.
+    Raises:
+        InputError: bytes that are none of this, or of another run, or damaged.
+    """
     try:
-        about = parse_json(head)
-        version = about["haarkv_eval"]
-    except (ValueError, KeyError, TypeError):
-        raise InputError("--resume: the file is no partial result of such a run; begin a new one") from None
-    if version != _VERSION:
-        raise InputError(f"--resume: the file is of version {shown(version)}, not {_VERSION}; begin a new one")
-    if about.get("sha256") != _digest(body):
-        raise InputError("--resume: the file is damaged; begin a new one")
-    content = json.loads(body)
-    for what, value in run.items():
-        if content["run"].get(what) != value:
-            raise InputError(f"--resume: the file was begun with another {what}; begin a new one")
-    kept: dict[str, dict[str, Any]] = content["caches"]
-    return kept
-
-
-def _written(run: Mapping[str, str], kept: Mapping[str, Any]) -> str:
-    """A line that says what the file is and carries the SHA-256 of the next, which holds everything."""
-    body = json.dumps({"run": run, "caches": kept}) + "\n"
-    return json.dumps({"haarkv_eval": _VERSION, "sha256": _digest(body)}) + "\n" + body
-
-
-def _digest(body: str) -> str:
-    return hashlib.sha256(body.encode()).hexdigest()
-
-
-def _pack(scores: Scores) -> dict[str, str]:
-    return {name: base64.b64encode(getattr(scores, name).numpy().tobytes()).decode() for name in _DTYPES}
-
-
-def _unpack(packed: Mapping[str, str], length: int) -> Scores:
-    try:
-        data = {name: base64.b64decode(packed[name], validate=True) for name in _DTYPES}
-        arrays = {name: np.frombuffer(raw, dtype=_DTYPES[name]) for name, raw in data.items()}
-        if any(len(array) != length for array in arrays.values()):
-            raise ValueError("a window of another length")
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--resume: the file is damaged ({error}); begin a new one") from None
-    return Scores(**{name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
+        metadata, tensors = metadata_of(content), load(content)
+        if (found := metadata[kind]) != version:
+            raise InputError(f"--resume: the file is of version {shown(found)}, not {version}; begin a new one")
+        if digest_of(tensors, {key: value for key, value in metadata.items() if key != "sha256"}) != metadata["sha256"]:
+            raise InputError("--resume: the file is damaged; begin a new one")
+        before, parsed = parse_json(metadata["run"]), parse(metadata, tensors)
+        another = next((word for word, value in run.items() if before.get(word) != value), None)
+    except InputError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"--resume: the file is no {what}; begin a new one") from None
+    if another:
+        raise InputError(f"--resume: the file was begun with another {another}; begin a new one")
+    return parsed

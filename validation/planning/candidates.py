@@ -163,7 +163,7 @@ def verify(
     chosen, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
 
     def window_means(name: str) -> list[float]:
-        found = (partial.scores(name, number, window.length) for number, window in enumerate(unseen.windows))
+        found = (partial.scores(name, number) for number in range(len(unseen.windows)))
         return [scores.kl.mean().item() for scores in found if scores]
 
     means = window_means(PLAN)
