@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.draft_pace import DraftCounts
-from haarkv.engine.drafts import Beginning, DraftSource
+from haarkv.engine.drafts import Beginning, DraftSource, Speculation
 from haarkv.engine.sampling import BatchSampler, Sampling
-from haarkv.engine.speculation import Speculation
 from haarkv.engine.text import require_count
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError

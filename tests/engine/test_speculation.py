@@ -15,10 +15,9 @@ import tq
 from haarkv.engine.draft_choice import SELF, DraftSpec, Target, choose, shared_bytes
 from haarkv.engine.draft_models import ModelSource
 from haarkv.engine.draft_pace import Experience, Pace
-from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, looked_up
+from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, judged, looked_up
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampling
-from haarkv.engine.speculation import judged
 from haarkv.models.catalog import path_of
 from haarkv.models.parallel import ALONE
 from haarkv.tq_ops.errors import InputError

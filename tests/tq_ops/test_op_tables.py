@@ -30,7 +30,7 @@ from haarkv.validation.faults.states import DELTA
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.caches import Attention, Store
 from haarkv.validation.ops.cases import Plain
-from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE, TABLES
+from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE, TABLES
 
 CASES = suite.ATTENTION
 

@@ -38,7 +38,7 @@ def self_test(model: str | None, dtype: str | None, threads: int | None, as_json
     with unread_is_fine():
         options.set_threads(threads)
         from haarkv.executors.catalog import NAMES, info
-        from haarkv.validation.faults.blocks import runner_of_blocks
+        from haarkv.validation.faults.model import runner_of_blocks
         from haarkv.validation.faults.states import small_hybrid
         from haarkv.validation.layers.self_test import self_test, self_test_of_blocks
 

@@ -1,7 +1,7 @@
 """What a planted fault is, how it gets into the reference, and where a validation must find it.
 
 A fault changes ops of a table (`instead`), the model, or whole forwards (`Mistaken`). `ops` holds what an op may answer
-wrongly; `layer`, `model`, `windows`, `states` and `blocks` hold the faults by what can have them.
+wrongly; `layer`, `model`, `windows` and `states` hold the faults by what can have them.
 """
 
 from __future__ import annotations

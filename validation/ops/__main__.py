@@ -18,7 +18,7 @@ import torch
 
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation.ops import suite
-from haarkv.validation.ops.tables import TABLES, Table
+from haarkv.validation.ops.suite import TABLES, Table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -46,8 +46,7 @@ from haarkv.validation.ops import suite
 from haarkv.validation.ops.caches import Attention, Store
 from haarkv.validation.ops.cases import Product
 from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.suite import OpCase
-from haarkv.validation.ops.tables import CUDA
+from haarkv.validation.ops.suite import CUDA, OpCase
 from lab.ptx import far
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
