@@ -224,14 +224,20 @@ def test_a_bound_that_is_none_is_refused(subject):
         auto.choose(subject, loss=-1.0)
 
 
+def choosing(monkeypatch, choose):
+    """Let `choose` choose, for no model."""
+    monkeypatch.setattr(remembered, "load_subject", lambda model, **how: None)
+    monkeypatch.setattr(remembered, "choose", choose)
+
+
 def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home, chosen, monkeypatch):
     asked = []
 
-    def choose_for(model, **how):
-        asked.append(how["loss"])
+    def choose(subject, loss, *_):
+        asked.append(loss)
         return chosen
 
-    monkeypatch.setattr(remembered, "choose_for", choose_for)
+    choosing(monkeypatch, choose)
     said = []
     first = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
     again = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
@@ -269,7 +275,7 @@ def test_a_choice_is_that_of_settings_weights_and_tokenizer(at_home, tmp_path):
 
 
 def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypatch, capsys):
-    monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+    choosing(monkeypatch, lambda *_: chosen)
     for said in (1, 0):
         given = ["--kv", "auto", "--kv-loss", "0.002", "--prompt", "def", "--max-new-tokens", "2", "--json"]
         assert main(["generate", *given]) == 0
@@ -283,7 +289,7 @@ def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypa
 def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(remembered, "home", lambda: tmp_path / "file")
-    monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+    choosing(monkeypatch, lambda *_: chosen)
     assert remembered.cache_for("tiny", loss=0.002) is chosen.spec
 
 
@@ -292,7 +298,7 @@ def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monke
 def test_load_takes_what_the_command_takes(at_home, chosen, chooses, monkeypatch):
     """The choice is said once and remembered; what sets the whole cache stands alone."""
     if not chooses:
-        monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+        choosing(monkeypatch, lambda *_: chosen)
     said = []
     session = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=said.append)
     assert len(said) == 1

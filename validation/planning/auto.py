@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import misfit
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
-from haarkv.validation.planning.calibrate import Subject, load_subject
+from haarkv.validation.planning.calibrate import Subject
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
 from haarkv.validation.planning.common_text import common_text, prose
 from haarkv.validation.planning.estimates import Judge, Probes, Whole, in_larger_chunks
@@ -325,15 +324,3 @@ def steps(model: str, num_layers: int | None = None) -> int:
         probes = len(alike) * KINDS_PROBED_BY * layers
     judged = 1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (alike is not None)
     return layers * LEARNED_FROM + probes + judged * len(TEXTS) * JUDGED_BY * layers
-
-
-def choose_for(
-    model: str,
-    *,
-    loss: float = LOSS,
-    on_step: Callable[[str, int], None] = lambda *_: None,
-    names: Names = FORMATS,
-    **how: Any,
-) -> Chosen:
-    """Load a model and choose its cache."""
-    return choose(load_subject(model, **how), loss, on_step, names)

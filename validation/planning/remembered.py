@@ -32,10 +32,10 @@ from haarkv.validation.planning.auto import (
     PROBED_BY,
     TAILS,
     Chosen,
-    choose_for,
+    choose,
     names_for,
 )
-from haarkv.validation.planning.calibrate import unlearnable
+from haarkv.validation.planning.calibrate import load_subject, unlearnable
 
 _VERSION = 7
 
@@ -149,7 +149,7 @@ def cache_for(
     file = file_for(model, loss, layers, executor)
     if (known := chosen_before(file)) is not None:
         return known
-    chosen = choose_for(model, loss=loss, layers=layers, on_step=on_step, names=names_for(executor), **how)
+    chosen = choose(load_subject(model, layers=layers, **how), loss, on_step, names_for(executor))
     remember(file, chosen)
     on_choice(str(chosen))
     return chosen.spec
