@@ -72,10 +72,10 @@ class Request:
 
 def model_of(request: Request, progress: Progress | None) -> DecoderModel:
     """A request's model, its weights where its executors are fastest with them."""
-    kept = set.intersection(*(set(catalog.block_types(name)) for name in request.executors))
+    kept = set.intersection(*(set(catalog.info(name).block_types()) for name in request.executors))
     ranks, config = request.ranks, read_config(request.model, request.layers)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
-    in_place = any(catalog.reads_in_place(name, request.device) for name in request.executors)
+    in_place = any(catalog.info(name).reads_in_place(request.device) for name in request.executors)
     weights = weights_of(request.model, config, request.dtype, split, kept)
     maps = maps_file(weights, request.mmap, ranks.size, in_place)
     return load_model(

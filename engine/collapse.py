@@ -40,7 +40,6 @@ class Measure:
     Attributes:
         suffers: from what amount on text suffers.
         garbage: from what amount on it collapses.
-        words: of the amount.
     """
 
     suffers: float
@@ -62,8 +61,6 @@ class Loss:
 
     Attributes:
         side: "K" or "V".
-        kv_format: its name.
-        amount: by the measure.
         of_sinks: the first tokens alone are to blame.
     """
 
@@ -92,7 +89,6 @@ def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]]
 
     Args:
         plan: without learned coordinates, which fit no made-up vectors.
-        moments: K's and V's of each layer that is known.
     """
     generator, losses = torch.Generator().manual_seed(0), []
     for layer, (k, v) in moments.items():
@@ -130,7 +126,6 @@ def key_loss(kv_format: KVFormat, layer: int, k: Tensor, q: Tensor, softmax_scal
     Args:
         k: [H, n, D] after RoPE, of positions 0 … n - 1.
         q: [m, Hq, D] after RoPE.
-        sink: first keys that stay in BF16.
     """
     error = stored_error(kv_format, layer, k)
     if error is None:
@@ -156,7 +151,6 @@ def channel_loss(kv_format: KVFormat, layer: int, side: str, x: Tensor, sink: in
 
     Args:
         x: [H, n, D], of positions 0 … n - 1; K after RoPE.
-        sink: first vectors that stay in BF16.
     """
     error = stored_error(kv_format, layer, x)
     if error is None or error.shape[1] <= SINKS:
@@ -174,7 +168,6 @@ def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
     """In one line what suffers, and what to use instead.
 
     Args:
-        losses: at least one.
         could_balance: balance was left out, and would help.
     """
     parts = []
@@ -201,9 +194,6 @@ class Guard:
     there the weights alone are judged, and what a prompt would show is never seen.
 
     Args:
-        plan: of the cache.
-        moments: K's and V's of each layer, as the model runs.
-        softmax_scale: of the model.
         could_balance: balance was left out, and would help.
         allow: warn where text would be garbage, instead of refusing.
         ranks: who shares the model; all judge together.

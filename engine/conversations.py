@@ -24,8 +24,6 @@ class Counters:
     """What happened, since the start.
 
     Attributes:
-        evicted: sequences that left memory.
-        restored: sequences read from disk.
         damaged: files that could not be read, or belong to another model or cache; they are computed again.
         reused_tokens, computed_tokens: of prompts.
         peak_bytes: of K and V at a time, of what is held and of the sequence at work.
@@ -47,12 +45,9 @@ class Conversations:
     is read. A process that is killed leaves the file of an earlier turn, which is a beginning of the later one.
 
     Args:
-        session: the model and its cache.
         budget: bytes of K and V that may be in memory.
         folder: where sequences go that have no room, and where those of an earlier process are found; None drops them.
         compress: pack their files without loss.
-    Attributes:
-        counters: what happened.
     Raises:
         InputError: the folder cannot be written to.
     """
@@ -78,9 +73,6 @@ class Conversations:
     def generate(self, name: str, prompt: Any, *, max_new_tokens: int = 64, **settings: Any) -> Result:
         """Continue a conversation; all that was said before is part of the prompt, as `Session.generate` takes it.
 
-        Args:
-            name: of the conversation, any text.
-            settings: of `Session.generate`.
         Raises:
             InputError: as `Session.generate`, or this sequence alone is larger than the budget; the conversation stays as it
                 was.

@@ -63,8 +63,6 @@ class Target:
     """The model that a draft is for.
 
     Attributes:
-        name: as `load` was given it.
-        config, plan: of what is run here.
         executor, device, dtype: where and as what, in the catalog's words.
     """
 
@@ -101,7 +99,9 @@ def choose(
                 "--draft self copies K and V, and this model has layers with a recurrent state; take --draft mtp or ngram"
             )
         plan = _coarser(spec.kv, target)
-        return lambda executor: ModelSource(SELF, executor, plan, executor.weights.nbytes, copies=True)
+        return lambda executor: ModelSource(
+            name=SELF, executor=executor, plan=plan, shared_bytes=executor.weights.nbytes, copies=True
+        )
     if target.ranks.size > 1:
         raise InputError("a draft model runs on one rank; take --draft ngram or self, or leave out --tensor-parallel")
     config = read_config(spec.name)
@@ -111,14 +111,15 @@ def choose(
     def load(executor: Executor) -> DraftSource:
         """A draft model beside the target's executor, which lends it what is the same."""
         lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        kept = catalog.block_types(target.executor, target.device)
+        kept = catalog.info(target.executor).block_types(target.device)
         loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent, keep_blocks=kept)
         balanced = balanced_for(loaded, plan, KVSpec(), target.balance).model
         weights = _sharing(balanced.weights, executor.weights).to(executor.device)
         ropes, keeping = tables_of(config, executor.device), balanced.config.for_drafts(spec.tokens)
         model = replace(balanced, config=keeping, weights=weights, ropes=ropes)
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
-        return ModelSource(spec.name, drafting, plan, shared_bytes(drafting.weights, executor.weights))
+        shared = shared_bytes(drafting.weights, executor.weights)
+        return ModelSource(name=spec.name, executor=drafting, plan=plan, shared_bytes=shared)
 
     return load
 
@@ -179,12 +180,13 @@ def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | N
 
     def load(executor: Executor) -> DraftSource:
         lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        kept = catalog.block_types(target.executor, target.device)
+        kept = catalog.info(target.executor).block_types(target.device)
         mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent, kept).on(executor.device)
         running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
         if running.ops is None or executor.ops is None:
             raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")
-        return MTPSource(mtp, running, plan, executor, shared_bytes(running.weights, executor.weights))
+        shared = shared_bytes(running.weights, executor.weights)
+        return MTPSource(mtp=mtp, executor=running, plan=plan, target=executor, shared_bytes=shared)
 
     return load
 

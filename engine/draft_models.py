@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from haarkv.engine.draft_pace import Experience
-from haarkv.engine.drafts import Beginning, Drafter, Proposal
+from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal, draft
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
@@ -22,23 +21,17 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.stored import carry_over
 
 
-@dataclass(frozen=True)
-class ModelSource:
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(DraftSource):
     """Drafts by an executor with a KV cache of its own.
 
     Attributes:
         copies: the executor is the model's own. A drafter begins with a copy of the model's cache, stored by its own plan.
     """
 
-    name: str
     executor: Executor
     plan: KVPlan
-    shared_bytes: int = 0
     copies: bool = False
-    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-
-    def follow(self, sequences: int, max_context: int) -> None:
-        return None
 
     def begin(self, beginning: Beginning) -> Drafter:
         return _ModelDrafter(self, beginning)
@@ -130,15 +123,9 @@ class _ModelDrafter:
         rows = [row for row in texts if wanted[row] > 0 and self._follows(row, texts[row])]
         if not rows:
             return {}
-        unread = {row: self._unread(row, texts[row]) for row in rows}
-        proposals = {row: Proposal([], [] if self._draws else None) for row in rows}
-        logits = self._read(unread)
-        while True:
-            draw_next(self._sampler, logits, {row: proposals[row] for row in rows}, draws=self._draws)
-            rows = [row for row in rows if len(proposals[row].token_ids) < wanted[row]]
-            if not rows:
-                break
-            logits = self._decoded({row: proposals[row].token_ids[-1] for row in rows})
+        logits = self._read({row: self._unread(row, texts[row]) for row in rows})
+        wanted = {row: wanted[row] for row in rows}
+        proposals = draft(self._sampler, wanted, logits, lambda tokens, _: self._decoded(tokens), draws=self._draws)
         for row, proposal in proposals.items():
             self._sequences[row].known, self._sequences[row].drafted = len(texts[row]), proposal.token_ids[:-1]
         return proposals
@@ -181,20 +168,3 @@ class _ModelDrafter:
     def _as_wide(self, logits: Tensor) -> Tensor:
         """As many logits as the model has; some models of one tokenizer round up the size of their vocabulary, some do not."""
         return pad(logits, (0, self._vocab - logits.shape[1]), value=-torch.inf)
-
-
-def draw_next(sampler: BatchSampler, logits: Tensor, proposals: Mapping[int, Proposal], *, draws: bool) -> None:
-    """Add the next token to each sequence's proposal, from logits [n, vocab] in their order.
-
-    Args:
-        draws: tokens are drawn, and the distributions are kept; else the most likely ones are taken.
-    """
-    rows = list(proposals)
-    if not draws:
-        for row, token in zip(rows, sampler.next(logits, rows).tolist(), strict=True):
-            proposals[row].token_ids.append(token)
-        return
-    for row, weights in zip(rows, sampler.probabilities(logits, rows), strict=True):
-        proposal = proposals[row]
-        proposal.token_ids.append(sampler.draw(weights, row))
-        proposal.probabilities.append(weights)  # type: ignore[union-attr]

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.engine.draft_models import draw_next
-from haarkv.engine.draft_pace import Experience
-from haarkv.engine.drafts import Beginning, Drafter, Proposal
+from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal, draft
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, last_rows
 from haarkv.models.caches import new_cache
@@ -28,30 +26,24 @@ from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 
-_NAME = "mtp"
 READ = 32
 """Hidden states that the layer reads at most, the newest, when it begins to draft or goes on after a pause."""
 
 
-@dataclass(frozen=True)
-class MTPSource:
+@dataclass(frozen=True, kw_only=True)
+class MTPSource(DraftSource):
     """Drafts by the layer that a model has for it.
 
     Attributes:
-        mtp: the layer.
-        executor: runs it.
         plan: of its K and V.
         target: runs the model.
-        shared_bytes: of embedding and head, which are the model's.
     """
 
     mtp: MTP
     executor: Executor
     plan: KVPlan
     target: Executor
-    shared_bytes: int
-    name: str = _NAME
-    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
+    name: str = "mtp"
 
     def follow(self, sequences: int, max_context: int) -> MTPDrafter:
         """What notes the hidden states of a batch of sequences, and drafts from them."""
@@ -72,7 +64,6 @@ class _Sequence:
     """What the layer has of one sequence.
 
     Attributes:
-        id: in the layer's own cache.
         first: position of the first token that was noted; what lies before it the layer never sees.
         waiting: [n, hidden] of the positions from first + stored on, as the model has them before its last norm: those of
             tokens that are gone may be last.
@@ -176,21 +167,18 @@ class MTPDrafter:
                 wanted[index] = min(most[index], self._limit - ours.stored - count + 1)
         if not wanted:
             return {}
-        rows = list(wanted)
-        proposals = {index: Proposal([], [] if self._draws else None) for index in rows}
-        last, hidden = self._run({self._rows[index]: self._read(index, texts[index]) for index in rows})
-        while True:
-            logits = self._source.executor.head(last)
-            draw_next(self._sampler, logits, {index: proposals[index] for index in rows}, draws=self._draws)
-            going = [place for place, index in enumerate(rows) if len(proposals[index].token_ids) < wanted[index]]
-            if not going:
-                return proposals
-            rows = [rows[place] for place in going]
+        last, hidden = self._run({self._rows[index]: self._read(index, texts[index]) for index in wanted})
+
+        def further(tokens: Mapping[int, int], going: Sequence[int]) -> Tensor:
+            nonlocal hidden
             own = {
-                self._rows[index]: (torch.tensor(proposals[index].token_ids[-1:]), hidden[place : place + 1])
-                for index, place in zip(rows, going, strict=True)
+                self._rows[index]: (torch.tensor([token]), hidden[place : place + 1])
+                for (index, token), place in zip(tokens.items(), going, strict=True)
             }
             last, hidden = self._run(own, drafted=True)
+            return self._source.executor.head(last)
+
+        return draft(self._sampler, wanted, self._source.executor.head(last), further, draws=self._draws)
 
     def _unread(self, index: int, text: Sequence[int]) -> int:
         """States that wait before the newest token of a text; 0 where the layer cannot follow it."""

@@ -1,30 +1,35 @@
 """Drafts: tokens that are guessed cheaply, and then checked by the model all at once.
 
 A session has a `DraftSource`, which begins a `Drafter` for each `generate`. What a drafter proposes changes how fast text
-comes, never which text may come: `engine.speculation` keeps what the model itself would have said. A `DraftReport` says
-whether it paid.
+comes, never which text may come: `Speculation` keeps what the model itself would have said.
+
+Greedy, a drafted token stays if it is the one that the model likes best. Sampled, it stays with probability min(1, p / q),
+where the model would draw it with p and the draft drew it with q, and the first that does not is replaced by a draw from
+max(p - q, 0): what comes is distributed as if the model had drawn each token itself (Leviathan, Kalman and Matias,
+arXiv:2211.17192). p and q are the distributions that are drawn from: with penalty, temperature and all filters.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from haarkv.engine.draft_pace import Experience, Pace
-from haarkv.engine.sampling import Sampling
-from haarkv.executors.base import Executor
-from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.engine.draft_pace import DraftCounts, Experience, Pace
+from haarkv.engine.sampling import BatchSampler, Sampling
+from haarkv.executors.base import Executor, verify
+from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.rollback import Advance
 
 if TYPE_CHECKING:
-    from haarkv.engine.generation import Timing
+    from haarkv.engine.generation import Growing
 
 LONGEST_MATCH, SHORTEST_MATCH = 8, 2
 """Tokens at the end of a text that `ngram` looks for: more are not needed to choose, and fewer say too little."""
@@ -49,13 +54,9 @@ class Beginning:
     """What a drafter begins with: the prompts are stored, and no token has been chosen.
 
     Attributes:
-        prompts: token ids.
         max_context: tokens of prompt and text that are stored of each at most.
         vocab_size: the model's; a drafter's distributions have as many numbers.
-        sampling: how the model's tokens are drawn, and drafted tokens as well.
         cache, paging, sequences: where the model keeps them.
-        follower: of the draft's `follow`.
-        unused_ids: rows of the vocabulary that stand for no token.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -90,59 +91,77 @@ class Drafter(Protocol):
         """Read what was missed of some sequences, so that `propose` takes as long as in the middle of drafting."""
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
-        """Draft what follows each of some sequences.
-
-        Args:
-            most: tokens of each at most, 0 or more.
-        """
+        """Draft what follows each of some sequences."""
 
 
-class DraftSource(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class DraftSource:
     """A way to draft, for as long as its session lives.
 
     Attributes:
-        name: as `--draft` takes it.
         shared_bytes: of the model's weights that it does not hold a second time.
-        experience: whether it paid so far.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def experience(self) -> Experience: ...
+    name: str
+    shared_bytes: int = 0
+    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
     def follow(self, sequences: int, max_context: int) -> Follower | None:
         """What looks on from the prompts on, if anything must."""
+        return None
 
-    @property
-    def shared_bytes(self) -> int: ...
-
-    def begin(self, beginning: Beginning) -> Drafter: ...
+    def begin(self, beginning: Beginning) -> Drafter:
+        """A drafter for one `generate`."""
+        raise NotImplementedError
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
         """Bytes of the KV cache that a drafter of so many sequences keeps beside the model's."""
+        return 0
+
+
+def draft(
+    sampler: BatchSampler,
+    wanted: Mapping[int, int],
+    logits: Tensor,
+    further: Callable[[Mapping[int, int], Sequence[int]], Tensor],
+    *,
+    draws: bool,
+) -> dict[int, Proposal]:
+    """Draft so many tokens of each of some sequences, all of them one token at a time.
+
+    Args:
+        wanted: by the sequence's number, at least 1.
+        logits: [n, vocab] of their first drafted tokens, in their order.
+        further: of the last token of each sequence that goes on, and of their places among those before, the next logits.
+        draws: tokens are drawn, and the distributions are kept; else the most likely ones are taken.
+    """
+    rows, proposals = list(wanted), {row: Proposal([], [] if draws else None) for row in wanted}
+    while True:
+        if draws:
+            for row, weights in zip(rows, sampler.probabilities(logits, rows), strict=True):
+                proposals[row].token_ids.append(sampler.draw(weights, row))
+                proposals[row].probabilities.append(weights)  # type: ignore[union-attr]
+        else:
+            for row, token in zip(rows, sampler.next(logits, rows).tolist(), strict=True):
+                proposals[row].token_ids.append(token)
+        going = [place for place, row in enumerate(rows) if len(proposals[row].token_ids) < wanted[row]]
+        if not going:
+            return proposals
+        rows = [rows[place] for place in going]
+        logits = further({row: proposals[row].token_ids[-1] for row in rows}, going)
 
 
 # -- The text itself ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NgramSource:
+@dataclass(frozen=True, kw_only=True)
+class NgramSource(DraftSource):
     """What followed the last time that the text ended as it does now: prompt lookup. It costs next to nothing."""
 
     name: str = "ngram"
-    shared_bytes: int = 0
-    experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-
-    def follow(self, sequences: int, max_context: int) -> None:
-        return None
 
     def begin(self, beginning: Beginning) -> Drafter:
         return _NgramDrafter(beginning)
-
-    def cache_bytes(self, sequences: int, max_context: int) -> int:
-        return 0
 
 
 class _NgramDrafter:
@@ -169,10 +188,6 @@ def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
     """What followed the longest end of a text that stood in it before, where it stood last; nothing if that is too short.
 
     Where what followed is the end itself, it goes on from its own beginning: a text that repeats itself keeps doing so.
-
-    Args:
-        tokens: [n].
-        most: tokens of the answer, at most.
     """
     last = len(tokens) - 1
     if last < 1 or most < 1:
@@ -189,109 +204,143 @@ def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
     return [int(token) for token in np.resize(tokens[int(ends[-1]) + 1 :], most)]
 
 
-# -- Whether it paid ---------------------------------------------------------------------------------------------------------
+# -- Checking what was drafted -------------------------------------------------------------------------------------------
+_NOTHING = Proposal()
 
 
 @dataclass
-class DraftCounts:
-    """What drafting did so far in one `generate`.
+class _Step:
+    """The last step, as `Pace.took` takes it."""
 
-    Attributes:
-        pace: what chose how many tokens a step; None before the first step.
-        proposed, accepted: drafted tokens, and those of them that the model took.
-        steps: decode steps of a sequence, with drafted tokens or without.
-        plain: seconds a token of steps in which nothing was drafted.
+    wanted: int = 0
+    seconds: float = 0.0
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    reading: float = 0.0
+    behind: int = 0
+
+
+class Speculation:
+    """The decode steps of some sequences with drafted tokens.
+
+    Args:
+        tokens: drafted at most, of each sequence and step; how many is chosen by what steps take.
     """
 
-    pace: Pace | None = None
-    proposed: int = 0
-    accepted: int = 0
-    steps: int = 0
-    plain: list[float] = field(default_factory=list)
+    def __init__(
+        self, executor: Executor, cache: PagedKVCache, paging: PagedSequences, sampler: BatchSampler, drafter: Drafter,
+        tokens: int, experience: Experience,
+    ) -> None:  # fmt: skip
+        self._executor, self._cache, self._paging = executor, cache, paging
+        self._sampler, self._drafter = sampler, drafter
+        limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
+        self._pace = Pace(max(min([tokens, *limits]), 0), experience)
+        self._advance: Advance | None = None
+        self._step = _Step()
+        self.cost = DraftCounts(self._pace)
+
+    def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
+        """One step: the tokens that come next, at least one of each sequence. `keep` must follow.
+
+        Args:
+            rows: numbers that the sampler knows some sequences by.
+            texts: what they are so far; the last token is not stored yet.
+        """
+        began = time.perf_counter()
+        known = {row: text.token_ids for row, text in zip(rows, texts, strict=True)}
+        coming, paused = 1 + max(text.room for text in texts), not self._step.wanted
+
+        def behind() -> int:
+            """Tokens to read before drafts; in the middle of drafting, the few that came are part of it."""
+            return self._drafter.behind(known) if paused else 0
+
+        step = self._step = _Step(self._pace.tokens(coming, behind))
+        proposals: dict[int, Proposal] = {}
+        if step.wanted:
+            step.behind = behind()
+            if step.behind:
+                self._drafter.catch_up(known)
+                step.reading = time.perf_counter() - began
+            most = {row: min(step.wanted, text.room) for row, text in zip(rows, texts, strict=True)}
+            proposals = self._drafter.propose(known, most)
+        proposed = [proposals.get(row, _NOTHING) for row in rows]
+        came = self._checked(rows, sequences, texts, proposed)
+        step.drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(proposed, came, strict=True)]
+        step.seconds = time.perf_counter() - began - step.reading
+        return came
+
+    def _checked(
+        self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing], proposed: Sequence[Proposal]
+    ) -> list[list[int]]:
+        """The model's step over what was drafted."""
+        began = time.perf_counter()
+        new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]
+        token_ids = uploaded(torch.tensor([token for one in new for token in one]), self._cache.device)
+        self.cost.steps += len(rows)
+        if len(token_ids) == len(rows):  # a token that was chosen is never taken back
+            batch = self._paging.batch(sequences, [1] * len(rows)).to(self._cache.device)
+            logits = verify(self._executor, token_ids, batch, self._cache)
+            came = [[token] for token in self._sampler.next(logits, rows).tolist()]
+            self.cost.plain.append((time.perf_counter() - began) / len(rows))
+            return came
+        self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
+        logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
+        came = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
+        self.cost.proposed += len(token_ids) - len(rows)
+        self.cost.accepted += sum(len(one) - 1 for one in came)
+        return came
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Say of the last step how many of the tokens that it stored stay, of each sequence.
+
+        Args:
+            counts: the one before those that came, and all of these that were taken but the last.
+        """
+        step, began = self._step, time.perf_counter()
+        if self._advance is not None:
+            self._advance.keep(counts)
+            self._advance = None
+        if step.drafts:
+            step.seconds += time.perf_counter() - began
+            self._pace.took(step.seconds, step.wanted, step.drafts, step.reading, step.behind)
+
+    def _judged(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
+        if not self._sampler.settled:
+            return [judged(self._sampler, *given) for given in zip(logits, rows, proposals, strict=True)]
+        # Nothing depends on what is taken: one wait for the device is enough.
+        best = iter(self._sampler.best(torch.cat(list(logits))).tolist())
+        judgements = []
+        for proposal in proposals:
+            liked = [next(best) for _ in range(len(proposal.token_ids) + 1)]
+            taken = next((i for i, token in enumerate(proposal.token_ids) if token != liked[i]), len(proposal.token_ids))
+            judgements.append(liked[: taken + 1])
+        return judgements
 
 
-@dataclass(frozen=True)
-class DraftReport:
-    """Acceptance and gain of a draft, as the cost line has them.
+def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) -> list[int]:
+    """The drafted tokens that the model takes, and one of its own after them.
 
-    Attributes:
-        name: of the draft.
-        most: tokens that it might draft a step.
-        proposed, accepted: drafted tokens, and those that the model took.
-        tokens_per_step: new tokens a decode step and sequence, the model's own among them.
-        ms_per_token: of all decode steps, with drafting.
-        plain_ms_per_token: median of the steps in which the draft had nothing to say; None if no step was plain.
-        same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
-            where two tokens nearly tie, either may come.
-        shared_bytes: of the model's weights, which the draft does not hold a second time.
-        kv_bytes: of the draft's own cache.
-        pace: how many tokens a step measured gain chose, in words.
+    Args:
+        logits: [n + 1, vocab] fp32, before each drafted token and after the last.
     """
-
-    name: str
-    most: int
-    proposed: int
-    accepted: int
-    tokens_per_step: float | None
-    ms_per_token: float | None
-    plain_ms_per_token: float | None
-    executor: str
-    same_text: bool
-    shared_bytes: int
-    kv_bytes: int
-    pace: str = ""
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of the drafted tokens that the model took; None if none was drafted."""
-        return self.accepted / self.proposed if self.proposed else None
-
-    @property
-    def speed_up(self) -> float | None:
-        """How many times as fast decode steps give tokens as those without drafts; None if none was without."""
-        plain, ours = self.plain_ms_per_token, self.ms_per_token
-        return plain / ours if plain and ours else None
-
-    def as_json(self) -> dict[str, Any]:
-        """By name, for `--json`."""
-        return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
-
-    def describe(self) -> str:
-        """In one line."""
-        parts = [self._taken(), self.pace, self._gain()]
-        if not self.same_text:
-            parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
-        if self.shared_bytes:
-            parts.append(f"{self.shared_bytes / 2**20:,.1f} MiB of weights shared with the model")
-        if self.kv_bytes:
-            parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
-        return "; ".join(part for part in parts if part)
-
-    def _taken(self) -> str:
-        if self.acceptance is None:
-            return f"{self.name}: nothing drafted"
-        steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
-        share = f"{self.accepted:,} of {self.proposed:,} accepted ({self.acceptance:.0%})"
-        return f"{self.name}, up to {self.most}: {share}{steps}"
-
-    def _gain(self) -> str:
-        if self.speed_up is None or self.acceptance is None:
-            return ""
-        without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
-        return f"{self.ms_per_token:.2f} ms a token, {without}"
+    came: list[int] = []
+    for index, token in enumerate(proposal.token_ids):
+        before = logits[index : index + 1]
+        if proposal.probabilities is None:
+            # A draw that hits a certain token takes it with p; one that misses is distributed as p without it.
+            drawn = int(sampler.next(before, [row]))
+        else:
+            drawn = _accepted_or_other(sampler, before, row, token, proposal.probabilities[index])
+        came.append(drawn)
+        if drawn != token:
+            return came
+    return [*came, int(sampler.next(logits[-1:], [row]))]
 
 
-def report_of(
-    source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
-) -> DraftReport:
-    """What a draft did for sequences of so many tokens, where it might draft `most` tokens a step."""
-    counts, tokens = timing.drafts or DraftCounts(), timing.decode_tokens
-    return DraftReport(
-        name=source.name, most=most, proposed=counts.proposed, accepted=counts.accepted,
-        tokens_per_step=tokens / counts.steps if counts.steps else None,
-        ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
-        plain_ms_per_token=1e3 * statistics.median(counts.plain) if counts.plain else None,
-        executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
-        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
-        pace=counts.pace.describe() if counts.pace else "",
-    )  # fmt: skip
+def _accepted_or_other(sampler: BatchSampler, logits: Tensor, row: int, token: int, q: Tensor) -> int:
+    p = sampler.probabilities(logits, [row])[0]
+    if sampler.uniform(row) * float(q[token]) < float(p[token]):
+        sampler.say(row, token)
+        return token
+    rest = (p - q.to(p.device)).clamp(min=0)
+    # Where p and q are equal, only rounding can lead here.
+    return sampler.draw(rest if bool(rest.any()) else p, row)

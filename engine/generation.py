@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.arguments import require_count
-from haarkv.engine.drafts import Beginning, DraftCounts, DraftSource
+from haarkv.engine.draft_pace import DraftCounts
+from haarkv.engine.drafts import Beginning, DraftSource, Speculation
 from haarkv.engine.sampling import BatchSampler, Sampling
-from haarkv.engine.speculation import Speculation
+from haarkv.engine.text import require_count
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
@@ -35,7 +35,6 @@ class Completion:
     """What was generated after one prompt.
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
         reused_tokens: of them, those that were stored already and not computed again.
         token_ids: new tokens, without the end-of-text token.
         finish: "eos", "stop" (a stop text came, or `on_token` ended it), "length" (max_new_tokens) or "context" (the cache
@@ -58,7 +57,6 @@ class Timing:
         decode_steps: forwards of one token a sequence, or with drafts of several.
         prefill_tokens: tokens of all prompts that were computed.
         decode_tokens: tokens that the decode steps gave, of all sequences.
-        drafts: what drafting did; None without it.
     """
 
     prefill_s: float = 0.0
@@ -147,8 +145,6 @@ def generate(
         prefiller: the same executor, looking on; it runs the prefill.
         stored: for each prompt, a sequence that may begin like it: what they share is copied, and not computed.
         on_end: called with (index of the prompt, the sequence as it is stored in the end), for each.
-        draft: guesses tokens ahead, which are then checked together.
-        draft_tokens: so many a step and sequence at most.
         unused_ids: rows of the vocabulary that stand for no token; none is drawn.
     Raises:
         InputError: an empty prompt or one longer than max_context; nothing was run.
@@ -210,12 +206,7 @@ def generate(
 
 @dataclass
 class Growing:
-    """A sequence as it grows.
-
-    Attributes:
-        done: what came so far.
-        token_ids: prompt and new tokens.
-    """
+    """A sequence as it grows."""
 
     done: Completion
     token_ids: list[int]

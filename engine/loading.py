@@ -14,19 +14,7 @@ from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.plans import balanced_for, needed, plan_for, worth_saying
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Loaded, Session
-from haarkv.executors.catalog import (
-    AUTO,
-    OnProgram,
-    block_types,
-    bytes_in_order,
-    check,
-    create,
-    default_dtype,
-    interpreted,
-    on_host,
-    reads_in_place,
-    select,
-)
+from haarkv.executors.catalog import AUTO, OnProgram, check, create, info, interpreted, select
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import keeps_any, load_model, maps_file, read_config, restored_types, source_of, weights_of
@@ -113,19 +101,19 @@ def load(
     selected = select(executor, part, [plan], device=device, dtype=dtype)
     check(selected.name, part, plan, device, ranks)
     generation = _sampling_of(name)
-    dtype = dtype or default_dtype(selected.name)
+    dtype = dtype or info(selected.name).dtype
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
     target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
-    kept = block_types(selected.name, device) if keep_blocks is None else keep_blocks
+    kept = info(selected.name).block_types(device) if keep_blocks is None else keep_blocks
     require_rounding(activation_bits, selected.name, name, kept)
     tokenizer = load_tokenizer(name, config)
-    order = bytes_in_order(selected.name)
+    order = info(selected.name).in_order
     weights = weights_of(name, config, dtype, split if ranks.size > 1 else None, kept, order)
-    maps = maps_file(weights, mmap, ranks.size, reads_in_place(selected.name, device))
+    maps = maps_file(weights, mmap, ranks.size, info(selected.name).reads_in_place(device))
     beside = balancing.restored_bytes(part) if balance and keeps_any(name, kept) else 0
     counted = Loaded(weights if maps else weights.copied(), resident_memory(), restored=beside)
-    if on_host(selected.name, device):
+    if info(selected.name).on_host(device):
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
         needed(part, plan, tokens, counted.weights, sequences).require(name)
     loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept, activation_bits=activation_bits, mmap=maps)
@@ -198,10 +186,6 @@ def _balanced(
 def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) -> None:
     """Refuse to round activations to other than 16 bits where nobody does.
 
-    Args:
-        bits: of activations that meet quantised weights.
-        name: of the executor.
-        kept: types of blocks that it is given as they are.
     Raises:
         InputError: neither 8 nor 16 bits; or 8, and the executor is not `cpu`, or nothing of the model's is in such blocks.
     """

@@ -30,11 +30,7 @@ TAIL, SINKS = 124, 4
 
 
 def default_spec(learned: bool, context: int = TAIL) -> KVSpec:
-    """The cache of a real model where no format is named: with learned coordinates of its keys, and without.
-
-    Args:
-        context: the model's, if it may be shorter than the tail.
-    """
+    """The cache of a real model where no format is named: with learned coordinates of its keys, and without."""
     return KVSpec("k=lr4,v=tq4" if learned else "k=tq6,v=tq4", min(TAIL, context), min(SINKS, context))
 
 
@@ -77,12 +73,7 @@ def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> K
 
 
 def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.Balanced:
-    """A model as a session runs it: balanced where its cache loses something and knows no learned coordinates.
-
-    Args:
-        spec: that the plan was made of.
-        balance: False balances nothing.
-    """
+    """A model as a session runs it: balanced where its cache loses something and knows no learned coordinates."""
     return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
 
 

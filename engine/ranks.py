@@ -152,7 +152,6 @@ class RankMemory:
     """What one rank holds.
 
     Attributes:
-        weights, kv: bytes of its part of the model and of its KV heads.
         peak: the most that its process had at a time; on a GPU or NPU, of the device's memory. It counts all of torch, and
             those pages of a checkpoint that were read.
         mapped: of it, pages of the checkpoint that are there now; the system may drop them.
@@ -176,11 +175,7 @@ class RankMemory:
 def memory_here(
     ranks: Ranks, device: torch.device, weights: int, kv: int, files: Sequence[Path] = (), predicted: int = 0
 ) -> RankMemory:
-    """What this rank holds; `peak` and `mapped` are measured now.
-
-    Args:
-        files: of the checkpoint.
-    """
+    """What this rank holds; `peak` and `mapped` are measured now."""
     if device.type != "cpu":
         return RankMemory(ranks.rank, weights, kv, int(getattr(torch, device.type).max_memory_allocated(device)))
     return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(files), predicted)

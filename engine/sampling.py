@@ -74,7 +74,6 @@ def require_drawn(own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Refuse to choose among tokens where nobody draws any: the likeliest is taken unless a temperature says otherwise.
 
     Args:
-        own: the model's own settings.
         asked: those that somebody asked for. Who asks for temperature 0 knows.
     Raises:
         InputError: a filter that would do nothing.
@@ -97,7 +96,6 @@ class BatchSampler:
     wherever they are, but for a u within about 1e-13 of a token's end.
 
     Args:
-        sampling: the settings.
         prompts: token ids of each sequence, which a repetition penalty counts as said.
         first: number of the first sequence among those generated together: sequence i draws from `seed + first + i`.
         drafts: it draws what is then judged, with random numbers that have nothing to do with the judge's.

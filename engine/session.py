@@ -11,16 +11,15 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Unpack
 
-from haarkv.engine.arguments import require_arguments
 from haarkv.engine.collapse import Guard
-from haarkv.engine.drafts import DraftSource, report_of
+from haarkv.engine.draft_pace import report_of
+from haarkv.engine.drafts import DraftSource
 from haarkv.engine.generation import OnPrefill, generate, tail_chunk
 from haarkv.engine.plans import needed, shape_of
 from haarkv.engine.ranks import memory_here
-from haarkv.engine.result import KVUsage, Result
+from haarkv.engine.result import KVUsage, Result, Stream
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
-from haarkv.engine.stream import Stream
-from haarkv.engine.text import Chat, Texts, context_for, encode, stop_list
+from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.caches import new_cache
@@ -65,12 +64,10 @@ class Session:
     it, for the threads that compute are not forked with it.
 
     Attributes:
-        name: of the model.
         generation: what its `generation_config.json` says of sampling, by the names of `Sampling`; empty: greedy.
         passed_over: the fastest executor here, and why `auto` did not take it; "" if it did, or was not asked.
         ranks: who runs the model together. Of several, `config`, `executor` and caches are of this rank's part, and all must
             make the same calls; each gets the whole result.
-        weight_bytes: of the weights that are here.
         loaded: what was counted before they were read, and the time it took; None counts nothing.
         uneven: the layers whose K or V was balanced as the model was loaded.
         guard: looks for K and V that the cache would lose; None looks for nothing.
@@ -130,8 +127,6 @@ class Session:
     def sampling_with(self, **given: Any) -> Sampling:
         """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
 
-        Args:
-            given: by the names of `Sampling`.
         Raises:
             InputError: a value outside its range, or one that chooses among tokens where the likeliest is taken anyway.
             TypeError: a name that `Sampling` does not have.
@@ -262,7 +257,6 @@ class Session:
                 print(piece, end="", flush=True)
 
         Args:
-            prompt: a text, or its token ids.
             on_prefill: as of `generate`; called in another thread.
             given: the other arguments of `generate`; the pieces take the place of `on_token` and `on_text`.
         Returns:

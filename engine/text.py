@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from operator import index
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.engine.arguments import require_count
 from haarkv.models.limited import OWN
 from haarkv.models.text import TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError
@@ -24,7 +25,6 @@ class Chat:
 
     Attributes:
         chat: wrap each in the chat template; None does so if the tokenizer has one.
-        system: the system message of the chat template.
         template_args: further names that the template reads, such as `enable_thinking`, with values that JSON can hold.
         parse_special: what a message spells of the tokenizer's added tokens, such as `<|im_end|>`, counts as these tokens;
             else it is text.
@@ -132,7 +132,6 @@ def context_for(
     """Tokens that the cache must hold for each prompt.
 
     Args:
-        limit: of the model's positions.
         wanted: so many are asked for; by default as many as are needed, up to the limit.
         on_warning: called with a sentence if that cuts a text short.
     Raises:
@@ -171,7 +170,6 @@ class GrowingText:
     """Gives out text as soon as it is certain: no half character, and nothing that may turn out to begin a stop string.
 
     Args:
-        stream: the tokenizer's, for this sequence alone.
         stops: the text ends before the first of them to be complete.
     Attributes:
         text: all so far, without a stop string and what comes after it.
@@ -211,8 +209,6 @@ class Texts:
     """The texts of one `generate`, which are given out as their tokens come.
 
     Args:
-        tokenizer: of the tokens.
-        count: how many texts.
         stops: each ends before the first of these.
         on_token: called with (index, token); True ends that text there.
         on_text: called with (index, text) as text becomes certain.
@@ -262,3 +258,41 @@ def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
     """Where the stop string begins that is complete first, or None; the longest of those that end together."""
     places = [(at + len(stop), at) for stop in stops if (at := text.find(stop, begin)) >= 0]
     return min(places)[1] if places else None
+
+
+# -- Arguments -----------------------------------------------------------------------------------------------------------
+def require_arguments(
+    called: str, method: Callable[..., Any], given: Mapping[str, Any], more: Iterable[str] = (), but: Container[str] = ()
+) -> None:  # fmt: skip
+    """Refuse an argument that nothing takes.
+
+    Args:
+        called: how the method is called, as `Session.generate`.
+        method: its keyword arguments are known.
+        given: what it was handed beside them.
+        more: names that are known as well.
+        but: of the method's, those that it is not handed.
+    Raises:
+        TypeError: as Python's own, with the name that was meant where one is near.
+    """
+    named = [name for name, each in signature(method).parameters.items() if each.kind is Parameter.KEYWORD_ONLY]
+    known = [name for name in (*named, *more) if name not in but]
+    for name in given:
+        if name not in known:
+            close = [] if name in but else get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{meant}")
+
+
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is no integer, or too small a one.
+
+    Raises:
+        InputError: by the argument's name.
+    """
+    try:
+        count = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"{name} must be a whole number, not {value!r}") from None
+    if count < least:
+        raise InputError(f"{name} must be at least {least}, not {value}")

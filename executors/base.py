@@ -21,7 +21,6 @@ class Executor(Protocol):
 
     Attributes:
         name: the word for it in `--executor`, the ops folder and the tests' marker.
-        config: shapes of the model it runs.
         device: where the cache, batches and token ids that it is given live.
         description: a phrase for the user: what runs the model, and where.
         simulated: it runs in an interpreter of its device: right numbers, and times that mean nothing.

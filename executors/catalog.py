@@ -1,18 +1,23 @@
-"""Executors by name, and `auto`: what each can run, and who is made. Its module is imported only when it is asked for."""
+"""Executors by name: what each can run is known before its module is imported; `auto` takes the fastest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from haarkv.executors.base import Executor
-from haarkv.executors.entries import ENTRIES, Entry, class_of
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Ranks
+from haarkv.tq_ops.cpu.library import BLOCKS
+from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.onnx.block_codes import CODES
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.npu.device import Runner
@@ -20,95 +25,172 @@ if TYPE_CHECKING:
 OnProgram = Callable[[str], object]
 """Called with the name of a program before it is compiled."""
 
-NAMES = tuple(ENTRIES)
+
+@dataclass(frozen=True)
+class ExecutorInfo:
+    """What is known of an executor before its module is imported.
+
+    Attributes:
+        open: makes it of a model, on a device in its own words.
+        dtype: in which it runs a model unless another is asked for.
+        any_dtype: whether it runs others.
+        devices: first words of the devices that it runs on; the first is its default.
+        here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
+        missing: what is not installed without which it would run as another, slower one; None if nothing is.
+        require: raises InputError where it has no such device, before there is a model; `open` looks again.
+        programs: opens what calls single programs on a device, for an executor whose kernels are programs.
+        ahead: it has a `compile_ahead`, for what its first forwards with a cache would have to compile.
+        whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
+        numbered: its first device is one of several, of which each rank takes its own.
+        blocks: names of the types of quantised blocks that it multiplies with as they are, on the first of its devices.
+        in_order: bytes a number, by type, of blocks that it reorders in this machine's memory; others it reads where they lie.
+    """
+
+    open: Callable[[DecoderModel, str | None], Executor]
+    dtype: str = "float32"
+    any_dtype: bool = True
+    devices: tuple[str, ...] = ("cpu",)
+    here: Callable[[], bool] | None = None
+    missing: Callable[[], str | None] = lambda: None
+    require: Callable[[str | None], object] = lambda _device: None
+    programs: Callable[[str | None], Runner] | None = None
+    ahead: bool = False
+    whole_layers: str = ""
+    numbered: bool = False
+    blocks: tuple[str, ...] = ()
+    in_order: Mapping[str, float] = field(default_factory=dict)
+
+    def block_types(self, device: str | None = None) -> tuple[str, ...]:
+        """Types of quantised blocks, by name, that it multiplies with as they are on a device: it is fastest with them so."""
+        first = (device or self.devices[0]).partition(":")[0] == self.devices[0]
+        return () if self.missing() or not first else self.blocks
+
+    def on_host(self, device: str | None) -> bool:
+        """Whether it computes in this machine's own memory."""
+        return (device or self.devices[0]).partition(":")[0] in ("cpu", "sim")
+
+    def reads_in_place(self, device: str | None) -> bool:
+        """Whether it multiplies with weights where they lie in this machine's memory, in every forward."""
+        return bool(self.block_types(device)) and not self.in_order and self.on_host(device)
+
+
+# -- One section an executor -------------------------------------------------------------------------------------------------
+
+
+def _require_host(name: str, device: str | None) -> None:
+    if device not in (None, "cpu"):
+        raise InputError(f"executor {name} runs on the cpu, not on {device!r}; drop --device")
+
+
+def class_of(name: str) -> Any:
+    """An executor's class; its module is imported now.
+
+    Raises:
+        InputError: it needs a package that is not installed.
+    """
+    try:
+        return getattr(import_module(f"haarkv.executors.{name}"), f"{name.title()}Executor")
+    except ImportError as error:
+        if name != "onnx":
+            raise
+        raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
+
+
+def _on_host(name: str, model: DecoderModel, device: str | None) -> Executor:
+    _require_host(name, device)
+    return cast(Executor, class_of(name)(model))
+
+
+def _on_device(name: str, model: DecoderModel, device: str | None) -> Executor:
+    return cast(Executor, class_of(name)(model, device))
+
+
+def _kernels_missing() -> str | None:
+    from haarkv.tq_ops.cpu.library import KernelsMissingError, load
+
+    try:
+        load()
+    except KernelsMissingError as missing:
+        return str(missing)
+    return None
+
+
+def _require_gpu(device: str | None) -> None:
+    from haarkv.executors import cuda
+
+    cuda.open_gpu(device)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    from haarkv.tq_ops.cuda.available import triton_missing
+
+    return torch.cuda.is_available() and triton_missing() is None
+
+
+def _npu_programs(device: str | None) -> Runner:
+    from haarkv.tq_ops.npu.device import open_runner
+
+    return open_runner(device)
+
+
+def _has_npu() -> bool:
+    if find_spec("torch_npu") is None or find_spec("pypto") is None:
+        return False
+    from haarkv.tq_ops.npu.device import torch_npu
+
+    try:
+        torch_npu()
+    except InputError:
+        return False
+    return True
+
+
+def _require_provider(device: str | None) -> None:
+    class_of("onnx")
+    from haarkv.executors import onnx
+
+    onnx.open_provider(device)
+
+
+_WHOLE_GRAPHS = "its graphs hold whole layers, and ranks must meet twice within each"
+
+EXECUTORS: dict[str, ExecutorInfo] = {
+    "reference": ExecutorInfo(partial(_on_host, "reference"), here=lambda: True, require=partial(_require_host, "reference")),
+    "cpu": ExecutorInfo(
+        partial(_on_host, "cpu"), here=lambda: True, missing=_kernels_missing, require=partial(_require_host, "cpu"),
+        blocks=BLOCKS,
+    ),
+    "cuda": ExecutorInfo(
+        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True,
+        blocks=tuple(PLANES), ahead=True,
+    ),
+    "npu": ExecutorInfo(
+        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, numbered=True,
+        programs=_npu_programs, ahead=True,
+    ),
+    "onnx": ExecutorInfo(
+        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS,
+        blocks=tuple(CODES), in_order={name: codes.bytes_in_memory for name, codes in CODES.items()},
+    ),
+}  # fmt: skip
+NAMES = tuple(EXECUTORS)
 FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
 """What `auto` tries, in this order."""
 AUTO = "auto"
 
 
 # -- Making one ---------------------------------------------------------------------------------------------------------------
+def info(name: str) -> ExecutorInfo:
+    """What is known of an executor of `NAMES`; what `auto` stands for is known to `select`.
 
-
-def _entry(name: str) -> Entry:
-    if name not in ENTRIES:
+    Raises:
+        InputError: no such executor.
+    """
+    if name not in EXECUTORS:
         raise InputError(f"unknown executor {name!r}; choose from {', '.join((AUTO, *NAMES))}")
-    return ENTRIES[name]
-
-
-def default_dtype(name: str) -> str:
-    """The dtype in which an executor runs a model unless another is asked for: float32 where it can.
-
-    Args:
-        name: of `NAMES`; what `auto` stands for is known to `select`.
-    Raises:
-        InputError: no such executor.
-    """
-    return _entry(name).dtype
-
-
-def default_device(name: str) -> str:
-    """The word for the device that an executor is made for.
-
-    Raises:
-        InputError: no such executor.
-    """
-    return _entry(name).devices[0]
-
-
-def block_types(name: str, device: str | None = None) -> tuple[str, ...]:
-    """Types of quantised blocks, by name, that an executor multiplies with as they are: it is fastest with them as their file
-    has them.
-
-    Args:
-        device: where it is to run; its default unless given.
-    Raises:
-        InputError: no such executor.
-    """
-    entry = _entry(name)
-    first = (device or entry.devices[0]).partition(":")[0] == entry.devices[0]
-    return () if entry.missing() or not first else entry.blocks
-
-
-def bytes_in_order(name: str) -> Mapping[str, float]:
-    """By type of `block_types`, bytes a number of blocks that an executor puts in another order in this machine's memory; it
-    multiplies with others where they lie.
-
-    Raises:
-        InputError: no such executor.
-    """
-    return _entry(name).in_order
-
-
-def reads_in_place(name: str, device: str | None) -> bool:
-    """Whether an executor multiplies with weights where they lie in this machine's memory, in every forward.
-
-    Args:
-        device: where it is to run; its default unless given.
-    Raises:
-        InputError: no such executor.
-    """
-    return bool(block_types(name, device)) and not bytes_in_order(name) and on_host(name, device)
-
-
-def on_host(name: str, device: str | None) -> bool:
-    """Whether an executor computes in this machine's own memory.
-
-    Args:
-        device: where it is to run; its default unless given.
-    Raises:
-        InputError: no such executor.
-    """
-    return (device or default_device(name)).partition(":")[0] in ("cpu", "sim")
-
-
-def open_programs(name: str, device: str | None) -> Runner | None:
-    """What calls single programs for an executor; None for one that has none.
-
-    Raises:
-        InputError: no such executor or device, or it cannot be used.
-    """
-    programs = _entry(name).programs
-    return programs(device) if programs else None
+    return EXECUTORS[name]
 
 
 def refusal(
@@ -119,14 +201,11 @@ def refusal(
     All that is known before weights are read is asked here, and nowhere else. Whether the device is there is left to `check`.
 
     Args:
-        name: of `NAMES`.
         config: of what it is to run: of a rank, its part.
-        ranks: with whom it shares the model.
-        dtype: of the model, if one was asked for.
     Raises:
         InputError: no such executor, or one whose packages are not installed.
     """
-    entry = _entry(name)
+    entry = info(name)
     reason: str | None = None
     if dtype and not entry.any_dtype and dtype != entry.dtype:
         reason = f"it runs {entry.dtype} only"
@@ -141,12 +220,11 @@ def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = Non
     """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
 
     Args:
-        name, config, ranks: as of `refusal`.
         device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
     Raises:
         InputError: no such executor or device, or it cannot run such a model with this plan, with its reason.
     """
-    _entry(name).require(_device_of_rank(name, device, ranks))
+    info(name).require(_device_of_rank(name, device, ranks))
     if refused := refusal(name, config, [plan], ranks=ranks):
         raise InputError(f"executor {refused}")
 
@@ -157,15 +235,13 @@ def create(
     """An executor for a model and a KV plan, with its programs compiled if it keeps any, so that no forward waits for them.
 
     Args:
-        name: of `NAMES`, or `auto`.
         device: where it runs, in the executor's own words; its default unless given.
-        on_program: called before each program is compiled.
     Raises:
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
     if name == AUTO:
         name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
-    entry, ranks = _entry(name), model.ranks
+    entry, ranks = info(name), model.ranks
     if refused := refusal(name, model.config, [], ranks=ranks):
         raise InputError(f"executor {refused}")
     executor = entry.open(model, _device_of_rank(name, device, ranks))
@@ -179,12 +255,10 @@ def create(
 def interpreted(name: str, device: str | None) -> str:
     """A warning for before an executor begins in an interpreter that nobody asked for; "" if it computes on its device.
 
-    Args:
-        device: that was asked for.
     Raises:
         InputError: no such executor.
     """
-    entry = _entry(name)
+    entry = info(name)
     if device is not None or entry.programs is None or entry.here is None or entry.here():
         return ""
     return f"executor {name} runs in an interpreter here, minutes for a few tokens"
@@ -192,7 +266,7 @@ def interpreted(name: str, device: str | None) -> str:
 
 def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
     """The device of this rank where each takes its own; else what was asked for."""
-    entry = _entry(name)
+    entry = info(name)
     if ranks.size == 1 or not entry.numbered:
         return device
     kind = entry.devices[0]
@@ -209,7 +283,6 @@ class Selection:
     """The executor that will run.
 
     Attributes:
-        name: of `NAMES`.
         passed_over: the fastest executor that this machine has and that `auto` could not take, and why; "" if it took the
             fastest, or was not asked.
     """
@@ -226,22 +299,20 @@ def select(
     Needs no weights, and imports neither Triton nor PyPTO.
 
     Args:
-        executor: of `NAMES`, or `auto`.
         plans: every cache that it must read.
         device: leaves only the executors that know this device; whether it is there is for `create` to say.
-        dtype: of the model, if one was asked for.
     Raises:
         InputError: no such executor, or no executor for this device.
     """
     if executor != AUTO:
-        _entry(executor)
+        info(executor)
         return Selection(executor)
-    names = [name for name in FASTEST_FIRST if device is None or device.partition(":")[0] in ENTRIES[name].devices]
+    names = [name for name in FASTEST_FIRST if device is None or device.partition(":")[0] in EXECUTORS[name].devices]
     if not names:
         raise InputError(f"no executor runs on {device!r}; --device takes cpu, cuda, cuda:N, npu, npu:N or sim")
     refused: list[str] = []
     for name in names:
-        here = ENTRIES[name].here
+        here = EXECUTORS[name].here
         if device is None and not (here and here()):
             continue
         reason = refusal(name, config, plans, dtype=dtype)

@@ -31,10 +31,6 @@ from haarkv.tq_ops.weight import Blocks
 class _OnKernels(DecoderModel):
     """A model whose embeddings the kernels look up, and whose dense layers are one call, stretch by stretch, where tokens are
     few and nobody looks on at the ops.
-
-    Attributes:
-        kernels: that do so.
-        whole: its layers.
     """
 
     kernels: CpuOps | None = None
@@ -59,7 +55,6 @@ class CpuExecutor(ReferenceExecutor):
     Layers of formats that `READS` does not name store and attend by the reference's ops, slowly.
 
     Args:
-        model: weights and shapes.
         isa: the instruction set of its kernels; the CPU's best unless given.
     Raises:
         InputError: this CPU does not have that instruction set, or there are no kernels to choose it for.

@@ -33,7 +33,6 @@ class NpuExecutor:
     Of one of several ranks a layer is two programs, attention and MLP, and the sums over ranks stand between.
 
     Args:
-        model: weights and shapes, bf16.
         device: `sim`, `npu:N`, or None for the first NPU if there is one and the simulator if not.
     Raises:
         InputError: a model that no program can be built for, an unknown or absent device, or PyPTO missing.
@@ -93,9 +92,6 @@ class NpuExecutor:
         """Compile what forwards with such a cache run, by a small prefill and a decode step on a cache that is thrown away.
 
         A device keeps programs and compiles each on its first call. The simulator keeps none, and nothing is done.
-
-        Args:
-            on_program: called with a program's name before it is compiled, now and later.
         """
         self._runner.on_program = on_program
         if not self._runner.keeps_programs:

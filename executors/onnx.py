@@ -59,7 +59,6 @@ class Provider:
     """Where ONNX Runtime runs a graph.
 
     Attributes:
-        name: ONNX Runtime's word for it.
         package: the Python package that brings it.
         device: where torch keeps tensors for it.
         memory: ONNX Runtime's word for that memory.
@@ -99,7 +98,6 @@ class OnnxExecutor:
     """Runs a model whose cache is `tq2` to `tq8` or, of keys, `lr2` to `lr5`, with a tail and sinks in BF16 or none.
 
     Args:
-        model: weights and shapes, FP32 or BF16.
         provider: cpu (the default), cuda or cann.
     Raises:
         InputError: a model that no graph can be built for, or as `open_provider`.

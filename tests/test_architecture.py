@@ -207,7 +207,7 @@ def test_every_named_executor_can_be_made(name):
         pytest.skip("no NVIDIA GPU")
     if name == "onnx":
         pytest.importorskip("onnxruntime", reason="needs the onnx extra")
-    model = load_model("tiny", catalog.default_dtype(name))
+    model = load_model("tiny", catalog.info(name).dtype)
     executor = catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
     assert executor.name == name
     assert executor.config == model.config

@@ -28,7 +28,7 @@ from haarkv.benchmarks.cases import new_cache, new_pages
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.executors.base import Executor, verify
-from haarkv.executors.catalog import block_types, create
+from haarkv.executors.catalog import create, info
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -86,7 +86,7 @@ def measure(
         raise InputError(f"{model} is no GGUF file, and only these hold quantised blocks; give --model FILE.gguf")
     if peer:
         require()
-    kept = block_types("cpu")
+    kept = info("cpu").block_types()
     blocks, rounded = (
         load_model(model, "float32", progress=progress, keep_blocks=kept, activation_bits=bits) for bits in (16, 8)
     )
@@ -142,7 +142,7 @@ def measure_beside(
     rows = []
     for file in filter(None, files):
         on_turn(file.name)
-        other = load_model(file, "float32", progress=progress, keep_blocks=block_types("cpu"))
+        other = load_model(file, "float32", progress=progress, keep_blocks=info("cpu").block_types())
         if (other.config.layers, other.config.vocab_size) != (restored.config.layers, restored.config.vocab_size):
             raise InputError(f"{file} is another model than {model}: their shapes differ")
         row = _row(file.name, right, _ours(create("cpu", other, plan), "fp32", ids))

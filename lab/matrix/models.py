@@ -150,7 +150,7 @@ class Subject:
         self._named, self._task = named, task
         # Nearly every cache is read by the fastest executor here.
         fastest = catalog.select(catalog.AUTO, named.config, [], device="cpu", dtype=task.dtype).name
-        self.model = load_model(named.name, task.dtype, None, progress, keep_blocks=catalog.block_types(fastest))
+        self.model = load_model(named.name, task.dtype, None, progress, keep_blocks=catalog.info(fastest).block_types())
         self.weights = weights_fingerprint(self.model)
         self._executors: dict[tuple[bool, str], Executor] = {}
 

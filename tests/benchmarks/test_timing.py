@@ -120,8 +120,8 @@ def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
     class Compiling(ReferenceExecutor):
         compiled = MappingProxyType({"decode_layer": 31.0, "head": 4.0})
 
-    entry = replace(catalog.ENTRIES["reference"], open=lambda model, _: Compiling(model))
-    monkeypatch.setitem(catalog.ENTRIES, "reference", entry)
+    entry = replace(catalog.EXECUTORS["reference"], open=lambda model, _: Compiling(model))
+    monkeypatch.setitem(catalog.EXECUTORS, "reference", entry)
     monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
     args = ["--model", "tiny", "--executor", "reference", "--kv", "tq4", "--contexts", "8", "--only", "step"]
     assert main(["bench", "decode", *args, "--repeats", "1"]) == 0

@@ -19,7 +19,7 @@ from haarkv.engine.generation import generate
 from haarkv.engine.plans import needed, shape_of
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.executors.cuda_graph import DecodeStep
+from haarkv.executors.cuda import DecodeStep
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.caches import new_cache

@@ -15,10 +15,9 @@ import tq
 from haarkv.engine.draft_choice import SELF, DraftSpec, Target, choose, shared_bytes
 from haarkv.engine.draft_models import ModelSource
 from haarkv.engine.draft_pace import Experience, Pace
-from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, looked_up
+from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, judged, looked_up
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampling
-from haarkv.engine.speculation import judged
 from haarkv.models.catalog import path_of
 from haarkv.models.parallel import ALONE
 from haarkv.tq_ops.errors import InputError
@@ -314,7 +313,7 @@ def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
     if kind == "ngram":  # one token that stood before is enough, so that drafts come often
         monkeypatch.setattr("haarkv.engine.drafts.SHORTEST_MATCH", 1)
     model, sampling, prompt = Table(1), SAMPLINGS[name], [2, 0, 1, 0]
-    draft = NgramSource() if kind == "ngram" else ModelSource("other", Table(2), PLAN)
+    draft = NgramSource() if kind == "ngram" else ModelSource(name="other", executor=Table(2), plan=PLAN)
     counts, cost = counted(model, draft, sampling, 4, prompt)
     expected = exact(model, sampling, 4, prompt)
     assert sum(expected.values()) == pytest.approx(1)
@@ -328,7 +327,7 @@ def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
 
 def test_a_draft_from_the_models_own_distribution_is_always_taken():
     sampling = SAMPLINGS["filters"]
-    _, cost = counted(Table(1), ModelSource("same", Table(1), PLAN), sampling, 5, [0], count=200)
+    _, cost = counted(Table(1), ModelSource(name="same", executor=Table(1), plan=PLAN), sampling, 5, [0], count=200)
     assert cost.accepted == cost.proposed > 0
 
 
@@ -356,7 +355,9 @@ def test_a_smaller_vocabulary_ends_drafts_where_its_tokens_end():
     model, prompt = Table(1), [0, 1]
     plain, _ = counted(model, None, Sampling(), 6, prompt, count=1)
     for vocab in (3, 9):
-        found, cost = counted(model, ModelSource("other", Table(4, vocab), PLAN), Sampling(), 6, prompt, count=1)
+        found, cost = counted(
+            model, ModelSource(name="other", executor=Table(4, vocab), plan=PLAN), Sampling(), 6, prompt, count=1
+        )
         assert found == plain
         assert cost.steps
 
@@ -365,7 +366,7 @@ def test_a_draft_of_a_shorter_context_ends_where_it_ends():
     model, short = Table(1), Table(2)
     short.config.max_position_embeddings = 5
     plain, _ = counted(model, None, Sampling(), 6, [0, 1], count=3)
-    found, _ = counted(model, ModelSource("short", short, PLAN), Sampling(), 6, [0, 1], count=3)
+    found, _ = counted(model, ModelSource(name="short", executor=short, plan=PLAN), Sampling(), 6, [0, 1], count=3)
     assert found == plain
 
 

@@ -204,7 +204,7 @@ def test_a_triton_that_an_older_torch_brings_is_named(monkeypatch, found, said):
 def test_blocks_are_kept_on_an_executors_first_device_alone():
     """ONNX Runtime's other providers are given restored weights."""
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
-    assert "Q4_0" in catalog.block_types("onnx")
-    assert catalog.block_types("onnx", "cpu") == catalog.block_types("onnx")
-    assert catalog.block_types("onnx", "cuda") == catalog.block_types("onnx", "cann") == ()
-    assert catalog.block_types("cpu", "cpu") == catalog.block_types("cpu")
+    assert "Q4_0" in catalog.info("onnx").block_types()
+    assert catalog.info("onnx").block_types("cpu") == catalog.info("onnx").block_types()
+    assert catalog.info("onnx").block_types("cuda") == catalog.info("onnx").block_types("cann") == ()
+    assert catalog.info("cpu").block_types("cpu") == catalog.info("cpu").block_types()

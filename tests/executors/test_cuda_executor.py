@@ -23,7 +23,7 @@ from small_models import (
 )  # fmt: skip
 
 from haarkv.executors import base
-from haarkv.executors.cuda_graph import DecodeStep, bucket_of
+from haarkv.executors.cuda import DecodeStep, bucket_of
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.errors import InputError, NonFiniteError

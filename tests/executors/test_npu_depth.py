@@ -6,8 +6,8 @@ from npu_programs import needs_pypto
 from haarkv.executors import catalog
 from haarkv.models.catalog import TINY, load_model
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.fidelity.contenders import Contender, load_contenders
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
+from haarkv.validation.fidelity.setup import Contender, load_contenders
 from haarkv.validation.layers.runner import validate
 
 pytestmark = [pytest.mark.npu_long, needs_pypto[1]]

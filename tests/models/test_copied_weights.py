@@ -8,7 +8,7 @@ from checkpoints import write_checkpoint
 from gguf_files import byte_vocabulary, convert
 
 import tq
-from haarkv.executors.catalog import NAMES, reads_in_place
+from haarkv.executors.catalog import NAMES, info
 from haarkv.models.catalog import load_model, maps_file, read_config, weights_of
 from haarkv.models.footprint import WeightBytes
 from haarkv.tq_ops.memory import mapped_memory
@@ -72,7 +72,7 @@ def test_weights_are_copied_where_twice_as_much_is_free(monkeypatch):
 
 
 def test_only_cpu_reads_weights_in_place():
-    assert {name for name in NAMES if reads_in_place(name, None)} == {"cpu"}
+    assert {name for name in NAMES if info(name).reads_in_place(None)} == {"cpu"}
 
 
 @pytest.mark.parametrize(("option", "asked"), [("--mmap", True), ("--no-mmap", False), (None, None)])

@@ -10,13 +10,13 @@ from checkpoints import byte_tokenizer, write_checkpoint
 from gguf_files import convert
 from refusals import assert_refused
 
-from haarkv.engine.importance import importance
 from haarkv.engine.loading import load
 from haarkv.models.catalog import load_model, source_of
 from haarkv.models.gguf_quantize import quantize
 from haarkv.models.gguf_writer import FileOrigin, write_quantized
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
+from haarkv.validation.planning.moments import importance
 from tq.cli import main
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K")

@@ -9,7 +9,7 @@ import torch
 from real_files import STEPS, ids_of, ours, pytest_generate_tests, session
 
 from haarkv.executors.base import verify
-from haarkv.executors.catalog import block_types, create
+from haarkv.executors.catalog import create, info
 from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, source_of
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -45,7 +45,7 @@ def test_blocks_multiply_as_what_is_restored_from_them(file, session):
     rows = [verify(executor, ids, paging.batch([paging.add()], [24]), cache) for executor in (kept, restored)]
     assert torch.equal(*rows)
     fast = create(
-        "cpu", load_model(file, keep_blocks=block_types("cpu")), KVSpec("fp32").plan(session.config.num_layers), None
+        "cpu", load_model(file, keep_blocks=info("cpu").block_types()), KVSpec("fp32").plan(session.config.num_layers), None
     )
     assert fast.weights.nbytes == kept.weights.nbytes
     found = verify(fast, ids, paging.batch([paging.add()], [24]), cache)

@@ -17,7 +17,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops import caches
 from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache, windows_of
 from haarkv.validation.ops.caches import CacheCase as Case
-from haarkv.validation.ops.tables import CPU, Table
+from haarkv.validation.ops.suite import CPU, Table
 
 __all__ = [
     "LAYER", "TABLES", "Backend", "Case", "cache_tensors", "every_table", "everything_in", "filled", "opened",

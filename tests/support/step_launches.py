@@ -19,8 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from haarkv.executors import cuda
-from haarkv.executors.cuda import CudaExecutor
-from haarkv.executors.cuda_graph import DecodeStep
+from haarkv.executors.cuda import CudaExecutor, DecodeStep
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.cuda import choices, decode, layout
 from haarkv.tq_ops.kv.batch import PagedSequences

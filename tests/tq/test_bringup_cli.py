@@ -16,7 +16,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bringup import environment
-from haarkv.validation.bringup.result import RUNGS
+from haarkv.validation.bringup.ladder import RUNGS
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.faults.base import table_with
 from haarkv.validation.layers.self_test import WholeLayers
@@ -57,8 +57,8 @@ def trial(monkeypatch):
     """Put another executor in the place of `cpu`."""
 
     def put(build):
-        entry = replace(catalog.ENTRIES["cpu"], open=lambda model, device: build(model), missing=lambda: None)
-        monkeypatch.setitem(catalog.ENTRIES, "cpu", entry)
+        entry = replace(catalog.EXECUTORS["cpu"], open=lambda model, device: build(model), missing=lambda: None)
+        monkeypatch.setitem(catalog.EXECUTORS, "cpu", entry)
 
     return put
 
@@ -280,7 +280,7 @@ def interrupted(model):
 
 
 def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, trial):
-    entry = catalog.ENTRIES["cpu"]
+    entry = catalog.EXECUTORS["cpu"]
     trial(interrupted)
     code, out, err = bringup()
     assert (code, err) == (130, "tq: interrupted\n")

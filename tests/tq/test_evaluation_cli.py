@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from haarkv.executors import catalog
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.fidelity import setup
@@ -101,12 +102,20 @@ def run(run, tmp_path, checkpoint):
 
 @pytest.mark.parametrize(("device", "name"), [("cuda", "cuda"), ("sim", "npu"), ("cpu", "cpu")])
 def test_without_formats_a_device_stands_for_the_executor_that_reads_the_default_one(monkeypatch, device, name):
-    def stop(executor, *_):
-        raise InterruptedError(executor)
+    select, selected = catalog.select, []
 
-    monkeypatch.setattr(setup.catalog, "default_dtype", stop)
-    with pytest.raises(InterruptedError, match=name):
+    def noted(*args, **how):
+        selected.append(select(*args, **how))
+        return selected[-1]
+
+    def stop(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(catalog, "select", noted)
+    monkeypatch.setattr(setup, "load_model", stop)
+    with pytest.raises(InterruptedError):
         setup.load_setup("tiny", device=device)
+    assert selected[-1].name == name
 
 
 SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "--greedy-prompts", "1", "--threads", "1")

@@ -10,7 +10,7 @@ from gguf_files import convert
 from refusals import assert_refused
 
 from haarkv.engine.plans import needed, plan_for
-from haarkv.executors.catalog import bytes_in_order
+from haarkv.executors.catalog import info
 from haarkv.models.caches import new_cache
 from haarkv.models.catalog import load_model, read_config, source_of, weights_of
 from haarkv.models.families import SIZES
@@ -62,7 +62,7 @@ def test_codes_that_onnx_makes_of_blocks_are_counted_and_so_is_what_the_runtime_
     if not config.tied:
         embedding = {name: nbytes for name, nbytes in made.items() if name.startswith("model.embed_tokens")}
         assert not embedding
-    counted = weights_of(files["Q8_0"], config, "float32", keep_blocks=True, in_order=bytes_in_order("onnx"))
+    counted = weights_of(files["Q8_0"], config, "float32", keep_blocks=True, in_order=info("onnx").in_order)
     assert counted.own == 2 * sum(made.values())
     assert main(["info", str(files["Q8_0"]), "--executor", "onnx", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weight_bytes"] == counted.total

@@ -9,7 +9,8 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning import candidates, planner
+from haarkv.validation.fidelity import evaluation
+from haarkv.validation.planning import candidates
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
@@ -120,7 +121,9 @@ def test_an_interrupt_leaves_the_old_plan_and_what_was_measured(tq, tmp_path, mo
         assert plan(tq, "--resume", "run.json")[0] == 130
     assert (tmp_path / "new.json").read_text() == "old"
     assert set(tmp_path.iterdir()) == before | {tmp_path / "run.json"}
-    monkeypatch.setattr(planner, "score_window", None)  # nothing of it is measured again
+    right, names = evaluation.score_window, []
+    monkeypatch.setattr(evaluation, "score_window", lambda name, *rest: names.append(name) or right(name, *rest))
     code, out, _ = plan(tq, "--resume", "run.json")
     assert code == 0
+    assert [name for name in names if " of layer " in name] == [] != names  # no place is measured again
     assert "written" in out

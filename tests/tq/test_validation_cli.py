@@ -35,7 +35,7 @@ def faulty(monkeypatch):
 
     class_of = catalog.class_of
     monkeypatch.setattr(catalog, "class_of", lambda name: class_of("reference" if name == "faulty" else name))
-    monkeypatch.setitem(catalog.ENTRIES, "faulty", catalog.Entry(build))
+    monkeypatch.setitem(catalog.EXECUTORS, "faulty", catalog.ExecutorInfo(build))
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
 
 
@@ -295,7 +295,7 @@ PLANT = (
     "from haarkv.executors import catalog; from haarkv.executors.reference import ReferenceExecutor; "
     "from haarkv.validation.faults.layer import planted; class_of = catalog.class_of; "
     "catalog.class_of = lambda name: class_of('reference' if name == 'faulty' else name); "
-    "catalog.NAMES += ('faulty',); catalog.ENTRIES['faulty'] = catalog.Entry(lambda model, device: ReferenceExecutor("
+    "catalog.NAMES += ('faulty',); catalog.EXECUTORS['faulty'] = catalog.ExecutorInfo(lambda model, device: ReferenceExecutor("
     "model, next(f for f in planted(model, 1) if f.name == 'zero output').table())); "
 )
 

@@ -26,8 +26,9 @@ from haarkv.validation.faults.base import instead, table_with
 from haarkv.validation.faults.ops import ATTENTION, LINEAR, NORM, ROPE, STORE, SWIGLU, steeper
 from haarkv.validation.faults.states import DELTA
 from haarkv.validation.ops import suite
-from haarkv.validation.ops.cases import Attention, Plain, Store
-from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE, TABLES
+from haarkv.validation.ops.caches import Attention, Store
+from haarkv.validation.ops.cases import Plain
+from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE, TABLES
 
 CASES = suite.ATTENTION
 

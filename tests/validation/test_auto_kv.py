@@ -19,9 +19,8 @@ from haarkv.validation.fidelity.evaluation import Setup, evaluate, make_workload
 from haarkv.validation.planning import auto, remembered
 from haarkv.validation.planning.calibrate import load_subject
 from haarkv.validation.planning.candidates import bits_per_value, cache_of
-from haarkv.validation.planning.common_text import common_text, prose
+from haarkv.validation.planning.common_text import SEQUENCES, common_text, prose, start_token, write
 from haarkv.validation.planning.estimates import Judge, Probes, Whole
-from haarkv.validation.planning.own_text import SEQUENCES, start_token, write
 from haarkv.validation.planning.planner import measure
 from tq.cli import main
 
@@ -209,14 +208,20 @@ def test_a_probe_costs_what_it_costs_when_all_layers_run(subject, text):
     assert probes.cost((2, "k"), "bf16") == 0
 
 
+def choosing(monkeypatch, choose):
+    """Let `choose` choose, for no model."""
+    monkeypatch.setattr(remembered, "load_subject", lambda model, **how: None)
+    monkeypatch.setattr(remembered, "choose", choose)
+
+
 def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home, chosen, monkeypatch):
     asked = []
 
-    def choose_for(model, **how):
-        asked.append(how["loss"])
+    def choose(subject, loss, *_):
+        asked.append(loss)
         return chosen
 
-    monkeypatch.setattr(remembered, "choose_for", choose_for)
+    choosing(monkeypatch, choose)
     said = []
     first = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
     again = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
@@ -254,7 +259,7 @@ def test_a_choice_is_that_of_settings_weights_and_tokenizer(at_home, tmp_path):
 
 
 def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypatch, capsys):
-    monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+    choosing(monkeypatch, lambda *_: chosen)
     for said in (1, 0):
         given = ["--kv", "auto", "--kv-loss", "0.002", "--prompt", "def", "--max-new-tokens", "2", "--json"]
         assert main(["generate", *given]) == 0
@@ -268,7 +273,7 @@ def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypa
 def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(remembered, "home", lambda: tmp_path / "file")
-    monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+    choosing(monkeypatch, lambda *_: chosen)
     assert remembered.cache_for("tiny", loss=0.002) is chosen.spec
 
 
@@ -277,7 +282,7 @@ def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monke
 def test_load_takes_what_the_command_takes(at_home, chosen, chooses, monkeypatch):
     """The choice is said once and remembered; what sets the whole cache stands alone."""
     if not chooses:
-        monkeypatch.setattr(remembered, "choose_for", lambda model, **how: chosen)
+        choosing(monkeypatch, lambda *_: chosen)
     said = []
     session = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=said.append)
     assert len(said) == 1

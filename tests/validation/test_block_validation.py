@@ -17,14 +17,14 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Blocks, dense, numbers_of, rounding_to, selected
 from haarkv.validation import validate
-from haarkv.validation.faults.blocks import block_faults
+from haarkv.validation.faults.model import block_faults
 from haarkv.validation.layers.null import half_steps
 from haarkv.validation.layers.reference import Reference, remembering
 from haarkv.validation.layers.replay.case import OneRun, judged
 from haarkv.validation.layers.replay.file import dumps, loads, replay_of
 from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.ops import suite
-from haarkv.validation.ops.tables import CPU, CUDA, REFERENCE
+from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE
 
 CONFIG = small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -14,11 +14,9 @@ from npu_programs import with_pypto
 from places import ROOT
 
 from haarkv.tq_ops.npu import versions
-from haarkv.validation.bringup import compiler
-from haarkv.validation.bringup.climb import Rung, climb, one_line
+from haarkv.validation.bringup import rungs
 from haarkv.validation.bringup.environment import environment
-from haarkv.validation.bringup.report import collected, public_text, verdict
-from haarkv.validation.bringup.result import Folder, Found, Result
+from haarkv.validation.bringup.ladder import Folder, Found, Result, Rung, climb, collected, one_line, public_text, verdict
 from haarkv.validation.bringup.workbench import Request, Workbench
 from tq.cli import main
 
@@ -80,7 +78,7 @@ def test_the_lowest_rung_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from haarkv.validation.bringup.environment import environment\n"
-        "import haarkv.validation.bringup.climb, haarkv.validation.bringup.report, tq.commands.bringup\n"
+        "import haarkv.validation.bringup.ladder, tq.commands.bringup\n"
         "found = environment('cpu', None, lambda: None)\n"
         "assert found.passed and found.facts['torch'], found"
     )
@@ -124,38 +122,38 @@ _COMPILES = (
 
 def test_every_kernel_function_goes_through_the_compiler_that_is_found(tool):
     bisheng = tool("bisheng", f'{_COMPILES}; cp "$source" "$object"')
-    assert compiler.found_compiler() == bisheng
-    found = compiler.compiled(PROGRAMS, bisheng)
+    assert rungs.found_compiler() == bisheng
+    found = rungs.compiled(PROGRAMS, bisheng)
     assert (found.passed, found.compared, found.unit) == (True, 2, "functions"), found.said
     assert found.facts == {"device's compiler": "BiSheng 15.0.5"}
 
 
 def test_a_function_that_does_not_compile_is_named_with_the_compilers_words(tool):
     refuses = 'case "$source" in *mul*) echo "$source:1:6: error: no such intrinsic" >&2; exit 1;; esac'
-    found = compiler.compiled(PROGRAMS, tool("bisheng", f'{_COMPILES}; {refuses}; cp "$source" "$object"'))
+    found = rungs.compiled(PROGRAMS, tool("bisheng", f'{_COMPILES}; {refuses}; cp "$source" "$object"'))
     assert (found.passed, found.where) == (False, "decode/kernel_aicore/mul_1_aiv")
     assert found.said.startswith("1 of 2 kernel functions do not compile; decode/kernel_aicore/mul_1_aiv: ")
     assert "error: no such intrinsic" in found.said
 
 
 def test_a_compiler_that_writes_nothing_has_compiled_nothing(tool):
-    found = compiler.compiled(PROGRAMS, tool("bisheng", "true"))
+    found = rungs.compiled(PROGRAMS, tool("bisheng", "true"))
     assert (found.passed, found.said.split(";")[0]) == (False, "2 of 2 kernel functions do not compile")
 
 
 def test_a_toolkit_that_is_sourced_has_its_compiler_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert compiler.found_compiler() is None
+    assert rungs.found_compiler() is None
     (tmp_path / "compiler/ccec_compiler/bin").mkdir(parents=True)
     there = tmp_path / "compiler/ccec_compiler/bin/bisheng"
     there.touch(mode=0o755)
-    assert compiler.found_compiler() == str(there)
+    assert rungs.found_compiler() == str(there)
 
 
 def test_without_a_compiler_it_is_said_what_is_missing(monkeypatch):
-    monkeypatch.setattr(compiler, "found_compiler", lambda: None)
-    found = compiler.by_the_device(SimpleNamespace(programs=object()))
+    monkeypatch.setattr(rungs, "found_compiler", lambda: None)
+    found = rungs.by_the_device(SimpleNamespace(programs=object()))
     assert (found.passed, found.lacking) == (None, "bisheng")
     assert found.said.startswith("bisheng not found; source CANN's set_env.sh")
 
@@ -167,7 +165,7 @@ def test_decode_of_a_model_goes_through_it(tool, tmp_path):
     tool("bisheng", f'{_COMPILES}; cp "$source" "$object"')
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "num_key_value_heads": 1}
     model = write_checkpoint(tmp_path / "model", config=sizes)
-    found = compiler.by_the_device(Workbench(Request("npu", "sim", str(model)), lambda _: None))
+    found = rungs.by_the_device(Workbench(Request("npu", "sim", str(model)), lambda _: None))
     assert found.passed, found.said
     assert found.compared > 30
 

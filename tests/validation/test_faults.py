@@ -25,9 +25,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.validation.faults.base import DRIVES
-from haarkv.validation.faults.blocks import block_faults
 from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, slips
-from haarkv.validation.faults.model import forward_faults
+from haarkv.validation.faults.model import block_faults, forward_faults
 from haarkv.validation.faults.states import delta_faults, delta_layers, small_hybrid
 from haarkv.validation.faults.windows import WINDOWED, window_faults
 from haarkv.validation.layers.parts import snapshot

@@ -15,11 +15,11 @@ from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KEPT_ROOM, blocks_for
+from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
-from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
-from haarkv.validation.planning import planner
 from haarkv.validation.planning.auto import kinds
 from haarkv.validation.planning.candidates import (
     Verified,
@@ -125,8 +125,8 @@ def test_a_measurement_goes_on_from_what_was_kept(setup, monkeypatch):
     run, kept, steps = windows_of(TEXT, tokens=40), Partial(), []
     whole = measure(setup, run, ["tq2"], partial=kept, on_step=lambda *step: steps.append(step))
     assert len(steps) == 4 * len(run.windows)
-    monkeypatch.setattr(planner, "score_window", None)  # nothing is left to run
-    monkeypatch.setattr(planner, "run_span", None)
+    monkeypatch.setattr(evaluation, "score_window", None)  # nothing is left to run
+    monkeypatch.setattr(evaluation, "run_span", None)
     assert measure(setup, run, ["tq2"], partial=kept) == whole
 
 

@@ -94,11 +94,11 @@ def request_of(given: dict[str, Any], **more: Any) -> Request:
 
 def require_known(*executors: str) -> None:
     """Refuse a slip in a name before weights are made for it, or a process is started."""
-    from haarkv.executors.catalog import AUTO, default_dtype
+    from haarkv.executors.catalog import AUTO, info
 
     for name in executors:
         if name != AUTO:
-            default_dtype(name)
+            info(name)
 
 
 def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:

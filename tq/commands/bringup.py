@@ -19,7 +19,7 @@ from tq.output import print_judged, telling, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.bringup.result import Folder, Found, Result
+    from haarkv.validation.bringup.ladder import Folder, Found, Result
     from haarkv.validation.bringup.workbench import Workbench
 
 _FIRST = "environment"
@@ -61,9 +61,8 @@ def command(context: click.Context, /, **given: Any) -> int:
     """
     with unread_is_fine():
         options.set_threads(given["threads"])
-        from haarkv.validation.bringup.climb import climb, ladder
         from haarkv.validation.bringup.environment import require_executor
-        from haarkv.validation.bringup.report import REPORT, verdict
+        from haarkv.validation.bringup.ladder import REPORT, climb, ladder, verdict
 
         require_executor(given["executor"])
         out: Path = given["out"]
@@ -84,8 +83,7 @@ def command(context: click.Context, /, **given: Any) -> int:
 def _folder(path: Path, *, resume: bool) -> Folder:
     """An empty folder, or one to go on in, or one in which no more than versions were looked at: a slip in the command."""
     from haarkv.tq_ops.errors import InputError
-    from haarkv.validation.bringup.report import REPORT
-    from haarkv.validation.bringup.result import Folder
+    from haarkv.validation.bringup.ladder import REPORT, Folder
 
     if path.is_dir() and any(path.iterdir()):
         if not (path / f"{_FIRST}.json").is_file():
@@ -134,7 +132,7 @@ def _latency(bench: Workbench) -> Found:
     from haarkv.benchmarks.cases import Case
     from haarkv.benchmarks.runs import COUNTED, forward_run
     from haarkv.benchmarks.timing import Spread, take_turns
-    from haarkv.validation.bringup.result import Found
+    from haarkv.validation.bringup.ladder import Found
 
     executor = bench.executor(bench.model, next(iter(bench.plans.values())))
     facts = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
@@ -159,7 +157,7 @@ def _latency(bench: Workbench) -> Found:
 
 def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any], began: float) -> str:
     """Write the file to send home; its text."""
-    from haarkv.validation.bringup.report import REPORT, collected, report
+    from haarkv.validation.bringup.ladder import REPORT, collected, report
     from tq import __version__
 
     if not results:

@@ -17,8 +17,7 @@ from tq.output import loading, print_judged, print_table, telling, unread_is_fin
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
     from haarkv.models.text import Tokenizer
-    from haarkv.validation.fidelity.greedy_diff import Divergence, GreedyDiff, PromptDiff
-    from haarkv.validation.fidelity.scores import Candidate
+    from haarkv.validation.fidelity.greedy_diff import Candidate, Divergence, GreedyDiff, PromptDiff
 
 # Python of different lengths, since tiny was trained on Python.
 _PROMPTS = (
@@ -67,8 +66,8 @@ def command(
     with loading(model) as progress:
         from haarkv.engine.plans import worth_saying
         from haarkv.models.balance import describe
-        from haarkv.validation.fidelity.contenders import default_dtype, load_contenders, parse_contender, resolve_contenders
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
+        from haarkv.validation.fidelity.setup import default_dtype, load_contenders, parse_contender, resolve_contenders
         from tq.loading import kv_spec
 
         options.set_threads(threads)

@@ -21,7 +21,7 @@ from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
-    from haarkv.validation.fidelity.partial import Partial
+    from haarkv.validation.fidelity.scores import Partial
 
 # Width of the whole table; a narrower terminal gets it in two parts.
 _WIDTH = 120
@@ -111,19 +111,14 @@ def read_text(name: str, option: str) -> str:
 def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
     """The results that an earlier run left in the file, if any, and where this run saves its own."""
     from haarkv.tq_ops.input_files import read_file
-    from haarkv.validation.fidelity.partial import Partial
+    from haarkv.validation.fidelity.scores import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 
     if path is None:
         return Partial()
-    text = None
-    if path.exists():
-        try:
-            text = read_file(path, _MOST_RESUME).decode()
-        except UnicodeDecodeError:
-            text = ""  # refused below: not a partial result
+    content = read_file(path, _MOST_RESUME) if path.exists() else None
     caches = {name: cache_fingerprint(side) for name, side in setup.caches.items()}
-    return Partial(text, run_fingerprint(setup, plan), caches, lambda content: write_whole(path, content))
+    return Partial(content, run_fingerprint(setup, plan), caches, lambda saved: write_whole(path, saved))
 
 
 def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:

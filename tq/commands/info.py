@@ -72,7 +72,7 @@ def command(
     what does not fit; Python, torch and the tokenizer come on top.
     """
     from haarkv.engine.generation import PREFILL_CHUNK
-    from haarkv.executors.catalog import block_types, bytes_in_order, default_dtype, reads_in_place, select
+    from haarkv.executors.catalog import info, select
     from haarkv.models.catalog import DTYPES, maps_file, read_config, source_of, weights_of
     from haarkv.models.checkpoint import held_for
     from haarkv.models.footprint import random_bytes, work_bytes
@@ -86,12 +86,12 @@ def command(
     held = held_for(source, config) if source is not None and source.path.is_file() else {}
     in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
     here = select(executor, config, []).name
-    chosen = dtype or default_dtype(here)
+    chosen = dtype or info(here).dtype
     if mix is not None:
         weights, how = mixed_bytes(config, mix.lower()), f"in a file of {mix.lower()}"
     elif held:
-        weights = weights_of(model, config, chosen, keep_blocks=block_types(here), in_order=bytes_in_order(here))
-        if reads_in_place(here, None) and not maps_file(weights, None):
+        weights = weights_of(model, config, chosen, keep_blocks=info(here).block_types(), in_order=info(here).in_order)
+        if info(here).reads_in_place(None) and not maps_file(weights, None):
             weights = weights.copied()
         how = f"in memory on {here}"
     else:

@@ -99,10 +99,10 @@ def _importance(model: str, text: str, tokens: int) -> dict[str, torch.Tensor]:
     """What weights are multiplied with on a text, or on what the model writes itself."""
     import torch
 
-    from haarkv.engine.importance import importance
     from haarkv.engine.loading import load
     from haarkv.tq_ops.errors import InputError
-    from haarkv.validation.planning.own_text import write
+    from haarkv.validation.planning.common_text import write
+    from haarkv.validation.planning.moments import importance
     from tq.commands.generate import read_prompt
 
     with loading(model) as progress:

@@ -37,14 +37,14 @@ def self_test(model: str | None, dtype: str | None, threads: int | None, as_json
     # Whoever reads only the first lines still gets the exit code.
     with unread_is_fine():
         options.set_threads(threads)
-        from haarkv.executors.catalog import NAMES, block_types
-        from haarkv.validation.faults.blocks import runner_of_blocks
+        from haarkv.executors.catalog import NAMES, info
+        from haarkv.validation.faults.model import runner_of_blocks
         from haarkv.validation.faults.states import small_hybrid
         from haarkv.validation.layers.self_test import self_test, self_test_of_blocks
 
         on_row, rows = None if as_json else _show_fault, []
         if model is not None:
-            kinds = [kind for name in NAMES for kind in block_types(name)]
+            kinds = [kind for name in NAMES for kind in info(name).block_types()]
             models, prompts = _first_layers(model, dtype, kinds, _BLOCK_TOKENS)
             if runner_of_blocks(models[0]) is None:
                 raise click.UsageError(

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation.bringup.result import Found
+from haarkv.validation.bringup.ladder import Found
 
 SIMULATOR = "sim"
 """The device that needs no card."""
@@ -48,8 +48,6 @@ def environment(executor: str, device: str | None, load: Callable[[], object], a
     """Compare what is installed with what is published to work, then load torch.
 
     Args:
-        device: as the executor takes it.
-        load: imports torch.
         any_versions: versions that are not published together are named and do not fail.
     """
     installed = versions(executor)

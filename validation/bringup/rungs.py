@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -14,19 +21,22 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.npu.cpp_folder import KERNELS, written
 from haarkv.tq_ops.npu.store import StoreByProgram
+from haarkv.tq_ops.npu.versions import sourced_from
 from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.temporary import TemporaryFolder
 from haarkv.validation import Report, validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
-from haarkv.validation.bringup.result import Found
+from haarkv.validation.bringup.ladder import Found
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 from haarkv.validation.layers.report import LayerRow, Mode
-from haarkv.validation.ops.caches import CacheCase, windows_of
-from haarkv.validation.ops.cases import Store
+from haarkv.validation.ops.caches import CacheCase, Store, windows_of
 
 # -- Storing K and V ---------------------------------------------------------------------------------------------------
 # Two sequences whose tokens fill no tile, one of them behind others.
@@ -66,7 +76,6 @@ def validated(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
     """Each format's validation in one mode, up to the first that fails.
 
     Args:
-        model: the whole one, or its first layer alone.
         mode: teacher-forced, every layer is fed the reference's input and cache: who is wrong. Free-running, it is fed what
             the executor made of the layer before: how errors grow; and whole forwards run, with norm and LM head.
     """
@@ -196,3 +205,77 @@ def greedy_text(bench: Workbench) -> Found:
             return Found(False, said, compared, "positions", where, facts)
     said = f"{', '.join(bench.plans)}: the reference's tokens but for near ties, {compared} positions"
     return Found(True, said, compared, "positions", facts=facts)
+
+
+# -- The device's compiler -----------------------------------------------------------------------------------------------
+COMPILER = "bisheng"
+_PROGRAM = "decode"
+_BELOW_CANN = ("bin", "compiler/ccec_compiler/bin", "tools/bisheng_compiler/bin")
+
+
+def found_compiler() -> str | None:
+    """The device's compiler: on the path, or within the toolkit that is sourced."""
+    if found := shutil.which(COMPILER):
+        return found
+    cann = sourced_from()
+    places = [Path(cann, below, COMPILER) for below in _BELOW_CANN] if cann else []
+    return next((str(place) for place in places if os.access(place, os.X_OK)), None)
+
+
+def by_the_device(bench: Workbench) -> Found:
+    """Emit the C++ of decode's program, as `tq dev compile --cpp` does, and compile every kernel function."""
+    if bench.programs is None:
+        return Found(None, "its kernels are no programs that PyPTO emits")
+    compiler = found_compiler()
+    lacks = [tool for tool, found in ((COMPILER, compiler), ("make", shutil.which("make"))) if found is None]
+    if compiler is None or lacks:
+        return Found(
+            None, f"{' and '.join(lacks)} not found; source CANN's set_env.sh, and the C++ is compiled", lacking=lacks[0]
+        )
+    from haarkv.models.qwen3_14b.npu.compile import compile_programs
+
+    plan = next(iter(bench.plans.values()))
+    plan = replace(plan, layers=plan.layers[:1])
+    try:
+        (program,) = compile_programs(
+            bench.config.with_layers(1), (_PROGRAM,), lambda name: bench.tell(f"emitting the C++ of {name}"), plan
+        )
+    except InputError as error:
+        return Found(None, f"no C++ is emitted here: {error}", lacking="PyPTO's simulator")
+    bench.tell(f"compiling {len(program.sources)} files by {compiler}")
+    return compiled({_PROGRAM: program.sources}, compiler)
+
+
+def compiled(programs: Mapping[str, Mapping[str, str]], compiler: str) -> Found:
+    """Write the folder of some programs and compile it.
+
+    Args:
+        programs: name -> path -> source.
+    """
+    functions = sum(path.startswith(KERNELS) for sources in programs.values() for path in sources)
+    with TemporaryFolder("cpp") as folder:
+        written(folder, programs)
+        done = subprocess.run(
+            ["make", "--keep-going", f"--jobs={os.cpu_count() or 1}", f"BISHENG={compiler}", f"PYTHON={sys.executable}"],
+            cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        objects = len(list(folder.glob("*/kernel_aicore/*.o")))
+    facts = {"device's compiler": _version(compiler)}
+    if done.returncode == 0 and objects == functions:
+        said = f"{functions} kernel functions compiled by {Path(compiler).name}"
+        return Found(True, said, functions, "functions", facts=facts)
+    lines = [line.strip() for line in (*done.stderr.splitlines(), *done.stdout.splitlines()) if line.strip()]
+    wrong = re.findall(r"\*\*\* \[\S+ (\S+)\.o\]", done.stderr)
+    word = next((line for line in lines if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)), lines[0] if lines else "")
+    where = wrong[0] if wrong else _PROGRAM
+    said = f"{functions - objects} of {functions} kernel functions do not compile; {where}: {word[:200]}"
+    return Found(False, said, functions, "functions", where, facts=facts)
+
+
+def _version(compiler: str) -> str:
+    """What it says of itself, in a line."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "says no version"
+    return next(iter(done.stdout.splitlines()), "says no version").strip()[:100]

@@ -62,8 +62,6 @@ class Request:
 class Workbench:
     """Model, executors and plans of a request.
 
-    Args:
-        tell: told what is being done.
     Raises:
         InputError: no such model, executor, device or format, or they do not go together; coordinates of other weights.
     """
@@ -72,7 +70,7 @@ class Workbench:
         self.request, self.tell = request, tell
         if request.executor == ReferenceExecutor.name:
             raise InputError("the reference compared with itself proves nothing; name another --executor")
-        self.device = request.device or catalog.default_device(request.executor)
+        self.device = request.device or catalog.info(request.executor).devices[0]
         self.config = read_config(request.model, request.layers)
         for plan in self._asked.values():
             catalog.check(request.executor, self.config, plan, self.device)
@@ -106,7 +104,8 @@ class Workbench:
     @cached_property
     def programs(self) -> Runner | None:
         """What calls single programs, if the executor's kernels are programs."""
-        return catalog.open_programs(self.request.executor, self.device)
+        programs = catalog.info(self.request.executor).programs
+        return programs(self.device) if programs else None
 
     @property
     def simulated(self) -> bool:
@@ -166,7 +165,7 @@ class Workbench:
     def model(self) -> DecoderModel:
         """On the host, in a dtype that the executor and the reference both take."""
         self.tell(f"loading {self.request.model}")
-        return load_model(self.request.model, catalog.default_dtype(self.request.executor), self.request.layers)
+        return load_model(self.request.model, catalog.info(self.request.executor).dtype, self.request.layers)
 
     @cached_property
     def first_layer(self) -> DecoderModel:

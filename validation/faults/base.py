@@ -1,7 +1,7 @@
 """What a planted fault is, how it gets into the reference, and where a validation must find it.
 
 A fault changes ops of a table (`instead`), the model, or whole forwards (`Mistaken`). `ops` holds what an op may answer
-wrongly; `layer`, `model`, `windows`, `states` and `blocks` hold the faults by what can have them.
+wrongly; `layer`, `model`, `windows` and `states` hold the faults by what can have them.
 """
 
 from __future__ import annotations
@@ -102,18 +102,18 @@ class WholeLayers:
     ops = None
 
     def __init__(self, executor: Executor) -> None:
-        self.name, self.config, self.device = executor.name, executor.config, executor.device
-        self.description, self.simulated = f"{executor.description}, by whole layers", executor.simulated
-        self.compiled, self.supports, self.layers = executor.compiled, executor.supports, executor.layers
-        self.forward, self.head = executor.forward, executor.head
-        self.batches_alike, self.decode_step, self.weights = executor.batches_alike, executor.decode_step, executor.weights
-        self.blocks = executor.blocks
+        self._executor, self.description = executor, f"{executor.description}, by whole layers"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
 
-DRIVES: Mapping[str, Callable[[Executor], Executor]] = {"ops": lambda executor: executor, "layers": WholeLayers}
+DRIVES: Mapping[str, Callable[[Executor], Executor]] = {
+    "ops": lambda executor: executor, "layers": lambda executor: cast(Executor, WholeLayers(executor)),
+}  # fmt: skip
 """How an executor can be driven: its ops seen one by one, or its layers alone."""
 
 
@@ -137,7 +137,6 @@ class Fault:
     """One way of being wrong.
 
     Attributes:
-        name: what is wrong, in words.
         layer: the first layer in which it shows; None for what is around them.
         stage: the op that is wrong, as a recorded op table shows it.
         ops: what replaces the reference's ops.

@@ -134,11 +134,6 @@ def _steps(side: str, steps: int) -> Keep:
     return keep
 
 
-def _no_number(call: Call) -> Stored:
-    fields = stored(call)["k"]
-    return {"k": fields | {"scale": torch.full_like(fields["scale"], torch.nan)}}
-
-
 def _back(call: Call, side: str, head: int = 0) -> Stored:
     """One side as if it was not rotated: rotated back before it is stored."""
     return other(one_side(side, lambda x: x @ rotation_of(call).T, head))(call)

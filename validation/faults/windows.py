@@ -41,7 +41,6 @@ def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] =
     """Every one, in one layer, for a cache whose K and V are both lossy.
 
     Args:
-        layer: the one that they are put into.
         plan_has: a tail; sinks.
     """
     at, (tail, sinks) = Layer(model, layer), plan_has

@@ -30,8 +30,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.fidelity.partial import Partial
-from haarkv.validation.fidelity.scores import Scores, join, nearest_rank, score_text
+from haarkv.validation.fidelity.scores import Partial, Scores, join, nearest_rank, score_text
 
 # The fastest for the reference: a larger chunk computes more scores that the causal mask hides, a smaller one de-quantizes the
 # stored prefix more often.
@@ -108,7 +107,6 @@ class FidelityRow:
     """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
-        kv: the cache's name.
         bytes_per_token: K and V of all layers and heads, as allocated for a window: scales and tokens in BF16 included.
         bits_per_value: the same, for one number of K or V that a bf16 cache would keep.
         kl_mean, kl_median, kl_p999: of KL(bf16 || cache) in nats; the last by nearest rank.
@@ -150,7 +148,6 @@ def make_workload(
 
     Args:
         ids: the text, at least two tokens.
-        context: the model's limit.
         window: W; 1,024 or the model's context if that is less, unless given.
         tokens: score so many at most; all unless given.
         prompts: greedy prompts at most; fewer if they would overlap.
@@ -185,8 +182,6 @@ def evaluate(
     Window by window, the baseline's logits are computed once and every cache is scored against them; then all continue
     the prompts greedily.
 
-    Args:
-        partial: keeps what is done, and hands out what an earlier run has done.
     Returns:
         one row a cache, in their order.
     Raises:
@@ -194,26 +189,41 @@ def evaluate(
     """
     partial = partial or Partial()
     try:
-        scores: dict[str, list[Scores]] = {name: [] for name in setup.caches}
-        for number, window in enumerate(plan.windows):
-            exact: Exact | None = None
-            for name, side in setup.caches.items():
-                found = partial.scores(name, number, window.length)
-                if found is None:
-                    exact = exact or Exact(setup.model, setup.base, plan.fed(window), KEPT_LOGITS)
-                    found = _score_window(setup, name, side, plan, window, exact)
-                    partial.keep_scores(name, number, found)
-                scores[name].append(found)
-                on_step(f"{name}, window {number + 1} of {len(plan.windows)}", window.length)
+        scores = score_all(setup, plan, {name: (side, 0) for name, side in setup.caches.items()}, partial, on_step)
         matches = dict(_greedy(setup, plan, partial, on_step))
     finally:
         partial.flush()
     size = plan.windows[0].length
-    return [row_of(name, side, size, join(scores[name]), matches[name]) for name, side in setup.caches.items()]
+    return [row_of(name, side, size, scores[name], matches[name]) for name, side in setup.caches.items()]
+
+
+def score_all(
+    setup: Setup, plan: Workload, caches: Mapping[str, tuple[Session, int]], partial: Partial, on_step: OnStep
+) -> dict[str, Scores]:
+    """Compare the predictions of caches with the baseline's at every position of all windows.
+
+    Args:
+        caches: by name, each with the first layer in which it is not the baseline's: there it begins.
+    Raises:
+        NonFiniteError: a cache gave a logit that is not finite.
+    """
+    scores: dict[str, list[Scores]] = {name: [] for name in caches}
+    for number, window in enumerate(plan.windows):
+        exact = Exact(setup.model, setup.base, plan.fed(window), KEPT_LOGITS)
+        for name, (side, first) in caches.items():
+            found = partial.scores(name, number)
+            if found is None:
+                # The baseline as one of the caches is what it has just been.
+                own = iter(exact) if side is setup.base else logits_after(setup.model, side, exact.entering(first), first)
+                found = score_window(name, plan, window, exact, own)
+                partial.keep_scores(name, number, found)
+            scores[name].append(found)
+            on_step(f"{name}, window {number + 1} of {len(plan.windows)}", window.length)
+    return {name: join(parts) for name, parts in scores.items()}
 
 
 class Exact:
-    """The baseline's predictions of a window, computed once, whatever number of caches is scored against them.
+    """The baseline's hidden states and predictions of a window, each computed once, when it is first asked for.
 
     Args:
         tokens: [T] int64, what is fed.
@@ -222,18 +232,27 @@ class Exact:
 
     def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int) -> None:
         self._model, self._side = model, side
-        layers = range(model.config.num_layers)
-        with torch.inference_mode():
-            self._hidden = list(run_span(side, model.embed(tokens), layers))
+        self._entering = {0: model.embed(tokens)}
         self.nbytes = 4 * len(tokens) * model.config.vocab_size
-        self._kept = list(self._made()) if self.nbytes <= most else None
+        self._keeps, self._kept = self.nbytes <= most, list[Tensor]()
 
-    def _made(self) -> Iterator[Tensor]:
-        return (head_of(self._model, self._side, hidden) for hidden in self._hidden)
+    def entering(self, layer: int) -> Tensor:
+        """[T, hidden] that enters a layer; after the last one, what the head gets."""
+        if layer not in self._entering:
+            last = max(known for known in self._entering if known < layer)
+            self._entering[layer] = torch.cat(list(run_span(self._side, self._entering[last], range(last, layer))))
+        return self._entering[layer]
 
     def __iter__(self) -> Iterator[Tensor]:
         """Logits [n, vocab] fp32, chunk by chunk."""
-        return iter(self._kept) if self._kept is not None else self._made()
+        if self._kept:
+            return iter(self._kept)
+        chunks = torch.split(self.entering(self._model.config.num_layers), CHUNK)
+        logits = (head_of(self._model, self._side, hidden) for hidden in chunks)
+        if not self._keeps:
+            return logits
+        self._kept = list(logits)
+        return iter(self._kept)
 
 
 @torch.inference_mode()
@@ -251,7 +270,6 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
 
     Args:
         hidden: [T, hidden], what enters a layer; that and all later ones are run.
-        first_layer: that layer.
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
@@ -268,17 +286,10 @@ def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
         yield side.executor.layers(chunk.to(device), span, batch, cache)
 
 
-def _score_window(setup: Setup, name: str, side: Session, plan: Workload, window: Span, exact: Exact) -> Scores:
-    # The baseline as one of the caches is what it has just been.
-    own = iter(exact) if side is setup.base else logits_after(setup.model, side, setup.model.embed(plan.fed(window)))
-    return score_window(name, plan, window, exact, own)
-
-
 def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor], logits: Iterator[Tensor]) -> Scores:
     """Compare a cache's predictions with the baseline's.
 
     Args:
-        name: of the cache, for messages.
         base: the baseline's logits [n, vocab] fp32 after each token of the window, in pieces of any size.
         logits: the cache's, likewise.
     Raises:
@@ -346,7 +357,6 @@ def row_of(name: str, side: Session, tokens: int, scores: Scores, matches: Seque
 
     Args:
         tokens: of a window, for which its bytes are counted.
-        scores: of all positions.
         matches: greedy tokens that are the baseline's, by prompt.
     """
     shapes, layers = side.config.kv_shapes, side.config.num_layers

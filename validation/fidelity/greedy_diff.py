@@ -2,25 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+import statistics
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from haarkv.engine.generation import Completion
+from haarkv.engine.generation import Completion, prefill_in_chunks
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
-from haarkv.executors.base import Executor
-from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.table import OpTable
+from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
-from haarkv.validation.fidelity.contenders import Contender
-from haarkv.validation.fidelity.scores import Candidate, Fidelity, Scored, summarize, teacher_forced
+from haarkv.validation.fidelity.scores import kl_divergence, nearest_rank, require_finite
+from haarkv.validation.fidelity.setup import Contender
+from haarkv.validation.layers.trial import run_phase
 
 OnStep = Callable[[str], None]
 """Told what is being done each time a token of it is done."""
+TOP = 5
+Candidate = tuple[int, float]
+"""A token and its logit."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What A and B predict after the same tokens.
+
+    Attributes:
+        top_a, top_b: the five best candidates of each, best first; the lower id first where logits are equal.
+        kl: KL(A || B) of the next token's distributions, in nats.
+        gap_a: A's best logit less A's logit of the token that B likes best; 0 where both like the same one.
+        gap_b: B's best logit less B's logit of the token that A likes best. Together they are what B's errors of these two
+            logits come to.
+        spread: standard deviation of A's logits over the vocabulary, the unit of relative errors.
+        logit_error: the largest |A - B| of any logit.
+    """
+
+    top_a: tuple[Candidate, ...]
+    top_b: tuple[Candidate, ...]
+    kl: float
+    gap_a: float
+    gap_b: float
+    spread: float
+    logit_error: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both like the same token best."""
+        return self.top_a[0][0] == self.top_b[0][0]
+
+    @property
+    def margin(self) -> float:
+        """A's best logit less its second best; infinite if there is only one token to choose from."""
+        return self.top_a[0][1] - self.top_a[1][1] if len(self.top_a) > 1 else float("inf")
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How well B repeats A over many positions, teacher-forced.
+
+    Attributes:
+        positions: how many were scored.
+        top1_agreement: share of them at which both like the same token best.
+        kl_mean, kl_median, kl_p999: of KL(A || B) in nats. The 99.9 % figure is the smallest value that at least 99.9 % of
+            the positions do not exceed (nearest rank): with fewer than 1,000 positions, the largest.
+        logit_error: the largest |A - B| of any logit.
+        relative_logit_error: the same, each in units of its position's `spread`.
+    """
+
+    positions: int
+    top1_agreement: float
+    kl_mean: float
+    kl_median: float
+    kl_p999: float
+    logit_error: float
+    relative_logit_error: float
 
 
 @dataclass(frozen=True)
@@ -28,10 +86,8 @@ class Divergence:
     """Where a prompt's two continuations part.
 
     Attributes:
-        prompt: index of the prompt.
         position: how many new tokens are equal before it.
         token_a, token_b: what each side chose; a token that ends the text if the side ended here.
-        scored: both predictions there, after the same tokens.
         near_tie: each side's logits of the two tokens lie so close that an executor's permitted error swaps them. Never
             between formats.
     """
@@ -49,9 +105,6 @@ class PromptDiff:
     """One prompt's two continuations.
 
     Attributes:
-        prompt: its text.
-        a, b: what was generated.
-        text_a, text_b: the same as text.
         scored: both predictions after the prompt and after each of A's tokens, teacher-forced.
         divergence: None if both chose the same tokens.
     """
@@ -70,7 +123,6 @@ class GreedyDiff:
     """What `greedy_diff` returns.
 
     Attributes:
-        a, b: names of the sides.
         same_format: both store K and V alike, so that they should agree but for rounding.
         fidelity: over every position of every prompt, teacher-forced on A's tokens.
         near_ties: how many positions among them are near ties at which both like another token best. None between formats.
@@ -112,14 +164,10 @@ def greedy_diff(
     Args:
         side_a, side_b: of one model and one dtype; caches are not shared.
         dtype: the model's, which says how far two executors of one format may be apart (`bounds.EXECUTOR_LOGITS`).
-        on_step: told what is being done, once a token.
     Raises:
         InputError: a prompt that is empty or does not fit; a side that chooses other tokens when it is fed the same again.
         NonFiniteError: a side gave a logit that is not finite.
     """
-    side_a, side_b = (
-        replace(s, executor=cast(Executor, _Finite(s.executor, f"side {n}"))) for s, n in ((side_a, "A"), (side_b, "B"))
-    )
     name_a, name_b = (str(Contender(side.executor.name, side.plan.describe())) for side in (side_a, side_b))
     same_format = side_a.plan.describe() == side_b.plan.describe()
     bound = bounds.EXECUTOR_LOGITS[dtype]
@@ -193,20 +241,97 @@ def _chosen(
     )
 
 
-class _Finite:
-    """An executor whose logits are refused unless all are finite: the arg max of NaN is a token like any other."""
+# -- Two sides fed the same tokens -------------------------------------------------------------------------------------------
+def score(a: Tensor, b: Tensor) -> Scored:
+    """Compare two predictions of one position.
 
-    def __init__(self, executor: Executor, side: str) -> None:
-        self._executor, self._side = executor, side
+    The divergence is KL(A || B) of softmax(a) and softmax(b), in float64.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+    Args:
+        a, b: [vocab], any float dtype and device.
+    Raises:
+        ValueError: not one vocabulary.
+        NonFiniteError: a logit is infinite or NaN.
+    """
+    if a.shape != b.shape or a.ndim != 1:
+        raise ValueError(f"logits of one position have one shape [vocab], not {list(a.shape)} and {list(b.shape)}")
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    require_finite(a, b)
+    log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
+    top_a, top_b = _best(a), _best(b)
+    return Scored(
+        top_a=top_a,
+        top_b=top_b,
+        kl=float(kl_divergence(log_p, log_q)),
+        gap_a=top_a[0][1] - float(a[top_b[0][0]]),
+        gap_b=top_b[0][1] - float(b[top_a[0][0]]),
+        spread=float(a.std(correction=0)),
+        logit_error=float((a - b).abs().max()),
+    )
 
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
-        return None
 
-    def head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._executor.head(hidden)
-        if torch.isfinite(logits).all():
-            return logits
-        raise NonFiniteError(f"{self._side} ({self.description}) gave logits that are not finite")
+def _best(logits: Tensor) -> tuple[Candidate, ...]:
+    # Stable: the lowest id wins a tie, as when tokens are chosen.
+    order = logits.argsort(descending=True, stable=True)[:TOP]
+    return tuple((int(i), float(logits[i])) for i in order)
+
+
+def teacher_forced(
+    side_a: Session,
+    side_b: Session,
+    prompts: Sequence[Sequence[int]],
+    fed: Sequence[Sequence[int]],
+    on_position: Callable[[], None] = lambda: None,
+) -> list[list[Scored]]:
+    """Feed both sides the same prompts and tokens, each with its own cache, and compare what they predict.
+
+    The steps are generation's: all prompts prefilled together, then one decode step a token; a sequence leaves the batch
+    with its last token.
+
+    Args:
+        fed: token ids that follow each prompt, possibly none.
+    Returns:
+        for each prompt the `len(fed) + 1` positions after it and after each token that follows.
+    Raises:
+        NonFiniteError: a logit is infinite or NaN.
+    """
+    scored: list[list[Scored]] = [[] for _ in prompts]
+    for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):
+        for index, of_a, of_b in zip(rows, a, b, strict=True):
+            scored[index].append(score(of_a, of_b))
+            on_position()
+    return scored
+
+
+def _steps(
+    side: Session, prompts: Sequence[Sequence[int]], fed: Sequence[Sequence[int]]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of the sequences that still run, and their logits [R, vocab], step by step."""
+    longest = max(len(prompt) + len(tokens) for prompt, tokens in zip(prompts, fed, strict=True))
+    cache, paging = side.new_cache(len(prompts), longest)
+    sequences = [paging.add() for _ in prompts]
+    running = list(range(len(prompts)))
+    logits = prefill_in_chunks(side.executor, prompts, sequences, paging, cache)
+    for step in count():
+        yield running, logits
+        running = [index for index in running if step < len(fed[index])]
+        if not running:
+            return
+        batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
+        token_ids = torch.tensor([fed[i][step] for i in running], device=cache.device)
+        logits = run_phase(side.executor, "decode", token_ids, batch, cache)
+
+
+def summarize(scored: Sequence[Scored]) -> Fidelity:
+    """Agreement, divergence and logit errors over scored positions, at least one."""
+    kl = sorted(position.kl for position in scored)
+    return Fidelity(
+        positions=len(scored),
+        top1_agreement=sum(position.agrees for position in scored) / len(scored),
+        kl_mean=statistics.fmean(kl),
+        kl_median=statistics.median(kl),
+        kl_p999=nearest_rank(kl, 999),
+        logit_error=max(position.logit_error for position in scored),
+        # One token to choose from has no spread, and no error that could matter.
+        relative_logit_error=max(position.logit_error / (position.spread or 1.0) for position in scored),
+    )

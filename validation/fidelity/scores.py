@@ -1,83 +1,29 @@
-"""Two sides fed the same tokens: how far apart their predictions lie, position by position."""
+"""How far apart two predictions of a text lie, position by position; and what is kept of them for another run to go on."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from reprlib import repr as shown
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from haarkv.engine.generation import prefill_in_chunks
-from haarkv.engine.session import Session
-from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.validation.layers.trial import run_phase
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.input_files import parse_json
+from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.tensor_digest import digest_of
 
-TOP = 5
 # Logits that are scored at a time: float64 copies of a whole window's would take gigabytes with a large vocabulary, and larger
 # slices than this fall out of the CPU's cache.
 _SLICE = 2**17
-Candidate = tuple[int, float]
-"""A token and its logit."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What A and B predict after the same tokens.
-
-    Attributes:
-        top_a, top_b: the five best candidates of each, best first; the lower id first where logits are equal.
-        kl: KL(A || B) of the next token's distributions, in nats.
-        gap_a: A's best logit less A's logit of the token that B likes best; 0 where both like the same one.
-        gap_b: B's best logit less B's logit of the token that A likes best. Together they are what B's errors of these two
-            logits come to.
-        spread: standard deviation of A's logits over the vocabulary, the unit of relative errors.
-        logit_error: the largest |A - B| of any logit.
-    """
-
-    top_a: tuple[Candidate, ...]
-    top_b: tuple[Candidate, ...]
-    kl: float
-    gap_a: float
-    gap_b: float
-    spread: float
-    logit_error: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether both like the same token best."""
-        return self.top_a[0][0] == self.top_b[0][0]
-
-    @property
-    def margin(self) -> float:
-        """A's best logit less its second best; infinite if there is only one token to choose from."""
-        return self.top_a[0][1] - self.top_a[1][1] if len(self.top_a) > 1 else float("inf")
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """How well B repeats A over many positions, teacher-forced.
-
-    Attributes:
-        positions: how many were scored.
-        top1_agreement: share of them at which both like the same token best.
-        kl_mean, kl_median, kl_p999: of KL(A || B) in nats. The 99.9 % figure is the smallest value that at least 99.9 % of
-            the positions do not exceed (nearest rank): with fewer than 1,000 positions, the largest.
-        logit_error: the largest |A - B| of any logit.
-        relative_logit_error: the same, each in units of its position's `spread`.
-    """
-
-    positions: int
-    top1_agreement: float
-    kl_mean: float
-    kl_median: float
-    kl_p999: float
-    logit_error: float
-    relative_logit_error: float
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -95,40 +41,6 @@ def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 def nearest_rank(values: Sequence[float], permille: int) -> float:
     """The smallest of `values`, ascending and at least one, that at least so many thousandths of them do not exceed."""
     return values[-(-permille * len(values) // 1000) - 1]
-
-
-def score(a: Tensor, b: Tensor) -> Scored:
-    """Compare two predictions of one position.
-
-    The divergence is KL(A || B) of softmax(a) and softmax(b), in float64.
-
-    Args:
-        a, b: [vocab], any float dtype and device.
-    Raises:
-        ValueError: not one vocabulary.
-        NonFiniteError: a logit is infinite or NaN.
-    """
-    if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(f"logits of one position have one shape [vocab], not {list(a.shape)} and {list(b.shape)}")
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    _require_finite(a, b)
-    log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
-    top_a, top_b = _best(a), _best(b)
-    return Scored(
-        top_a=top_a,
-        top_b=top_b,
-        kl=float(kl_divergence(log_p, log_q)),
-        gap_a=top_a[0][1] - float(a[top_b[0][0]]),
-        gap_b=top_b[0][1] - float(b[top_a[0][0]]),
-        spread=float(a.std(correction=0)),
-        logit_error=float((a - b).abs().max()),
-    )
-
-
-def _best(logits: Tensor) -> tuple[Candidate, ...]:
-    # Stable: the lowest id wins a tie, as when tokens are chosen.
-    order = logits.argsort(descending=True, stable=True)[:TOP]
-    return tuple((int(i), float(logits[i])) for i in order)
 
 
 @dataclass(frozen=True)
@@ -174,14 +86,15 @@ def score_text(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
     return join([_score_slice(*part) for part in parts])
 
 
-def _require_finite(a: Tensor, b: Tensor) -> None:
+def require_finite(a: Tensor, b: Tensor) -> None:
+    """Refuse logits of two sides that are not finite, by NonFiniteError."""
     for name, logits in (("A", a), ("B", b)):
         if not torch.isfinite(torch.stack(logits.aminmax())).all():  # faster than asking each
             raise NonFiniteError(f"side {name} gave a logit that is {logits[~torch.isfinite(logits)][0].item()}")
 
 
 def _score_slice(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
-    _require_finite(a, b)
+    require_finite(a, b)
     log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
     actual = targets.unsqueeze(-1)
     return Scores(
@@ -198,64 +111,113 @@ def _first_best(logits: Tensor) -> NDArray[np.intp]:
     return best
 
 
-def teacher_forced(
-    side_a: Session,
-    side_b: Session,
-    prompts: Sequence[Sequence[int]],
-    fed: Sequence[Sequence[int]],
-    on_position: Callable[[], None] = lambda: None,
-) -> list[list[Scored]]:
-    """Feed both sides the same prompts and tokens, each with its own cache, and compare what they predict.
+# -- What is kept of a run ------------------------------------------------------------------------------------------------
+_KIND, _VERSION = "haarkv_eval", "3"
+# Rewriting a file of some megabytes after each window of each cache would cost more than the windows.
+_SAVE_EVERY_S = 10.0
+T = TypeVar("T")
 
-    The steps are generation's: all prompts prefilled together, then one decode step a token; a sequence leaves the batch
-    with its last token.
+
+class Partial:
+    """Scores of windows and greedy matches, by cache, bit for bit: what an evaluation has done so far.
 
     Args:
-        prompts: token ids of each, at least one.
-        fed: token ids that follow each prompt, possibly none.
-        on_position: called as positions are scored.
-    Returns:
-        for each prompt the `len(fed) + 1` positions after it and after each token that follows.
+        content: what an earlier run has saved; None begins anew.
+        run: what both runs must have in common, by a word for the user.
+        caches: fingerprint of each cache that this run will ask for.
+        save: takes the whole content, every ten seconds at most, and in the end.
     Raises:
-        NonFiniteError: a logit is infinite or NaN.
+        InputError: a content that is no partial result, or one of another run; it is left alone.
     """
-    scored: list[list[Scored]] = [[] for _ in prompts]
-    for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):
-        for index, of_a, of_b in zip(rows, a, b, strict=True):
-            scored[index].append(score(of_a, of_b))
-            on_position()
-    return scored
+
+    def __init__(
+        self,
+        content: bytes | None = None,
+        run: Mapping[str, str] | None = None,
+        caches: Mapping[str, str] | None = None,
+        save: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._run, self._save, self._unsaved, self._saved_at = dict(run or {}), save, False, time.monotonic()
+        self._tensors: dict[str, Tensor] = {}
+        self._caches: dict[str, dict[str, Any]] = {}
+        if content is not None:
+            self._caches, self._tensors = resumed_from(
+                content, _KIND, _VERSION, self._run, "partial result of such a run",
+                lambda metadata, tensors: (parse_json(metadata["caches"]), tensors),
+            )  # fmt: skip
+        for name, fingerprint in (caches or {}).items():
+            if self._caches.setdefault(name, {"fingerprint": fingerprint})["fingerprint"] != fingerprint:
+                raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
+
+    def scores(self, name: str, window: int) -> Scores | None:
+        """What is known of one window of a cache."""
+        found = {field.name: self._tensors.get(f"{window} {field.name} {name}") for field in fields(Scores)}
+        return None if None in found.values() else Scores(**cast(dict[str, Tensor], found))
+
+    def keep_scores(self, name: str, window: int, scores: Scores) -> None:
+        """Remember one window of a cache."""
+        self._tensors |= {f"{window} {field} {name}": tensor for field, tensor in vars(scores).items()}
+        self._changed()
+
+    def matches(self, name: str) -> list[int] | None:
+        """What is known of a cache's greedy tokens."""
+        return self._caches.get(name, {}).get("matches")
+
+    def keep_matches(self, name: str, matches: list[int]) -> None:
+        """Remember a cache's greedy matches."""
+        self._caches.setdefault(name, {})["matches"] = matches
+        self._changed()
+
+    def flush(self) -> None:
+        """Save what is not saved yet."""
+        if self._save and self._unsaved:
+            self._save(resumable(_KIND, _VERSION, self._run, self._tensors, {"caches": json.dumps(self._caches)}))
+            self._unsaved, self._saved_at = False, time.monotonic()
+
+    def _changed(self) -> None:
+        self._unsaved = True
+        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
+            self.flush()
 
 
-def _steps(
-    side: Session, prompts: Sequence[Sequence[int]], fed: Sequence[Sequence[int]]
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of the sequences that still run, and their logits [R, vocab], step by step."""
-    longest = max(len(prompt) + len(tokens) for prompt, tokens in zip(prompts, fed, strict=True))
-    cache, paging = side.new_cache(len(prompts), longest)
-    sequences = [paging.add() for _ in prompts]
-    running = list(range(len(prompts)))
-    logits = prefill_in_chunks(side.executor, prompts, sequences, paging, cache)
-    for step in count():
-        yield running, logits
-        running = [index for index in running if step < len(fed[index])]
-        if not running:
-            return
-        batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
-        token_ids = torch.tensor([fed[i][step] for i in running], device=cache.device)
-        logits = run_phase(side.executor, "decode", token_ids, batch, cache)
+def resumable(
+    kind: str, version: str, run: Mapping[str, str], tensors: Mapping[str, Tensor], about: Mapping[str, str]
+) -> bytes:
+    """The bytes of a file from which another run goes on, with a digest of all of it.
+
+    Args:
+        kind: the name of its version.
+        run: what another run must have in common with this one, by a word for the user.
+        about: what it holds beside tensors, each as JSON.
+    """
+    metadata = {kind: version, "run": json.dumps(dict(run)), **about}
+    content: bytes = save(dict(tensors), metadata | {"sha256": digest_of(tensors, metadata)})
+    return content
 
 
-def summarize(scored: Sequence[Scored]) -> Fidelity:
-    """Agreement, divergence and logit errors over scored positions, at least one."""
-    kl = sorted(position.kl for position in scored)
-    return Fidelity(
-        positions=len(scored),
-        top1_agreement=sum(position.agrees for position in scored) / len(scored),
-        kl_mean=statistics.fmean(kl),
-        kl_median=statistics.median(kl),
-        kl_p999=nearest_rank(kl, 999),
-        logit_error=max(position.logit_error for position in scored),
-        # One token to choose from has no spread, and no error that could matter.
-        relative_logit_error=max(position.logit_error / (position.spread or 1.0) for position in scored),
-    )
+def resumed_from(
+    content: bytes, kind: str, version: str, run: Mapping[str, str], what: str,
+    parse: Callable[[Mapping[str, str], dict[str, Tensor]], T],
+) -> T:  # fmt: skip
+    """What `parse` makes of the metadata and tensors of such a file.
+
+    Args:
+        what: such files are, in words.
+    Raises:
+        InputError: bytes that are none of this, or of another run, or damaged.
+    """
+    try:
+        metadata, tensors = metadata_of(content), load(content)
+        if (found := metadata[kind]) != version:
+            raise InputError(f"--resume: the file is of version {shown(found)}, not {version}; begin a new one")
+        if digest_of(tensors, {key: value for key, value in metadata.items() if key != "sha256"}) != metadata["sha256"]:
+            raise InputError("--resume: the file is damaged; begin a new one")
+        before, parsed = parse_json(metadata["run"]), parse(metadata, tensors)
+        another = next((word for word, value in run.items() if before.get(word) != value), None)
+    except InputError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"--resume: the file is no {what}; begin a new one") from None
+    if another:
+        raise InputError(f"--resume: the file was begun with another {another}; begin a new one")
+    return parsed

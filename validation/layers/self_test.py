@@ -15,9 +15,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered
-from haarkv.validation.faults.blocks import BlockFault, block_faults, runner_of_blocks
 from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, scaled_stages, slips
-from haarkv.validation.faults.model import forward_faults
+from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
 from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
 from haarkv.validation.layers.forced import Known

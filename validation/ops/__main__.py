@@ -1,9 +1,7 @@
-"""Run every op of every op table against the reference, time them, or say which table reads which cache.
+"""Run every op of every op table against the reference; exit code 1 if a case fails.
 
-python -m haarkv.validation.ops                       test all tables that run here; exit code 1 if a case fails
+python -m haarkv.validation.ops                       test all tables that run here
 python -m haarkv.validation.ops --share 2/8           the second of eight processes that share the cases
-python -m haarkv.validation.ops --mode time           milliseconds of each op, one layer of Qwen3-14B
-python -m haarkv.validation.ops --mode support        op, table, format and head_dim: yes, or why not
 
 Without an NVIDIA GPU, table `cuda` runs in Triton's interpreter where TRITON_INTERPRET=1 is set.
 """
@@ -15,13 +13,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
 
 import torch
 
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation.ops import suite
-from haarkv.validation.ops.tables import TABLES, Table
+from haarkv.validation.ops.suite import TABLES, Table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="haarkv.validation.ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mode", choices=("test", "time", "support"), default="test")
     parser.add_argument("--table", action="append", choices=[table.name for table in TABLES], help="repeatable [default: all]")
     parser.add_argument("--op", action="append", choices=OP_NAMES, help="repeatable [default: all]")
     parser.add_argument("--threads", type=int, help="CPU threads [default: torch's own]")
@@ -42,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     tables = [table for table in TABLES if not args.table or table.name in args.table]
     ops = args.op or OP_NAMES
-    if args.mode == "support":
-        return _support(tables, ops, args.json)
     here = []
     for table in tables:
         if reason := table.missing():
@@ -53,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not here:
         print("none of these tables runs here", file=sys.stderr)
         return 2
-    return _test(here, ops, args.share, args.json) if args.mode == "test" else _time(here, ops, args.json)
+    return _test(here, ops, args.share, args.json)
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -82,28 +76,6 @@ def _test(tables: Sequence[Table], ops: Sequence[str], share: tuple[int, int], a
             print(f"{table.name}: {len(chosen) - wrong} of {len(chosen)} cases pass", flush=True)
         failed += wrong
     return int(failed > 0)
-
-
-def _time(tables: Sequence[Table], ops: Sequence[str], as_json: bool) -> int:
-    for table in tables:
-        for case, ms in suite.time_ops(table):
-            if case.op in ops:
-                row = {"table": table.name, "case": str(case), "ms": round(ms, 4)}
-                print(json.dumps(row) if as_json else f"{table.name:16} {case!s:60} {ms:9.3f} ms", flush=True)
-    return 0
-
-
-def _support(tables: Sequence[Table], ops: Sequence[str], as_json: bool) -> int:
-    rows = [row for row in suite.support(tables) if row.op in ops]
-    if as_json:
-        for row in rows:
-            print(json.dumps(asdict(row)))
-        return 0
-    # Head dimensions with the same answer share a line.
-    for (op, table, kv, reason), same in groupby(rows, key=lambda row: (row.op, row.table, row.kv, row.reason)):
-        where = f"{kv} d{','.join(str(row.head_dim) for row in same)}" if kv else "any"
-        print(f"{op:16} {table:16} {where:24} {'yes' if reason is None else 'no: ' + reason}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""One case of one op: its inputs, and whether a table gets what the reference gets."""
+"""One case of one op: what comes of it beside honest runs; ops on numbers, and products with quantised blocks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -10,21 +11,77 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from haarkv.models.gguf_file import block_type_named
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.judge import stored_figures
-from haarkv.validation.layers.null import Sums, of_numbers
-from haarkv.validation.layers.parts import Stored, take
-from haarkv.validation.ops.caches import LAYER, CacheCase, cache_tensors, filled, poisoned_cache, windows_of
-from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen, same
+from haarkv.tq_ops.weight import Blocks, numbers_of
+from haarkv.validation.layers.null import RUNS, Figure, Null, Shared, Sums, by_figure, collected, drawn, honest, of_numbers
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-# -- Ops without a cache -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Finding:
+    """What came of one case.
+
+    Attributes:
+        share: how many times what honest runs of the reference allow its worst figure is.
+        fault: what else is wrong: a dtype, a shape, an input or a slot that was changed.
+    """
+
+    share: float
+    figure: str = ""
+    fault: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """NaN fails."""
+        return self.share <= 1 and self.fault is None
+
+
+def honest_runs(figures_of: Callable[[OpTable], Iterable[tuple[Figure, Tensor]]]) -> list[Sums]:
+    """The figures of honest runs of the reference.
+
+    Args:
+        figures_of: of what a table makes of a case. Products with weights in blocks round their activations.
+    """
+    shared, ops = Shared(), cast(OpTable, reference)
+    tables = (honest(ops, seed, shared, lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
+    return drawn([by_figure(figures_of(table)) for table in tables])
+
+
+def beside(
+    runs: list[Sums], figures: Iterable[tuple[Figure, Tensor]], dtype: torch.dtype, fault: str | None = None
+) -> Finding:
+    """A candidate's figures beside those of honest runs.
+
+    Args:
+        dtype: of what the op is given; in BF16 a device may round centroids to FP16.
+    """
+    excesses = Null(runs).excesses(collected(figures), dtype != torch.float32)
+    worst = max(excesses, key=excesses.__getitem__)
+    return Finding(excesses[worst], " ".join(str(part) for part in worst if part != -1), fault)
+
+
+def misshapen(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with a result's dtype or shape, in words; None if nothing is."""
+    if ours.dtype == dtype and ours.shape == expected.shape:
+        return None
+    return f"it returns {ours.dtype} {tuple(ours.shape)}, not {dtype} {tuple(expected.shape)}"
+
+
+def changed(now: tuple[Any, ...], before: tuple[Any, ...]) -> str | None:
+    """What is wrong if an op changed what it was given, in words."""
+    pairs = [(a, b) for a, b in zip(now, before, strict=True) if isinstance(a, Tensor)]
+    return None if all(same(a, b) for a, b in pairs) else "it changed its input"
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaN included."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+# -- Ops on numbers ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,7 +89,6 @@ class Plain:
     """An op without a cache, against its formula in float64.
 
     Attributes:
-        op: of `OP_NAMES`.
         shape: what the op's sizes are, in the order of its docstring.
         dtype: of the activations, and of the result where the op rounds.
         small: quick enough for an interpreter.
@@ -87,7 +143,7 @@ class Plain:
         arguments, before = self.arguments(device), self.arguments(device)
         ours, (expected, runs) = getattr(table, self.op)(*arguments), _plain(self)
         fault = misshapen(ours, expected, expected.dtype) or changed(arguments, before)
-        return _numbers(self.op, expected, ours, runs, self.dtype, fault)
+        return numbers_beside(self.op, expected, ours, runs, self.dtype, fault)
 
 
 @cache
@@ -98,7 +154,7 @@ def _plain(case: Plain) -> tuple[Tensor, list[Sums]]:
     return expected, honest_runs(lambda ops: of_numbers(case.op, expected, getattr(ops, case.op)(*arguments)))
 
 
-def _numbers(
+def numbers_beside(
     op: str, expected: Tensor, ours: Tensor, runs: list[Sums], dtype: torch.dtype, fault: str | None, heads: int = 0
 ) -> Finding:
     """The finding on an op's result."""
@@ -107,145 +163,66 @@ def _numbers(
     return beside(runs, of_numbers(op, expected, ours.cpu(), heads), dtype)
 
 
-# -- Ops over a cache ---------------------------------------------------------------------------------------------------
+# -- Products with quantised blocks -----------------------------------------------------------------------------------------
+_HALVES = {
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ4_NL": (0,),
+}  # fmt: skip
+"""Where a block's FP16 scales and minima lie; of MXFP4 its first byte is an exponent."""
+_EXPONENTS = (118, 124)
 
-_filled_once = cache(filled)
 
+@dataclass(frozen=True)
+class Product:
+    """`linear` with blocks of one type."""
 
-class _OnCache:
-    """What the two ops that use a cache share."""
-
-    cache: CacheCase
+    kind: str
+    tokens: int
+    inputs: int
+    outputs: int
     dtype: torch.dtype
-    op: ClassVar[str]
+    small: bool = True
+    op: ClassVar[str] = "linear"
+    plan: ClassVar[None] = None
+    head_dim: ClassVar[None] = None
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.cache}-{str(self.dtype).removeprefix('torch.')}"
+        sizes = f"{self.tokens}x{self.inputs}x{self.outputs}"
+        return f"{self.op}-{self.kind}-{sizes}-{str(self.dtype).removeprefix('torch.')}"
 
     @property
-    def plan(self) -> KVPlan:
-        """Of its cache."""
-        return self.cache.plan
-
-    @property
-    def head_dim(self) -> int:
-        """Of its cache."""
-        return self.cache.head_dim
-
-
-@dataclass(frozen=True)
-class Attention(_OnCache):
-    """`paged_attention` over stored codes, against the reference."""
-
-    cache: CacheCase
-    dtype: torch.dtype
-    small: bool = False
-    op: ClassVar[str] = "paged_attention"
+    def weight(self) -> Blocks:
+        """Random levels, with ordinary scales."""
+        kind, generator = block_type_named(self.kind), torch.Generator().manual_seed(4)
+        shape = self.outputs, self.inputs // kind.numbers
+        data = torch.randint(256, (*shape, kind.nbytes), dtype=torch.uint8, generator=generator)
+        for at in _HALVES.get(self.kind, ()):
+            scales = (5e-4 + 1.5e-3 * torch.rand(*shape, 1, generator=generator)).half()
+            data[..., at : at + 2] = scales.view(torch.uint8)
+        if self.kind not in _HALVES:
+            data[..., 0] = torch.randint(*_EXPONENTS, shape, dtype=torch.uint8, generator=generator)
+        return Blocks(data.view(self.outputs, -1), kind, torch.float32)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
-        cache, batch = _filled_once(self.cache, device)
-        shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
-        q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
-        return q, cache, LAYER, batch, self.cache.head_dim**-0.5
+        """x, of which one number in fifty is thirty times as large, as in hidden states; and the weight."""
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(self.tokens, self.inputs, generator=generator)
+        x *= torch.where(torch.rand(1, self.inputs, generator=generator) < 0.02, 30.0, 1.0)
+        return x.to(self.dtype).to(device), self.weight.to(device)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
-        """The output of each KV head's queries."""
-        arguments = self.arguments(device)
-        before = arguments[0].clone()
-        stored = [tensor.clone() for tensor in _tensors(arguments[1])]
-        ours, (theirs, runs) = table.paged_attention(*arguments), _attended(self)
-        fault = misshapen(ours, theirs, self.dtype) or changed(arguments[:1], (before,))
-        if any(not same(was, now) for was, now in zip(stored, _tensors(arguments[1]), strict=True)):
-            fault = "it changed the cache"
-        return _numbers(self.op, theirs, ours, runs, self.dtype, fault, self.cache.kv_heads)
+        """Against the product in float64; honest runs round x to integers, 32 numbers at a time."""
+        x, weight = self.arguments(device)
+        before = x.clone()
+        ours, (expected, runs) = table.linear(x, weight), _expected(self)
+        fault = misshapen(ours, expected, torch.float32) or changed((x,), (before,))
+        if fault is not None:
+            return Finding(math.nan, "", fault)
+        return beside(runs, of_numbers(self.op, expected, ours.cpu()), torch.float32)
 
 
 @cache
-def _attended(case: Attention) -> tuple[Tensor, list[Sums]]:
-    arguments, heads = case.arguments(torch.device("cpu")), case.cache.kv_heads
-    expected = reference.paged_attention(*arguments)
-    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, ops.paged_attention(*arguments), heads))
-
-
-@dataclass(frozen=True)
-class Store(_OnCache):
-    """`store_kv` of new tokens into an untouched cache, against the reference."""
-
-    cache: CacheCase
-    dtype: torch.dtype = FP32
-    small: bool = False
-    op: ClassVar[str] = "store_kv"
-
-    def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones, one along an axis and a mean that was learned.
-
-        Tokens before the new ones have their slots, in which nothing is.
-        """
-        cache = poisoned_cache(self.cache, device)
-        order = list(reversed(range(cache.num_blocks)))
-        paging = PagedSequences(cache.num_blocks, self.cache.block_size, order=order, num_rows=cache.num_rows)
-        ids = [paging.add() for _ in (0, *self.cache.new)][:0:-1]
-        if older := [(one, tokens) for one, tokens in zip(ids, self.cache.stored, strict=True) if tokens]:
-            paging.batch(*zip(*older, strict=True))
-        batch = paging.batch(ids, self.cache.new)
-        k, v = self.cache.vectors(len(batch.positions), torch.Generator().manual_seed(2))
-        k[0, 0] = 0.0
-        v[0, 0] *= 1e-12  # its scale is below FP16
-        v[-1, 0] = 0.0
-        v[-1, 0, 3] = -2.5
-        if learned := self.cache.calibration:
-            k[-1, -1] = learned.k[LAYER].mean[-1]
-        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache, LAYER, batch.to(device)
-
-    def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Levels and lengths by KV head, what stays in BF16, and slots that must not change."""
-        arguments, before = self.arguments(device), self.arguments(device)
-        theirs, runs = _stored(self)
-        table.store_kv(*arguments)
-        fault = changed(arguments[:2], before[:2])
-        batch = arguments[4].to("cpu")
-        untouched = [_untouched(made, batch) for made in (arguments[2], before[2])]
-        if any(not same(a, b) for a, b in zip(*untouched, strict=True)):
-            fault = fault or "it changed a slot of no token"
-        cache, ours = poisoned_cache(self.cache), take(arguments[2], LAYER, arguments[4])
-        kept = [name for name in theirs if name not in ("k", "v")]
-        if any(not same(ours[name]["data"], theirs[name]["data"]) for name in kept):
-            fault = fault or "it does not keep the same in BF16"
-        figures = stored_figures(cache, LAYER, batch, theirs, ours, before[:2])
-        return beside(runs, figures, self.dtype, fault)
-
-
-@cache
-def _stored(case: Store) -> tuple[Stored, list[Sums]]:
-    """What the reference stores, and the figures of honest runs."""
-
-    def stored_by(ops: OpTable) -> Stored:
-        arguments = case.arguments(torch.device("cpu"))
-        ops.store_kv(*arguments)
-        return take(arguments[2], LAYER, arguments[4])
-
-    expected, (k, v, cache, _, batch) = stored_by(cast(OpTable, reference)), case.arguments(torch.device("cpu"))
-    return expected, honest_runs(lambda ops: stored_figures(cache, LAYER, batch, expected, stored_by(ops), (k, v)))
-
-
-def _tensors(made: PagedKVCache) -> list[Tensor]:
-    """Whatever a cache holds."""
-    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
-
-
-def _places(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
-    """The block of each new token, and its place there."""
-    return batch.slot_mapping // block_size, batch.slot_mapping % block_size
-
-
-def _untouched(made: PagedKVCache, batch: Batch) -> list[Tensor]:
-    """Whatever a cache holds outside the slots of a batch."""
-    parts = []
-    for layer, _, _, tensor in cache_tensors(made):
-        outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
-        if layer == LAYER:
-            block, place = _places(batch, made.block_size)
-            outside[block, :, place] = False
-        parts.append(tensor.cpu()[outside])
-    return parts
+def _expected(case: Product) -> tuple[Tensor, list[Sums]]:
+    x, weight = case.arguments(torch.device("cpu"))
+    expected = (x.double() @ numbers_of(weight).double().T).float()
+    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, ops.linear(x.float(), weight)))

@@ -21,7 +21,7 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.judge import Values
 from haarkv.validation.layers.null import Sums, of_numbers
 from haarkv.validation.ops.caches import LAYER
-from haarkv.validation.ops.finding import Finding, beside, changed, honest_runs, misshapen
+from haarkv.validation.ops.cases import Finding, beside, changed, honest_runs, misshapen
 
 _VERSIONS = 4
 

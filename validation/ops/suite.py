@@ -1,27 +1,115 @@
-"""The cases of the contract, and what runs them: test, time, support."""
+"""The op tables of this project and which caches each reads; the cases of the contract, and what runs them."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import cast
 
 import torch
 
-from haarkv.tq_ops import formats
+from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.cpu import layout as cpu_layout
+from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.cuda import layout as cuda_layout
+from haarkv.tq_ops.cuda.available import unavailable
+from haarkv.tq_ops.cuda.block_planes import PLANES
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.learned import COLUMNS
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation.ops.blocks import Product
-from haarkv.validation.ops.caches import CacheCase
-from haarkv.validation.ops.cases import BF16, FP32, Attention, Plain, Store
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.table import OP_NAMES, OpTable
+from haarkv.validation.ops.caches import Attention, CacheCase, Store
+from haarkv.validation.ops.cases import BF16, FP32, Finding, Plain, Product
 from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.finding import Finding
-from haarkv.validation.ops.tables import REFERENCE, Table
 
+
+# -- Op tables -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Table:
+    """One op table.
+
+    Attributes:
+        interpreted: it runs, but slowly: in Triton's interpreter.
+        missing: None, or why it cannot run here.
+        open: the table itself, where it can run.
+        reads: None, or why it cannot read a cache of this plan and shape.
+        blocks: types of quantised blocks, by name, that cases multiply with; the interpreter of `cuda` would take minutes.
+    """
+
+    name: str
+    device: torch.device
+    interpreted: bool
+    missing: Callable[[], str | None]
+    open: Callable[[], OpTable]
+    reads: Callable[[KVPlan, KVShape], str | None]
+    blocks: tuple[str, ...] = ()
+
+    def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
+        """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
+        try:
+            described = [kv_format.description(head_dim) for kv_format in plan.formats]
+            # Learned coordinates are of as many KV heads as they were learned of.
+            heads = {found.transform.heads for found in described if found} - {None}
+            shape = KVShape(next(iter(heads), None) or 1, head_dim)
+            plan.require_layout(shape)
+        except InputError as error:
+            return str(error)
+        return self.reads(plan, shape)
+
+
+def _reference() -> OpTable:
+    return cast(OpTable, reference)
+
+
+def _cuda() -> OpTable:
+    from haarkv.tq_ops.cuda import ops
+
+    return cast(OpTable, ops)
+
+
+@cache
+def _cpu(isa: str) -> OpTable:
+    from haarkv.tq_ops.cpu.ops import CpuOps
+
+    return CpuOps(isa)
+
+
+def _no_isa(isa: str) -> str | None:
+    try:
+        return None if isa in library.isas() else f"this CPU has no {isa}"
+    except library.KernelsMissingError as error:
+        return str(error)
+
+
+_HOST = torch.device("cpu")
+_GPU = torch.cuda.is_available()
+REFERENCE = Table("reference", _HOST, False, lambda: None, _reference, lambda _plan, _shape: None, library.BLOCKS)
+CPU = tuple(
+    Table(
+        f"cpu-{isa}", _HOST, False, partial(_no_isa, isa), partial(_cpu, isa), partial(unsupported, cpu_layout.READS),
+        library.BLOCKS,
+    )
+    for isa in library.ISAS
+)  # fmt: skip
+CUDA = Table(
+    "cuda",
+    torch.device("cuda") if _GPU else _HOST,
+    not _GPU,
+    unavailable,
+    _cuda,
+    partial(unsupported, cuda_layout.READS),
+    tuple(PLANES) if _GPU else (),
+)
+TABLES = (REFERENCE, *CPU, CUDA)
+"""Every op table, the reference first."""
+
+
+# -- Cases ---------------------------------------------------------------------------------------------------------------
 HEAD_DIMS = (64, 128, 256)
-"""For which support is asked, and every format that a table reads is run."""
+"""In which every format that a table reads is run."""
 
 # Rows and numbers left over of what a kernel reads at once, an odd one too, one item and many.
 _PLAIN = {
@@ -151,7 +239,6 @@ SMALL_STORES = (
     # Both sides of the border of a stretch.
     CacheCase("k=lr4,v=tq3", 64, 1, 2, 16, (1022,), (4,)),
 )
-_PACKED = ("tq4", "k=lr4,v=tq3")
 
 
 # One token and few, which meet each row as it is unpacked, and many, over which panels pass; groups of blocks cut short.
@@ -165,17 +252,6 @@ def block_cases(table: Table) -> Iterator[OpCase]:
     for kind in table.blocks:
         for sizes in _PRODUCTS:
             yield from (Product(kind, *sizes, dtype) for dtype in (FP32, BF16))
-
-
-def timed_cases() -> Iterator[OpCase]:
-    """One layer of Qwen3-14B at batch 1: a decode step, then 64 new tokens of a prompt."""
-    for tokens in (1, 64):
-        yield Plain("rms_norm", (tokens, 5120), BF16)
-        yield Plain("linear", (tokens, 5120, 5120), BF16)
-        yield Plain("rope", (tokens, 40, 128), FP32)
-        yield Plain("silu_mul", (tokens, 17408), BF16)
-        yield from (Store(CacheCase(kv, 128, 5, 8, 128, (0,), (tokens,))) for kv in _PACKED)
-        yield from (Attention(CacheCase(kv, 128, 5, 8, 128, (4096,), (tokens,)), BF16) for kv in _PACKED)
 
 
 def named_cases() -> Iterator[OpCase]:
@@ -221,48 +297,3 @@ def run(table: Table, chosen: Sequence[OpCase] | None = None) -> Iterator[tuple[
     made = table.open()
     for case in cases(table) if chosen is None else chosen:
         yield case, case.check(made, table.device)
-
-
-def time_ops(table: Table, repeats: int = 7) -> Iterator[tuple[OpCase, float]]:
-    """Median milliseconds of every op, warm, in the shapes of one layer of Qwen3-14B."""
-    made = table.open()
-    for case in timed_cases():
-        if case.plan is not None and case.head_dim is not None and table.unsupported(case.plan, case.head_dim):
-            continue
-        arguments, op, seconds = case.arguments(table.device), getattr(made, case.op), []
-        for turn in range(-2, repeats):
-            began = time.perf_counter()
-            op(*arguments)
-            if table.device.type == "cuda":
-                torch.cuda.synchronize(table.device)
-            if turn >= 0:
-                seconds.append(time.perf_counter() - began)
-        yield case, 1e3 * statistics.median(seconds)
-
-
-@dataclass(frozen=True)
-class Support:
-    """Whether a table runs an op on a cache of one format.
-
-    Attributes:
-        kv, head_dim: None for an op that reads no cache.
-        reason: None if it does, or why not.
-    """
-
-    table: str
-    op: str
-    kv: str | None
-    head_dim: int | None
-    reason: str | None
-
-
-def support(tables: Sequence[Table]) -> Iterator[Support]:
-    """Every op by table, format and head_dim."""
-    for table in tables:
-        for op in OP_NAMES:
-            if op not in ("store_kv", "paged_attention"):
-                yield Support(table.name, op, None, None, None)
-                continue
-            for kv in formats.names():
-                for head_dim in HEAD_DIMS:
-                    yield Support(table.name, op, kv, head_dim, table.unsupported(KVSpec(kv).plan(1), head_dim))

@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import misfit
 from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
-from haarkv.validation.planning.calibrate import Subject, load_subject
+from haarkv.validation.planning.calibrate import Subject
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
 from haarkv.validation.planning.common_text import common_text, prose
 from haarkv.validation.planning.estimates import Judge, Probes, Whole, in_larger_chunks
@@ -89,12 +88,10 @@ class Chosen:
 
     Attributes:
         spec: the cache, with what was learned.
-        config: of the model.
         file: the same as a calibration file keeps it.
         costs: what each format was taken to cost at each place, in nats a token.
         rows: of every cache that was judged, one after the other, each of the text that it loses most on.
         row: of the chosen one, named by that text.
-        loss: the bound.
         seconds: of learning, of probing and of judging.
     """
 
@@ -135,9 +132,6 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     """Choose a cache for a model.
 
     Args:
-        subject: the model.
-        loss: mean KL in nats a token that it may lose.
-        names: of the formats that may be chosen.
         on_step: told what has been done, and how many tokens it took, counted once in each layer that they went through.
     Raises:
         InputError: a bound that is none.
@@ -330,20 +324,3 @@ def steps(model: str, num_layers: int | None = None) -> int:
         probes = len(alike) * KINDS_PROBED_BY * layers
     judged = 1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (alike is not None)
     return layers * LEARNED_FROM + probes + judged * len(TEXTS) * JUDGED_BY * layers
-
-
-def choose_for(
-    model: str,
-    *,
-    loss: float = LOSS,
-    on_step: Callable[[str, int], None] = lambda *_: None,
-    names: Names = FORMATS,
-    **how: Any,
-) -> Chosen:
-    """Load a model and choose its cache.
-
-    Args:
-        model, how: as `calibrate.load_subject` takes them.
-        loss, on_step, names: as in `choose`.
-    """
-    return choose(load_subject(model, **how), loss, on_step, names)

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis, expected_cost, learn
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.engine.session import Session
-from haarkv.executors.catalog import AUTO, block_types, check, create, default_dtype, select
+from haarkv.executors.catalog import AUTO, check, create, info, select
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -42,11 +40,10 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
-from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
+from haarkv.validation.fidelity.scores import resumable, resumed_from
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.moments import Recorded, Sums, recording
 
@@ -73,12 +70,9 @@ def learn_model(
     The forward is the model's own, with K and V in bf16, each window from an empty cache.
 
     Args:
-        model: where `ops` work.
         ops: the table that runs the layers; it must take a bf16 cache.
         windows: token ids [n] int64 of each window to learn from, at least one.
         held_back: the same, of windows to judge by; may be none, and then no fit is known (NaN).
-        learning: what an earlier run has done with the same model and windows.
-        save: called after each layer.
     Raises:
         NonFiniteError: a key or a query is not finite, with the layer.
     """
@@ -119,8 +113,6 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
 def basis_of(sums: Sums, layer: int, turns: Turns | None) -> Basis:
     """The coordinates of a layer's keys, from its sums.
 
-    Args:
-        turns: by which they were added up.
     Raises:
         NonFiniteError: a sum is not finite.
     """
@@ -152,8 +144,6 @@ class Subject:
     Attributes:
         model: where `ops` work.
         ops: the executor's op table, with the reference's cache ops where it has no bf16 cache of its own.
-        fingerprint: of the weights.
-        executor, device: what runs it.
     """
 
     name: str
@@ -232,7 +222,7 @@ def load_subject(
         check(name, config, bf16, device)
     except InputError:
         plan = tq4
-    loaded = load_model(model, dtype or default_dtype(name), layers, progress, keep_blocks=block_types(name))
+    loaded = load_model(model, dtype or info(name).dtype, layers, progress, keep_blocks=info(name).block_types())
     runner = create(name, loaded, plan, device)
     if runner.ops is None:
         raise InputError(
@@ -246,7 +236,7 @@ def load_subject(
 
 
 # -- As a file to go on from -------------------------------------------------------------------------------------------
-_VERSION = "5"
+_KIND, _VERSION = "haarkv_calibrating", "5"
 
 
 @dataclass
@@ -277,9 +267,7 @@ def saved(learning: Learning, run: Mapping[str, str]) -> bytes:
     }
     if learning.hidden is not None:
         tensors["hidden"] = learning.hidden.contiguous()
-    metadata = {"haarkv_calibrating": _VERSION, "run": json.dumps(dict(run)), "fits": json.dumps(learning.fits)}
-    content: bytes = save(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
-    return content
+    return resumable(_KIND, _VERSION, run, tensors, {"fits": json.dumps(learning.fits)})
 
 
 def resumed(content: bytes, run: Mapping[str, str]) -> Learning:
@@ -288,24 +276,12 @@ def resumed(content: bytes, run: Mapping[str, str]) -> Learning:
     Raises:
         InputError: bytes that are none of this, or of another run, or damaged.
     """
-    try:
-        metadata, tensors = metadata_of(content), load(content)
-        version = metadata["haarkv_calibrating"]
-        if version != _VERSION:
-            raise InputError(f"--resume: the file is of version {version}, not {_VERSION}; begin a new one")
-        if digest_of(tensors, {key: value for key, value in metadata.items() if key != "sha256"}) != metadata["sha256"]:
-            raise InputError("--resume: the file is damaged; begin a new one")
-        before = parse_json(metadata["run"])
+
+    def parse(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Learning:
         fits = [float(fit) for fit in parse_json(metadata["fits"])]
         layers = [
             Basis(**{part.name: tensors[f"{layer}.{part.name}"] for part in fields(Basis)}) for layer in range(len(fits))
         ]
-        hidden = tensors["hidden"]
-    except InputError:
-        raise
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
-        raise InputError("--resume: the file is no half-done calibration; begin a new one") from None
-    for what, value in run.items():
-        if before.get(what) != value:
-            raise InputError(f"--resume: the file was begun with another {what}; begin a new one")
-    return Learning(layers, fits, hidden)
+        return Learning(layers, fits, tensors["hidden"])
+
+    return resumed_from(content, _KIND, _VERSION, run, "half-done calibration", parse)

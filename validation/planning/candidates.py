@@ -16,7 +16,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
-from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import Partial
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format a number of bits, so that no place is given the luckier of two equals."""
@@ -53,8 +53,6 @@ def everywhere(name: str) -> str:
 def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calibration | None = None) -> None:
     """Refuse candidates that the model does not take, or that store no token by itself.
 
-    Args:
-        learned: what `lrB` takes its coordinates from.
     Raises:
         InputError: naming the format.
     """
@@ -72,11 +70,7 @@ def bits_per_value(kv: KVPlan, config: ModelConfig, context: int) -> float:
 
 
 def size_of(kv: KVPlan, place: Place, shapes: Shapes, context: int, ring_chunk: int = RING_CHUNK) -> int:
-    """Bytes of one place for one sequence, in its window's ring if it has one, its tail and sinks included.
-
-    Args:
-        ring_chunk: of the whole cache, as `KVPlan.ring_chunk` has it.
-    """
+    """Bytes of one place for one sequence, in its window's ring if it has one, its tail and sinks included."""
     layer, side = place
     kv_format, shape, blocks = kv.layers[layer][side == "v"], each(shapes, len(kv.layers))[layer], blocks_for(context)
     assert shape is not None, "a place is of a layer that has K and V"
@@ -87,11 +81,7 @@ def size_of(kv: KVPlan, place: Place, shapes: Shapes, context: int, ring_chunk: 
 
 
 def with_format(plan: KVPlan, place: Place, name: str, learned: Calibration | None = None) -> KVPlan:
-    """A plan with another format at one place.
-
-    Args:
-        learned: what `lrB` takes its coordinates from.
-    """
+    """A plan with another format at one place."""
     (layer, side), layers = place, list(plan.layers)
     k_format, v_format = layers[layer]
     kv_format = formats.get(name, side, learned)
@@ -122,10 +112,8 @@ class Verified:
     """A plan on a text that it was not chosen by.
 
     Attributes:
-        plan: the plan's row.
         rivals: rows of the uniform candidates next to it in size, fewer bytes first.
         nearer: for each rival, in how many windows the plan's mean KL is the lower one.
-        tokens, windows: how many of each were scored.
     """
 
     plan: FidelityRow
@@ -167,9 +155,6 @@ def verify(
 ) -> Verified:
     """A plan and its rivals on a text that it was not chosen by.
 
-    Args:
-        unseen: the text, in windows of the context.
-        rivals: as `rivals_of` names them.
     Raises:
         NonFiniteError: a cache gave a logit that is not finite.
     """
@@ -178,7 +163,7 @@ def verify(
     chosen, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
 
     def window_means(name: str) -> list[float]:
-        found = (partial.scores(name, number, window.length) for number, window in enumerate(unseen.windows))
+        found = (partial.scores(name, number) for number in range(len(unseen.windows)))
         return [scores.kl.mean().item() for scores in found if scores]
 
     means = window_means(PLAN)

@@ -13,17 +13,20 @@ than on real text.
 from __future__ import annotations
 
 import pydoc_data.topics
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from haarkv.engine.generation import generate
+from haarkv.engine.sampling import Sampling
+from haarkv.engine.session import Session
 from haarkv.models.text import Tokenizer
 
 
 def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
-    """The first token ids of the reference, longest chapters first; where it has fewer, all.
-
-    Args:
-        tokens: how many at most.
-    """
+    """The first token ids of the reference, longest chapters first; where it has fewer, all."""
     chapters = sorted(pydoc_data.topics.topics.values(), key=len, reverse=True)
     found: list[int] = []
     for chapter in chapters:
@@ -36,3 +39,42 @@ def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
 def prose(tokenizer: Tokenizer) -> list[int]:
     """Token ids of the prose, some 1,800 with a vocabulary of a large model."""
     return tokenizer.encode((Path(__file__).parent / "prose.txt").read_text(encoding="utf-8"))
+
+
+# -- What a model writes itself ------------------------------------------------------------------------------------------
+SEQUENCES = 16
+"""Written side by side: a step of so many costs little more than one of a single sequence."""
+
+
+def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[str, int], None] = lambda *_: None) -> Tensor:
+    """Token ids [n] int64 of several texts, one after the other, each from the model's start token.
+
+    They do not stop where a text ends: what a model writes behind that is its own as well.
+
+    Args:
+        session: a model with a cache that loses nothing.
+        tokens: how many at least, start tokens among them.
+    """
+    length = max(1, min(-(-tokens // SEQUENCES) - 1, session.config.max_position_embeddings - 1))
+    start, found = start_token(session.tokenizer), list[Tensor]()
+    while sum(map(len, found)) < tokens:
+        prompts = [[start]] * SEQUENCES
+        cache, paging = session.new_cache(SEQUENCES, length + 1)
+
+        def stepped(index: int, _token: int) -> None:
+            if index == SEQUENCES - 1:
+                on_step("a text of its own", SEQUENCES)
+
+        texts, _ = generate(
+            session.executor, cache, paging, prompts, max_new_tokens=length, max_context=length + 1,
+            sampling=Sampling(temperature=1.0, seed=seed), on_token=stepped, unused_ids=session.tokenizer.unused_ids,
+        )  # fmt: skip
+        found += [torch.tensor([start, *text.token_ids]) for text in texts]
+        seed += SEQUENCES
+    return torch.cat(found)[:tokens]
+
+
+def start_token(tokenizer: Tokenizer) -> int:
+    """What a model's texts begin with: its BOS token, or the one that ends a text and so stands before the next."""
+    begins = tokenizer.encode("")
+    return begins[0] if begins else next(iter(tokenizer.eos_token_ids), 0)

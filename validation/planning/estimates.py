@@ -62,9 +62,7 @@ class Estimator:
 
     Args:
         model: whose final norm and head make logits.
-        side: the baseline, whose op table runs the norm.
         hidden: [n, hidden] of the baseline after all layers.
-        seed: of the drawn tokens.
     """
 
     def __init__(self, model: DecoderModel, side: Session, hidden: Tensor, seed: int = 0) -> None:
@@ -101,7 +99,6 @@ class Probes:
     layers behind it run over the other tokens alone, in the one bf16 cache whose first block stays as it is.
 
     Args:
-        model: of the baseline.
         base: bf16 in all places, with the tail and the sinks of the caches to choose from.
         tokens: [T] int64, an empty cache's text.
     """
@@ -125,9 +122,6 @@ class Probes:
     def cost(self, place: Place, name: str, learned: Calibration | None = None) -> float:
         """Mean KL in nats a token behind those that every query sees in BF16.
 
-        Args:
-            name: of a format.
-            learned: what `lrB` takes its coordinates from.
         Raises:
             InputError: the executor cannot run it.
         """
@@ -159,12 +153,10 @@ class Whole:
     """What whole caches lose on one window of text.
 
     Args:
-        model, base: the baseline.
         text: [T + 1] int64, the window and the token behind it.
         first: the first position that counts; at least one does.
         every: one of so many positions is looked at where a loss is estimated.
     Attributes:
-        tokens: T.
         hidden: of each cache that was run, by its plan: [T, hidden] after all layers; of the baseline by its own.
     """
 
@@ -202,9 +194,7 @@ class Judge:
     The first cache is run on all of them. A text on which it loses less than `share` of the most is not asked again.
 
     Args:
-        texts: by name.
         share: of the loss on the worst text.
-        on_step: told what has been done, and how many tokens it took, counted once in each layer.
     """
 
     def __init__(self, texts: Mapping[str, Whole], share: float, on_step: Callable[[str, int], None], layers: int) -> None:

@@ -1,16 +1,21 @@
-"""What a layer's coordinates are learned from: second moments of queries and keys, added up as tokens go by."""
+"""What weights are learned or quantised by: second moments of queries and keys, and of what matrices are multiplied with."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import tempered
+from haarkv.engine.session import Session
+from haarkv.models.weights import TensorNames
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import STRETCH, Turns
-from haarkv.tq_ops.table import OpTable
+from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.record import watched
 
 _TINY = 1e-300
@@ -126,7 +131,6 @@ class Sums:
     not decide where all others are stored finely. For those lengths the metric of the first window does.
 
     Attributes:
-        tokens: that were added.
         q, k: moments of queries and keys; all count alike.
         unit: moments of the keys of length 1.
     """
@@ -145,9 +149,7 @@ class Sums:
         for lies near.
 
         Args:
-            window: what was recorded of it.
             turns: of the layer's keys; None to take keys and queries where they stand.
-            context: tokens of a sequence.
         """
         keys, queries = window.of_stretches(turns)
         q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
@@ -188,3 +190,48 @@ def _shifts(tokens: int, context: int) -> Tensor:
 def recording(ops: OpTable, window: Recorded) -> OpTable:
     """An op table that keeps what the cache and attention are given."""
     return watched(ops, window.add_kv, window.add_q)
+
+
+# -- Of any matrix's inputs ----------------------------------------------------------------------------------------------
+_OF_HEAD = 32
+"""Tokens of a window whose logits are computed: what the head sees is collected from them."""
+
+
+def importance(
+    session: Session, windows: Sequence[Tensor], on_step: Callable[[str, int], object] = lambda *_: None
+) -> dict[str, Tensor]:
+    """Mean squares of the inputs of every matrix, by Hugging Face's names: [in] fp32.
+
+    If columns of the input are uncorrelated, a product's mean squared error is the sum over columns of error^2 times this.
+
+    Args:
+        session: a model whose weights are as they were read (`balance=False`), on an executor that runs op by op.
+        windows: token ids [n] int64 of each, at least one.
+    Raises:
+        InputError: the executor does not run op by op.
+    """
+    executor = session.executor
+    if executor.ops is None:
+        raise InputError(f"executor {executor.name} does not run op by op; take cpu or reference")
+    names = TensorNames(executor.weights.named())
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def looking(ops: OpTable) -> OpTable:
+        def linear(x: Tensor, weight: Weight) -> Tensor:
+            if (name := names.of(weight)) is not None and len(x):
+                squares = x.double().square().sum(0)
+                sums[name] = sums[name] + squares if name in sums else squares
+                counts[name] = counts.get(name, 0) + len(x)
+            return ops.linear(x, weight)
+
+        return with_ops(ops, {"linear": linear})
+
+    watched = executor.over(looking)
+    assert watched is not None  # who has ops can be looked at
+    for window in windows:
+        cache, paging = session.new_cache(1, len(window))
+        hidden = watched.forward(window, paging.batch([paging.add()], [len(window)]), cache)
+        watched.head(hidden[-_OF_HEAD:])
+        on_step("a window", len(window))
+    return {name: (total / counts[name]).float() for name, total in sums.items()}

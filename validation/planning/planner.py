@@ -13,12 +13,10 @@ nothing else is made of it. benchmarks/LOG.md says how far it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from haarkv.engine.session import Session
 from haarkv.models.config import ModelConfig
@@ -30,15 +28,11 @@ from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
     OnStep,
     Setup,
-    Span,
     Workload,
     evaluate,
-    head_of,
-    logits_after,
-    run_span,
-    score_window,
+    score_all,
 )
-from haarkv.validation.fidelity.partial import Partial
+from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.planning.candidates import (
     Candidates,
     Costs,
@@ -93,63 +87,24 @@ def measure(
 
     Args:
         calibration: the text and its windows; greedy prompts are not run.
-        candidates: names of formats.
-        learned: what `lrB` takes its coordinates from.
-        partial: keeps the scores of every window, and hands out what an earlier run has kept.
     Returns:
         nats a token, in the order of the places and candidates.
     Raises:
         NonFiniteError: a cache gave a logit that is not finite.
     """
     partial = partial or Partial()
-    caches, windows = changed_caches(setup.base, candidates, learned), calibration.windows
-    divergences: dict[str, list[Tensor]] = {name: [] for name in caches}
+    caches = changed_caches(setup.base, candidates, learned)
     try:
-        for number, window in enumerate(windows):
-            entering = _Entering(setup, calibration, window)
-            for cache, ((layer, _), _, side) in caches.items():
-                found = partial.scores(cache, number, window.length)
-                if found is None:
-                    found = score_window(cache, calibration, window, [entering.base], entering.logits(side, layer))
-                    partial.keep_scores(cache, number, found)
-                divergences[cache].append(found.kl)
-                on_step(f"{cache}, window {number + 1} of {len(windows)}", window.length)
+        begins = {name: (side, place[0]) for name, (place, _, side) in caches.items()}
+        scores = score_all(setup, calibration, begins, partial, on_step)
     finally:
         partial.flush()
     costs: dict[Place, dict[str, float]] = {
         place: dict.fromkeys(at(place[1], candidates), 0.0) for place in places(setup.base.config)
     }
     for cache, (place, name, _) in caches.items():
-        costs[place][name] = math.fsum(torch.cat(divergences[cache]).tolist()) / calibration.scored
+        costs[place][name] = math.fsum(scores[cache].kl.tolist()) / calibration.scored
     return costs
-
-
-class _Entering:
-    """What enters every layer in one window of the baseline, and its logits; computed when first asked for."""
-
-    def __init__(self, setup: Setup, calibration: Workload, window: Span) -> None:
-        self._setup, self._hidden = setup, [setup.model.embed(calibration.fed(window))]
-        self._base: Tensor | None = None
-
-    def _at(self, layer: int) -> Tensor:
-        """[T, hidden] that enters a layer; after the last one, what the head gets."""
-        while len(self._hidden) <= layer:
-            last = len(self._hidden) - 1
-            pieces = run_span(self._setup.base, self._hidden[last], range(last, last + 1))
-            self._hidden.append(torch.cat(list(pieces)))
-        return self._hidden[layer]
-
-    @property
-    def base(self) -> Tensor:
-        """The baseline's logits [length, vocab] fp32."""
-        if self._base is None:
-            model = self._setup.model
-            self._base = head_of(model, self._setup.base, self._at(model.config.num_layers))
-        return self._base
-
-    def logits(self, side: Session, layer: int) -> Iterator[Tensor]:
-        """Logits in pieces, of a cache that is the baseline's in the layers before this one."""
-        return logits_after(self._setup.model, side, self._at(layer), layer)
 
 
 # -- Choosing -------------------------------------------------------------------------------------------------------------
@@ -170,10 +125,7 @@ def choose(
 
     Args:
         budget: bits a value, all included.
-        tail: tokens that stay in BF16; 0 for none.
         context: tokens of a sequence, over which the tail's bytes are spread.
-        sink: first tokens that stay in BF16.
-        learned: what `lrB` takes its coordinates from.
         alike: places that take one format; all of `costs`, each once. Without it each place has its own.
     Returns:
         None if not even the smallest candidates fit.

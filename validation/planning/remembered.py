@@ -32,10 +32,10 @@ from haarkv.validation.planning.auto import (
     PROBED_BY,
     TAILS,
     Chosen,
-    choose_for,
+    choose,
     names_for,
 )
-from haarkv.validation.planning.calibrate import unlearnable
+from haarkv.validation.planning.calibrate import load_subject, unlearnable
 
 _VERSION = 7
 
@@ -51,8 +51,6 @@ def default_cache(model: str, layers: int | None = None, executor: str | None = 
     say depends on it. For models of more than `CHOSEN_UP_TO` nobody waits unasked: a choice takes the forwards of
     some 30,000 tokens.
 
-    Args:
-        executor: that will run it, if it was named.
     Raises:
         InputError: no such model.
     """
@@ -142,10 +140,8 @@ def cache_for(
 
     Args:
         model, layers, how: as `calibrate.load_subject` takes them.
-        loss: mean KL in nats a token that it may lose.
         executor: that will run it, if it was named: only what it reads is chosen.
         on_choice: told in one line what was chosen now, and why.
-        on_step: as in `auto.choose`.
     Raises:
         InputError: no such model, or one that nothing can be learned of.
     """
@@ -153,7 +149,7 @@ def cache_for(
     file = file_for(model, loss, layers, executor)
     if (known := chosen_before(file)) is not None:
         return known
-    chosen = choose_for(model, loss=loss, layers=layers, on_step=on_step, names=names_for(executor), **how)
+    chosen = choose(load_subject(model, layers=layers, **how), loss, on_step, names_for(executor))
     remember(file, chosen)
     on_choice(str(chosen))
     return chosen.spec

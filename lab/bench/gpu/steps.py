@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from haarkv.benchmarks.cases import Case, filled, kv_numbers, random_queries
 from haarkv.benchmarks.runs import Asked, Variant
 from haarkv.benchmarks.timing import take_turns
-from haarkv.executors.cuda_graph import DecodeStep
+from haarkv.executors.cuda import DecodeStep
 from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import ModelConfig

@@ -43,11 +43,10 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.faults.states import small_hybrid
 from haarkv.validation.ops import suite
-from haarkv.validation.ops.blocks import Product
-from haarkv.validation.ops.cases import Attention, Store
+from haarkv.validation.ops.caches import Attention, Store
+from haarkv.validation.ops.cases import Product
 from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.suite import OpCase
-from haarkv.validation.ops.tables import CUDA
+from haarkv.validation.ops.suite import CUDA, OpCase
 from lab.ptx import far
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32

@@ -1,0 +1,307 @@
+"""The ladder: what each rung finds is kept as a JSON file, the first that fails ends it, one file is sent home. No torch."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import platform
+import re
+import shutil
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.output_files import write_whole
+
+if TYPE_CHECKING:
+    from haarkv.validation.bringup.workbench import Workbench
+
+Verdict = Literal["passed", "failed", "not on this executor", "not tried"]
+
+RUNGS = (
+    "environment", "compiler", "store", "layer", "long-decode", "head", "teacher-forced", "free-running", "text", "latency",
+)  # fmt: skip
+"""Every rung, from the lowest up."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rung found.
+
+    Attributes:
+        passed: None if this executor has no counterpart of the rung.
+        compared: how many of `unit` were compared or run; a rung that passes without any has proved nothing.
+        where: format, layer and stage, or the like, of a fault.
+        lacking: in words, what is lacking to try the rung; then `passed` is None.
+        allowed: in words, what would have failed the rung and was allowed by the request.
+    """
+
+    passed: bool | None
+    said: str
+    compared: int = 0
+    unit: str = "numbers"
+    where: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    lacking: str = ""
+    allowed: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A rung that was run.
+
+    Attributes:
+        seconds: wall time of the whole rung; no latency.
+        inputs: what the verdict depends on, by name; if one of them changes, the rung is run again.
+        log: a file beside this one with the whole message of what went wrong; "" if there is none.
+    """
+
+    name: str
+    verdict: Verdict
+    found: Found
+    seconds: float
+    date: str
+    inputs: Mapping[str, str]
+    log: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return asdict(self)
+
+
+class Folder:
+    """Where results are kept; each file is written whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def load(self, name: str) -> Result | None:
+        """The kept result of a rung; None if there is none.
+
+        Raises:
+            InputError: a file of that name that is no result.
+        """
+        file = self.path / f"{name}.json"
+        if not file.exists():
+            return None
+        try:
+            plain = json.loads(file.read_text(encoding="utf-8"))
+            return Result(**{**plain, "found": Found(**plain["found"])})
+        except (KeyError, TypeError, ValueError):
+            raise InputError(f"{file} is no result of tq dev bringup; delete it") from None
+
+    def save(self, result: Result) -> None:
+        """Keep a result, in place of an older one."""
+        write_whole(self.path / f"{result.name}.json", json.dumps(result.as_json(), indent=1) + "\n")
+
+    def log(self, name: str, text: str) -> str:
+        """Keep a message; the name of its file."""
+        write_whole(self.path / f"{name}.log", text)
+        return f"{name}.log"
+
+
+# -- Climbing ------------------------------------------------------------------------------------------------------------
+_LONGEST_LINE = 300
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder; an exception in `run` is a failure. One that is `always` run is not kept from before."""
+
+    name: str
+    run: Callable[[], Found]
+    inputs: dict[str, str] = field(default_factory=dict)
+    always: bool = False
+
+
+def climb(
+    rungs: Iterable[Rung],
+    folder: Folder,
+    *,
+    on_begin: Callable[[str, str], None],
+    on_result: Callable[[Result, bool], None],
+) -> list[Result]:
+    """Run rungs up to the first that fails. A passed one is kept if its inputs are the same; results are saved as they come.
+
+    Args:
+        rungs: made one by one, so that a rung's imports and files are not touched before those beneath it have passed.
+        on_begin: called with a rung's name, and why it is run again or "".
+        on_result: called with each result, and whether it was kept from before.
+    Returns:
+        the results, in order; the last one failed, or every rung is there.
+    """
+    results = []
+    for rung in rungs:
+        old = folder.load(rung.name)
+        changed = _changed(rung, old)
+        kept = old is not None and old.verdict != "failed" and not changed and not rung.always
+        if not kept or old is None:
+            on_begin(rung.name, changed)
+            result = _run(rung, folder)
+            folder.save(result)
+        else:
+            result = old
+        results.append(result)
+        on_result(result, kept)
+        if result.verdict == "failed":
+            break
+    return results
+
+
+def _changed(rung: Rung, old: Result | None) -> str:
+    """In words, which inputs of an old result are others now; "" if none is."""
+    if old is None or old.verdict == "failed" or rung.always:
+        return ""
+    names = [name for name in {**old.inputs, **rung.inputs} if old.inputs.get(name) != rung.inputs.get(name)]
+    return f"{' and '.join(names)} changed" if names else ""
+
+
+def _run(rung: Rung, folder: Folder) -> Result:
+    began = time.perf_counter()
+    log = ""
+    try:
+        found = rung.run()
+    except Exception as error:
+        found = Found(False, one_line(error))
+        log = folder.log(rung.name, "".join(traceback.format_exception(error)))
+    if found.passed and not found.compared:
+        found = replace(found, passed=False, said=f"it compared nothing, which proves nothing ({found.said})")
+    verdict: Verdict = "passed" if found.passed else "failed"
+    if found.passed is None:
+        verdict = "not tried" if found.lacking else "not on this executor"
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return Result(rung.name, verdict, found, time.perf_counter() - began, date, rung.inputs, log)
+
+
+def one_line(error: Exception) -> str:
+    """The first line of a message, be it a compiler's eighty, cut to what a terminal shows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return first if len(first) <= _LONGEST_LINE else f"{first[:_LONGEST_LINE]}…"
+
+
+# -- The ladder --------------------------------------------------------------------------------------------------------
+def ladder(
+    bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], Found],
+    any_versions: bool = False,
+) -> Iterator[Rung]:  # fmt: skip
+    """Every rung, made when those beneath it have passed.
+
+    Args:
+        latency: the highest rung; measuring is another room's.
+        any_versions: versions that nobody published together do not fail the lowest rung.
+    Raises:
+        InputError: whatever `bench` raises.
+    """
+    from haarkv.validation.bringup.environment import environment, versions
+
+    def load() -> object:
+        return import_module("torch")
+
+    yield Rung("environment", lambda: environment(executor, device, load, any_versions), versions(executor), always=True)
+    from haarkv.validation.bringup import rungs
+
+    work = bench()
+    below = work.inputs
+    by_compiler = {**below, "device's compiler": rungs.found_compiler() or "none"}
+    yield Rung("compiler", lambda: rungs.by_the_device(work), by_compiler)
+    yield Rung("store", lambda: rungs.store(work), below)
+    whole = work.inputs_of_model
+    yield Rung("layer", lambda: rungs.validated(work, work.first_layer, "teacher-forced"), whole)
+    yield Rung("long-decode", lambda: rungs.long_decode(work), whole)
+    yield Rung("head", lambda: rungs.validated(work, work.first_layer, "free-running"), whole)
+    yield Rung("teacher-forced", lambda: rungs.validated(work, work.model, "teacher-forced"), whole)
+    yield Rung("free-running", lambda: rungs.validated(work, work.model, "free-running"), whole)
+    yield Rung("text", lambda: rungs.greedy_text(work), {**whole, "new tokens": str(work.new_tokens)})
+    contexts = ", ".join(map(str, work.contexts))
+    yield Rung("latency", lambda: latency(work), {**whole, "contexts": contexts})
+
+
+# -- What is sent home ---------------------------------------------------------------------------------------------------
+REPORT = "report.json"
+_LINES = 60
+
+
+def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, collected: Mapping[str, Sequence[str]]) -> str:
+    """Everything that was found, with the ends of the logs, as JSON; of a path only its last name is left."""
+    rungs = []
+    for result in results:
+        plain = result.as_json()
+        if result.log:
+            plain["log"] = (folder.path / result.log).read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
+        rungs.append(plain)
+    missing = [name for name in RUNGS if name not in {result.name for result in results}]
+    whole = {"bringup": verdict(results), **about, "rungs": rungs, "not run": missing, "collected": collected}
+    return json.dumps(_public(whole), indent=1) + "\n"
+
+
+def _public(value: Any) -> Any:
+    """A JSON value without what is the user's own: folders, and names of user and machine."""
+    if isinstance(value, Mapping):
+        return {key: _public(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_public(item) for item in value]
+    return public_text(value) if isinstance(value, str) else value
+
+
+def public_text(text: str) -> str:
+    """A text in which of every path its last name is left, and neither user nor machine is named."""
+    text = re.sub(r"(?<![\w.…/])(?:~|\.{1,2})?/+(?:[^\s/:'\"<>,;()\[\]]+/)*([^\s/:'\"<>,;()\[\]]*)", r"…/\1", text)
+    for private in (Path.home().name, _user(), platform.node()):
+        # A name such as `root` is a word like any other.
+        if len(private) > 3 and private not in ("root", "home", "user", "localhost"):
+            text = re.sub(rf"\b{re.escape(private)}\b", "…", text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, in a container
+        return ""
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """In one line."""
+    passed = sum(result.verdict == "passed" for result in results)
+    absent = [result.name for result in results if result.verdict == "not on this executor"]
+    beside = f", not on this executor: {', '.join(absent)}" if absent else ""
+    untried = [f"{result.name} ({result.found.lacking})" for result in results if result.verdict == "not tried"]
+    beside += f", not tried: {', '.join(untried)}" if untried else ""
+    beside += ", with versions that nobody published" if any(result.found.allowed for result in results) else ""
+    if failed := next((result for result in results if result.verdict == "failed"), None):
+        where = f" at {failed.found.where}" if failed.found.where else ""
+        return f"failed: {failed.name}{where}; {passed} of {len(RUNGS)} rungs passed{beside}"
+    word = "unfinished" if len(results) < len(RUNGS) else "passed"
+    return f"{word}: {passed} of {len(RUNGS)} rungs{' passed' * (word == 'unfinished')}{beside}"
+
+
+def collected(since: float) -> dict[str, list[str]]:
+    """Last lines of what an NPU's host says: `npu-smi info`, and the newest log of CANN's runtime.
+
+    Args:
+        since: seconds since 1970; logs that were last written before are another run's.
+    """
+    found = {}
+    if shutil.which("npu-smi"):
+        command = ["npu-smi", "info"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=False)
+            code = [f"exit code {done.returncode}"] * (done.returncode != 0)
+            found["npu-smi"] = [*code, *(done.stdout + done.stderr).splitlines()]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found["npu-smi"] = [f"could not be run: {error}"]
+    try:
+        dated = [(file.stat().st_mtime, file) for file in (Path.home() / "ascend" / "log").rglob("plog*.log")]
+        if newest := max((one for one in dated if one[0] >= since), default=None):
+            found["plog"] = newest[1].read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        found["plog"] = [f"cannot be read: {error.strerror}"]
+    return {name: lines[-_LINES:] for name, lines in found.items()}
