@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import tq
 from haarkv.tq_ops.cpu import library
-from tq.hf import kernels
+from tq.hf import attention as kernels
 from tq.hf.attention import IMPLEMENTATION, Stored, attention, dense
 
 pytestmark = pytest.mark.skipif(not library.isas(), reason="the CPU kernels are not built")
