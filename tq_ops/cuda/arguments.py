@@ -6,8 +6,9 @@ tuple a number would be a reason to compile anew.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -66,7 +67,7 @@ class Part:
     sums: Tensor
 
 
-class Read(NamedTuple):
+class Read(namedtuple("Read", "codes scales codes_stride scales_stride centroids words BITS COLUMNS UNITS PARTS PERMUTE")):
     """K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
 
     Attributes:
@@ -79,20 +80,14 @@ class Read(NamedTuple):
         PERMUTE: whether centroids are looked up, or made two at a time, in registers.
     """
 
-    codes: Any
-    scales: Any
-    codes_stride: Any
-    scales_stride: Any
-    centroids: Any
-    words: Any
-    BITS: Any
-    COLUMNS: Any
-    UNITS: Any
-    PARTS: Any
-    PERMUTE: Any
 
-
-class Write(NamedTuple):
+class Write(
+    namedtuple(
+        "Write",
+        "codes scales codes_stride scales_stride centroids forward boundaries mean weights widths gains cos sin kept "
+        "BITS COLUMNS UNITS PARTS ALONG LEARNED HALF STRETCHES TYPE",
+    )
+):
     """K or V of one layer, as it is quantized and stored.
 
     Attributes:
@@ -106,32 +101,8 @@ class Write(NamedTuple):
         TYPE: operands of the product with `forward`.
     """
 
-    codes: Any
-    scales: Any
-    codes_stride: Any
-    scales_stride: Any
-    centroids: Any
-    forward: Any
-    boundaries: Any
-    mean: Any
-    weights: Any
-    widths: Any
-    gains: Any
-    cos: Any
-    sin: Any
-    kept: Any
-    BITS: Any
-    COLUMNS: Any
-    UNITS: Any
-    PARTS: Any
-    ALONG: Any
-    LEARNED: Any
-    HALF: Any
-    STRETCHES: Any
-    TYPE: Any
 
-
-class Turning(NamedTuple):
+class Turning(namedtuple("Turning", "rotation mean largest cos sin positions HALF WINDOW TYPE")):
     """What turns queries for the learned keys of a stretch; of a rotation None, and no constants.
 
     Attributes:
@@ -143,18 +114,8 @@ class Turning(NamedTuple):
         TYPE: operands of the product with `rotation`: BF16, and queries as sums of two such numbers, or FP32.
     """
 
-    rotation: Any
-    mean: Any
-    largest: Any
-    cos: Any
-    sin: Any
-    positions: Any
-    HALF: Any
-    WINDOW: Any
-    TYPE: Any
 
-
-class Keeping(NamedTuple):
+class Keeping(namedtuple("Keeping", "rows positions query_start_loc SINK RING SEQUENCE_BITS")):
     """Where new tokens are kept in BF16, for `in_bf16.keep`; of nothing kept all but SINK and RING, 0, are None.
 
     Attributes:
@@ -163,15 +124,8 @@ class Keeping(NamedTuple):
         SEQUENCE_BITS: loads that find a token's sequence; 0 where each has one token.
     """
 
-    rows: Any
-    positions: Any
-    query_start_loc: Any
-    SINK: Any
-    RING: Any
-    SEQUENCE_BITS: Any
 
-
-class Tokens(NamedTuple):
+class Tokens(namedtuple("Tokens", "positions query_start_loc seq_lens TAIL SINK WINDOW ONE_EACH SIZE")):
     """The new tokens of a batch, as attention sees them: tensors of `Batch`, and which of those before they see packed.
 
     Attributes:
@@ -180,15 +134,6 @@ class Tokens(NamedTuple):
         ONE_EACH: every sequence has one new token.
         SIZE: a power of two, at least as many as there are sequences.
     """
-
-    positions: Any
-    query_start_loc: Any
-    seq_lens: Any
-    TAIL: Any
-    SINK: Any
-    WINDOW: Any
-    ONE_EACH: Any
-    SIZE: Any
 
 
 def turning(of: Layout, batch: Batch, window: int | None, operand: tl.dtype) -> Turning:

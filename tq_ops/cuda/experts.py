@@ -3,7 +3,7 @@
 A *pair* is a token and one expert that it chose: number `token * PER_TOKEN + place`, its experts in their order.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -190,7 +190,12 @@ _ROWS, _AT_ONCE = 16, 128
 """Pairs that a program puts in order, and that they are compared with at a time."""
 
 
-class Stacked(NamedTuple):
+class Stacked(
+    namedtuple(
+        "Stacked",
+        "weight row_scales row_bytes high scales minima d m LOW HIGH SHIFT SCALES MINIMUM TOGETHER",
+    )
+):
     """A weight of all experts, as `sums_of` reads it.
 
     Attributes:
@@ -199,21 +204,6 @@ class Stacked(NamedTuple):
             `block_products.block_sums`; LOW is 0 of a dense weight.
         row_scales: [experts * outputs], or None.
     """
-
-    weight: Any
-    row_scales: Any
-    row_bytes: Any
-    high: Any
-    scales: Any
-    minima: Any
-    d: Any
-    m: Any
-    LOW: Any
-    HIGH: Any
-    SHIFT: Any
-    SCALES: Any
-    MINIMUM: Any
-    TOGETHER: Any
 
 
 def _stacked(weight: Weight) -> Stacked:

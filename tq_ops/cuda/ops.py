@@ -195,10 +195,7 @@ def part_of(batch: Batch, begin: int, end: int) -> Batch:
     return replace(inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
 
 
-def attend(
-    q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *,
-    cuda_cpp: bool = True,
-) -> Tensor:  # fmt: skip
+def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
     Where tokens stay in BF16, one more launch attends to those.
@@ -207,21 +204,18 @@ def attend(
         q: [T, Hq, D], for its dtype and device; where tokens stay in BF16, or without `rotated`, also for its numbers, in the
             model's domain.
         rotated: the same, from `rotate`; None where they would take too much memory: they are rotated here, some at a time.
-        cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
     """
     if rotated is None:
         most = _at_once(q, cache, layer, batch)
         parts = ((q[begin : begin + most], part_of(batch, begin, begin + most)) for begin in range(0, len(q), most))
-        return torch.cat([
-            attend(some, rotate(some, cache, layer, of_some), cache, layer, of_some, softmax_scale, cuda_cpp=cuda_cpp)
-            for some, of_some in parts
-        ])  # fmt: skip
+        rotated_parts = ((some, rotate(some, cache, layer, of_some), of_some) for some, of_some in parts)
+        return torch.cat([attend(some, of_q, cache, layer, of, softmax_scale) for some, of_q, of in rotated_parts])
     batch, kept, scale = cache.placed(layer, batch), kept_in(cache, layer), softmax_scale * LOG2_E
     layouts = _layouts(cache, layer, q.device)
     in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
-    if cuda_cpp and len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
+    if len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
         return decode.attend(q, rotated, cache, layer, batch, *layouts, scale, in_bf16)
     return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, kept, in_bf16)
 
@@ -280,23 +274,14 @@ def _attend_in_parts(
     return out
 
 
-def triton_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """`paged_attention` by the Triton kernels alone, for comparison with `decode`."""
-    return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=False)
-
-
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
     It allocates the rotated queries and the partial results, a number of them that does not grow with the context. Rotated for
     learned keys, queries are as many as a context has stretches, but never more than `choices.MOST_AHEAD` bytes at a time.
     """
-    return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=True)
-
-
-def _attended(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool) -> Tensor:
     rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
-    return attend(q, rotated, cache, layer, batch, softmax_scale, cuda_cpp=cuda_cpp)
+    return attend(q, rotated, cache, layer, batch, softmax_scale)
 
 
 def rotate_and_append(
