@@ -72,9 +72,9 @@ def load(
         how = {"layers": layers, "executor": executor, "dtype": dtype, "device": "cpu", "on_choice": on_choice}
         return cache_for(str(model), loss=loss, **how)
 
-    asked = {name: name for name, value in options.items() if value is not None}
+    named = {name: name for name, value in options.items() if value is not None}
     given = {"model": str(model), "layers": layers, "executor": executor, "kv_loss": kv_loss, "plan": plan, **options}
-    spec = _spec(given, asked, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
+    spec = _spec(given, named, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
     return loading.load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, **others)
 
 
@@ -94,16 +94,10 @@ def _spec(
     kv, plan, calibration = given.get("kv"), given.get("plan"), given.get("calibration")
     default = KVSpec() if kv is not None or plan is not None or given.get("model") is None else _default_cache(given)
     auto = plan is None and (default is None or kv == AUTO_KV)
-    if given.get("kv_loss") is not None and not auto:
-        raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
-    if plan is not None or auto or isinstance(kv, KVSpec):
-        whole, way_out = words["plan"] if plan is not None else words["auto"] if auto else "a KVSpec", ""
-        if auto and kv is None:
-            whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
-        if others := [option for name, option in asked.items() if name != "kv" or plan is not None]:
-            raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
-        if auto:
-            return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
+    _require_one_cache(asked, words, auto=auto, kv=kv, plan=plan, kv_loss=given.get("kv_loss"))
+    if auto:
+        return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
+    if plan is not None or isinstance(kv, KVSpec):
         return plan_file.load(plan) if plan is not None else kv
     assert default is not None
     if isinstance(calibration, Path | str):
@@ -111,6 +105,25 @@ def _spec(
     beside = {name: given[name] for name in ("tail", "sink", "skip_layers") if given[name] is not None}  # 0 is asked for
     kept = {"kv": default.kv if kv is None else kv, "tail": default.tail, "sink": default.sink}
     return replace(calibration.spec if calibration else KVSpec(), **kept | beside)
+
+
+def _require_one_cache(
+    asked: Mapping[str, str], words: Mapping[str, str], *, auto: bool, kv: str | KVSpec | None, plan: object, kv_loss: object
+) -> None:
+    """Refuse what stands beside something that sets the whole cache, and a loss where none is chosen; arguments as of `_spec`.
+
+    Args:
+        auto: whether the cache is chosen.
+    """
+    if kv_loss is not None and not auto:
+        raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
+    if plan is None and not auto and not isinstance(kv, KVSpec):
+        return
+    whole, way_out = words["plan"] if plan is not None else words["auto"] if auto else "a KVSpec", ""
+    if auto and kv is None:
+        whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
+    if others := [option for name, option in asked.items() if name != "kv" or plan is not None]:
+        raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
 
 
 def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
@@ -124,6 +137,20 @@ def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
 # -- What a command's options say -------------------------------------------------------------------------------------------
 
 
+_ARGUMENTS = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_sink": "sink", "kv_skip_layers": "skip_layers"}
+_WORDS = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
+
+
+def asked() -> dict[str, str]:
+    """Of the command that runs, the options that describe a cache and were written: by `load`'s names of them."""
+    return {_ARGUMENTS[name]: option for name, option in written().items() if name in _ARGUMENTS}
+
+
+def require_one_cache(**values: Any) -> None:
+    """Refuse options that exclude each other; values as of `_require_one_cache`."""
+    _require_one_cache(asked(), _WORDS, **values)
+
+
 def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     """The cache that `options.kv_options` ask for.
 
@@ -132,11 +159,8 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     Raises:
         InputError: as `load`.
     """
-    names = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_sink": "sink", "kv_skip_layers": "skip_layers"}
-    asked = {names[name]: option for name, option in written().items() if name in names}
-    values = {argument: given.get(name) for name, argument in names.items()} | {"plan": given.get("kv_plan")}
-    words = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
-    return _spec({**given, **values}, asked, words, lambda loss: _choice(given, loss))
+    values = {argument: given.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": given.get("kv_plan")}
+    return _spec({**given, **values}, asked(), _WORDS, lambda loss: _choice(given, loss))
 
 
 def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:

@@ -38,10 +38,10 @@ class RotatedCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
-        from haarkv.serving.vllm_plugin import tail_blocks
+        from haarkv.serving.vllm_plugin import tails
 
         super().register_custom_kv_cache_specs(vllm_config)
-        tail_blocks.register()
+        tails.register()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
