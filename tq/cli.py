@@ -26,7 +26,6 @@ _SECTIONS = {
     "Check": ("validate", "diff"),
     "Measure": ("bench",),
     "Files": ("export", "quantize"),
-    "Workshop": ("dev",),
 }
 _FIRST_STEPS = (
     ("tq generate 'def main('", "The small model that ships writes Python."),
@@ -57,7 +56,10 @@ class _SystemRefusedError(Exception):
 class _Commands(Group):
     """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
 
-    sections: ClassVar = {heading: {name: f"tq.commands.{name}" for name in names} for heading, names in _SECTIONS.items()}
+    sections: ClassVar = {
+        **{heading: {name: f"tq.commands.{name}" for name in names} for heading, names in _SECTIONS.items()},
+        "Workshop": {"dev": "tq.cli:dev"},
+    }
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         workshop = self.get_command(ctx, "dev")
@@ -74,6 +76,22 @@ class _Commands(Group):
             raise _InterruptedError from None
         except OSError as error:
             raise _SystemRefusedError from error
+
+
+class _Workshop(Group):
+    sections: ClassVar = {
+        "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.compile"},
+        "The validator": {
+            "replay": "tq.commands.validate:replay",
+            "self-test": "tq.commands.self_test:self_test",
+            "sensitivity": "tq.commands.self_test:sensitivity",
+        },
+    }
+
+
+@click.command("dev", cls=_Workshop)
+def dev() -> None:
+    """Bring up an executor, compile its programs, and test the validator."""
 
 
 @click.command(

@@ -69,8 +69,9 @@ def load(
     options = {"kv": kv, "calibration": calibration, "tail": tail, "sink": sink, "skip_layers": tuple(skip_layers) or None}
 
     def choose(loss: float) -> KVSpec:
-        how = {"layers": layers, "executor": executor, "dtype": dtype, "device": "cpu", "on_choice": on_choice}
-        return cache_for(str(model), loss=loss, **how)
+        return cache_for(
+            str(model), loss=loss, layers=layers, executor=executor, dtype=dtype, device="cpu", on_choice=on_choice
+        )
 
     named = {name: name for name, value in options.items() if value is not None}
     given = {"model": str(model), "layers": layers, "executor": executor, "kv_loss": kv_loss, "plan": plan, **options}
@@ -97,8 +98,10 @@ def _spec(
     _require_one_cache(asked, words, auto=auto, kv=kv, plan=plan, kv_loss=given.get("kv_loss"))
     if auto:
         return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
-    if plan is not None or isinstance(kv, KVSpec):
-        return plan_file.load(plan) if plan is not None else kv
+    if plan is not None:
+        return plan_file.load(plan)
+    if isinstance(kv, KVSpec):
+        return kv
     assert default is not None
     if isinstance(calibration, Path | str):
         calibration = calibration_file.load(calibration)
@@ -179,8 +182,10 @@ def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:
     # What another executor runs is chosen here on what can show its keys and queries.
     said = list[str]()
     with scoring(steps(model, layers)) as on_step:
-        how = {"executor": executor, "dtype": given.get("dtype"), "device": "cpu", "on_choice": said.append}
-        spec = cache_for(model, loss=loss, layers=layers, on_step=on_step, **how)
+        spec = cache_for(
+            model, loss=loss, layers=layers, on_step=on_step, executor=executor, dtype=given.get("dtype"), device="cpu",
+            on_choice=said.append,
+        )  # fmt: skip
     for line in said:
         say(line)
     return spec

@@ -42,6 +42,7 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     from haarkv.engine.plans import plan_for
     from haarkv.models.catalog import read_config
     from haarkv.models.qwen3_14b.npu.compile import compile_programs, wanted
+    from haarkv.tq_ops.npu.cpp_folder import written
 
     if folder is not None:
         check_folder(folder)
@@ -52,13 +53,21 @@ def command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bo
     with counting(len(wanted(config, kinds, plan)), "compiling {task.description}") as begin:
         compiled.extend(compile_programs(config, kinds, begin, plan))
     if folder is not None:
-        _write(folder, compiled)
+        with whole_folder(folder) as half:
+            written(half, {program.name: program.sources for program in compiled})
+    rows = [
+        {
+            "program": program.name, "layers": list(program.layers), "seconds": program.seconds,
+            "functions": len(program.functions), "lines": sum(text.count("\n") for text in program.functions),
+        }
+        for program in compiled
+    ]  # fmt: skip
     if as_json:
-        rows = [_row(program) for program in compiled]
         print(json.dumps({"model": model, "kv": plan.describe(), "programs": rows, "cpp": folder and str(folder)}))
         return 0
     columns = ("program", "seconds", "kernel functions", "lines of C++")
-    print_table(f"{model} with a {plan.describe()} cache for Ascend NPU", columns, [_cells(c) for c in compiled])
+    cells = [(str(r["program"]), f"{r['seconds']:.1f}", str(r["functions"]), str(r["lines"])) for r in rows]
+    print_table(f"{model} with a {plan.describe()} cache for Ascend NPU", columns, cells)
     if folder is not None:
         print(f"C++ in {folder}")
     return 0
@@ -77,28 +86,3 @@ def _cache(model: str, given: dict[str, Any]) -> KVSpec:
     if all(given[name] is None for name in ("kv", "calibration", "kv_plan", "kv_loss")):
         given = {**given, "kv": fixed.kv}
     return kv_spec({"model": model, "executor": "npu", **given})
-
-
-def _row(program: Compiled) -> dict[str, object]:
-    functions = program.functions
-    return {
-        "program": program.name, "layers": list(program.layers), "seconds": program.seconds, "functions": len(functions),
-        "lines": _lines(functions),
-    }  # fmt: skip
-
-
-def _cells(program: Compiled) -> tuple[str, ...]:
-    functions = program.functions
-    return program.name, f"{program.seconds:.1f}", str(len(functions)), str(_lines(functions))
-
-
-def _lines(texts: list[str]) -> int:
-    return sum(text.count("\n") for text in texts)
-
-
-def _write(folder: Path, compiled: list[Compiled]) -> None:
-    """All files or none."""
-    from haarkv.tq_ops.npu.cpp_folder import written
-
-    with whole_folder(folder) as half:
-        written(half, {program.name: program.sources for program in compiled})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,18 +82,12 @@ def command(
         said = {"model": model, "out": str(out), "type": mix, "bytes": size, "tensors": dict(done.types)}
         print(json.dumps(said | {"copied": done.copied, "by_importance": done.weighted, "imatrix": imatrix}))
         return
-    numbers = sum(_count(of.shape) for of in held.values())
+    numbers = sum(math.prod(of.shape) for of in held.values())
     tensors = ", ".join(f"{count} {name}" for name, count in done.types.items())
     counted = f"; errors of {done.weighted} counted by importance" if found else ""
     rows = [("tensors", f"{tensors}; {done.copied} copied as they were{counted}"),
             ("size", f"{size / 1e9:.3f} GB, {8 * done.nbytes / numbers:.2f} bits a weight")]  # fmt: skip
     print_table(f"{model} as {out}", [], rows)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    import math
-
-    return math.prod(shape)
 
 
 def _importance(model: str, text: str, tokens: int) -> dict[str, torch.Tensor]:
