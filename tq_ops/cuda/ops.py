@@ -265,11 +265,10 @@ def _attend_in_parts(
     )  # fmt: skip
     out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
     tiles = tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
-    launch(merge_kernel, (tiles, head_dim // (merging.width * merging.pieces)))(
+    launch(merge_kernel, (tiles, head_dim // (merging["WIDTH"] * merging["PIECES"])))(
         parts, maxima, sums, out, of_v.rotation, tokens, new, sequences, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        ROWS=merging.rows, AT_ONCE=merging.at_once, WIDTH=merging.width, PIECES=merging.pieces,
-        num_warps=merging.warps, **same,
+        **merging, **same,
     )  # fmt: skip
     return out
 
