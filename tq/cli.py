@@ -26,7 +26,13 @@ _SECTIONS = {
     "Check": ("validate", "diff"),
     "Measure": ("bench",),
     "Files": ("export", "quantize"),
+    "Workshop": ("dev",),
 }
+_ELSEWHERE = {
+    "formats": "tq.commands.info:formats_command", "export": "tq.commands.files:export_command",
+    "quantize": "tq.commands.files:quantize_command", "dev": "tq.cli:dev",
+}  # fmt: skip
+"""Commands that are not the `command` of a module of their name."""
 _FIRST_STEPS = (
     ("tq generate 'def main('", "The small model that ships writes Python."),
     ("tq info MODEL", "Does yours fit here, and how long a text?"),
@@ -57,8 +63,7 @@ class _Commands(Group):
     """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
 
     sections: ClassVar = {
-        **{heading: {name: f"tq.commands.{name}" for name in names} for heading, names in _SECTIONS.items()},
-        "Workshop": {"dev": "tq.cli:dev"},
+        heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names} for heading, names in _SECTIONS.items()
     }
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -80,7 +85,7 @@ class _Commands(Group):
 
 class _Workshop(Group):
     sections: ClassVar = {
-        "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.compile"},
+        "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.bringup:compile_command"},
         "The validator": {
             "replay": "tq.commands.validate:replay",
             "self-test": "tq.commands.self_test:self_test",

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import heads, kv_numbers
-from haarkv.benchmarks.runs import Variant
+from haarkv.benchmarks.cases import Variant, heads, kv_numbers
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig, unknown_layer
 

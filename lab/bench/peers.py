@@ -9,9 +9,8 @@ from typing import cast
 
 import torch
 
-from haarkv.benchmarks.cases import kv_numbers, seen
+from haarkv.benchmarks.cases import Asked, Variant, copies, kv_numbers, random_prompts, seen, steps_of
 from haarkv.benchmarks.decode_cost import CostRow
-from haarkv.benchmarks.runs import Asked, Variant, copies, random_prompts, steps_of
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig

@@ -17,11 +17,20 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode
-from haarkv.benchmarks.cases import Case, as_rows, heads, layers_in_turn, random_kv, random_queries, token_bytes
+from haarkv.benchmarks.cases import (
+    Asked,
+    Case,
+    almost_full,
+    as_rows,
+    heads,
+    layers_in_turn,
+    random_kv,
+    random_queries,
+    token_bytes,
+)
 from haarkv.benchmarks.decode import NO_OPS, Request, model_of, sides_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_flops, pairs_seen
 from haarkv.benchmarks.report import Report
-from haarkv.benchmarks.runs import Asked, almost_full
 from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import Progress

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_models import SMALL, resized, small_model, windowed
 
-from haarkv.benchmarks import cases, decode, runs
+from haarkv.benchmarks import cases, decode
 from haarkv.benchmarks.cases import Case
 from haarkv.benchmarks.timing import Machine
 from haarkv.engine.generation import prefill_in_chunks
@@ -123,11 +123,11 @@ def test_peers_of_plain_layers_say_why_a_model_is_none():
 @pytest.mark.parametrize("window", [24, 150, None])
 def test_attention_within_a_window_is_timed_beside_the_same_by_torch(window, outputs, monkeypatch):
     """The case is longer than the ring that keeps what a decode step sees; a prompt comes whole."""
-    monkeypatch.setattr(runs, "MOST_COPIES", 2)
+    monkeypatch.setattr(cases, "MOST_COPIES", 2)
     model, case = small_model(windowed(window, None)), Case(2, 1000)
     sides = {"reference fp32": (ReferenceExecutor(model), KVSpec("fp32").plan(2))}
     k, v = cases.random_kv(model.config, case, torch.device("cpu"))
-    asked = runs.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
+    asked = cases.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
     costs = {(row.kind, row.who): row.cost for row in decode.rows_of("attention", asked)}
     ours, theirs = (outputs[f"attention {who}"].reshape(2, 10, 128) for who in ("reference fp32", "sdpa fp32 rows"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
@@ -154,7 +154,7 @@ def outputs(monkeypatch):
 
 def test_transformers_prompt_is_ours():
     pytest.importorskip("transformers")
-    model, prompts = small_model(), runs.random_prompts(SMALL, Case(2, 16))
+    model, prompts = small_model(), cases.random_prompts(SMALL, Case(2, 16))
     theirs = decode_peers.transformers_prompt(model, prompts)
     cache, paging = cases.new_cache(KVSpec("fp32").plan(SMALL.num_layers), SMALL, 16, 2)
     ours = prefill_in_chunks(ReferenceExecutor(model), prompts, [paging.add() for _ in prompts], paging, cache)
