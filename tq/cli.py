@@ -172,14 +172,7 @@ def run(started: Started) -> int:
 
 
 def _ended(error: BaseException, started: Started, debug: bool) -> int:
-    """Say why a command ended, and with which exit code.
-
-    Args:
-        error: what ended it.
-        debug: print the traceback as well.
-    Returns:
-        as `run`; of a rank that has lost another, `LOST`.
-    """
+    """Say why a command ended, with `debug` by its traceback as well; exit codes as of `run`, or `LOST` of a rank."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2

@@ -93,7 +93,15 @@ def _spec(
         InputError: two that exclude each other, or a file that is not what it should be.
     """
     kv, plan, calibration = given.get("kv"), given.get("plan"), given.get("calibration")
-    default = KVSpec() if kv is not None or plan is not None or given.get("model") is None else _default_cache(given)
+    model, layers = given.get("model"), given.get("layers")
+    # Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen.
+    default: KVSpec | None = KVSpec()
+    if kv is None and plan is None and model is not None:
+        default = (
+            default_cache(model, layers, given.get("executor"))
+            if calibration is None
+            else default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
+        )
     auto = plan is None and (default is None or kv == AUTO_KV)
     _require_one_cache(asked, words, auto=auto, kv=kv, plan=plan, kv_loss=given.get("kv_loss"))
     if auto:
@@ -127,14 +135,6 @@ def _require_one_cache(
         whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
     if others := [option for name, option in asked.items() if name != "kv" or plan is not None]:
         raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
-
-
-def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
-    """Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen."""
-    model, layers = given["model"], given.get("layers")
-    if given.get("calibration") is None:
-        return default_cache(model, layers, given.get("executor"))
-    return default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
 
 
 # -- What a command's options say -------------------------------------------------------------------------------------------

@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RotatedMetadata(AttentionMetadata):
-    """One batch, the same for all layers.
-
-    Attributes:
-        batch: its tokens, without those that pad it.
-    """
+    """One batch, the same for all layers: its tokens, without those that pad it."""
 
     batch: Batch
 
@@ -87,11 +83,7 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
 
 
 class Buffers:
-    """Tensors that stay where they are, for what is computed of a batch; they grow if a batch is larger than promised.
-
-    Args:
-        tokens, sequences: of a batch at most.
-    """
+    """Tensors that stay where they are, for what is computed of a batch; they grow if a batch is larger than promised."""
 
     def __init__(self, tokens: int, sequences: int, device: torch.device) -> None:
         self.device = device

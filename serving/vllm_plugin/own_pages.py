@@ -31,7 +31,10 @@ class OwnPages:
         """
         with set_current_vllm_config(self.vllm_config):
             specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        specs = {name: self._own(name, spec) for name, spec in specs.items() if not name.endswith(SUFFIX)}
+        specs = {name: spec for name, spec in specs.items() if not name.endswith(SUFFIX)}
+        for name in filter(self._is_packed, specs):
+            content = content_bytes(pair_of(self.vllm_config, name), specs[name].head_size, specs[name].head_size_v)
+            specs[name] = with_content(specs[name], content)
         return fitted(self._alike(specs)) | self._tails(specs)
 
     def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
@@ -60,11 +63,6 @@ class OwnPages:
     def _is_packed(self, name: str) -> bool:
         layer = self.vllm_config.compilation_config.static_forward_context[name]
         return layer.get_attn_backend() is RotatedAttentionBackend
-
-    def _own(self, name: str, spec: Any) -> KVCacheSpec:
-        if not self._is_packed(name):
-            return spec
-        return with_content(spec, content_bytes(pair_of(self.vllm_config, name), spec.head_size, spec.head_size_v))
 
 
 # -- Sliding windows ----------------------------------------------------------------------------------------------------------

@@ -209,11 +209,7 @@ class Tail(AttentionLayerBase):
         return self.spec
 
     def kept(self, pair: Pair) -> tuple[KeptBlocks | None, KeptBlocks | None]:
-        """Its pages as tokens of K and of V in BF16; None of a side that loses nothing.
-
-        Args:
-            pair: the layer's formats.
-        """
+        """Its pages as tokens of K and of V in BF16; None of a side whose format, of `pair`, loses nothing."""
         num_blocks, heads, block_size, _ = self.kv_cache.shape
         size = page_bytes(exact_pair(), heads, self.spec.head_size, block_size)
         pages = self.kv_cache.view(torch.uint8).as_strided((num_blocks, size), (self.kv_cache.stride(0), 1))

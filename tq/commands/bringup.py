@@ -184,12 +184,7 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
 
 
 class _Show:
-    """Prints a line for each rung as it is done; on a terminal, also what is being done.
-
-    Args:
-        tell: shows what is being done.
-        quiet: prints nothing on stdout.
-    """
+    """Prints a line for each rung as it is done, unless `quiet`; on a terminal, `tell` shows what is being done."""
 
     def __init__(self, tell: Callable[[str], None], quiet: bool) -> None:
         self._tell, self._quiet, self._name = tell, quiet, ""

@@ -74,7 +74,9 @@ def command(
 
     if auto:
         kv_plan = _remembered(model, kv_loss, kv == AUTO_KV, notes)
-        kv = _unchosen(model, notes) if kv_plan is None else None
+        kv = _format(model, learned=False) if kv_plan is None else None
+        if kv is not None:
+            notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
     elif kv is None and kv_plan is None:
         kv = _format(model, learned=calibration is not None)
     if model in ("tiny", "tiny-hybrid"):
@@ -110,17 +112,6 @@ def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -
         how = _how(model, "" if loss is None else f" --kv-loss {loss:g}")
         raise InputError(f"no cache was chosen for {model} yet; {how}, which tq serve then takes")
     return None
-
-
-def _unchosen(model: str, notes: list[str]) -> str:
-    """The format for a model that no cache was chosen for.
-
-    Args:
-        notes: get a sentence on it.
-    """
-    kv = _format(model, learned=False)
-    notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
-    return kv
 
 
 def _format(model: str, learned: bool) -> str:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.replay.case import Make, OneRun
     from haarkv.validation.layers.report import Report
 
+_OF_COMPARE = {"compare", "as_json", "threads"}
 _SCALED_TOKENS = 24
 """Of the prompt that is run once more, with K and V of other lengths."""
 
@@ -84,7 +85,8 @@ def command(context: click.Context, /, **given: Any) -> int:
             raise click.UsageError(f"--{moved} is a command of its own now: `tq dev {moved}`")
         options.set_threads(given["threads"])
         if given["compare"]:
-            _alone({"compare", "as_json", "threads"}, "--compare runs nothing")
+            if others := [option for name, option in options.written().items() if name not in _OF_COMPARE]:
+                raise click.UsageError(f"--compare runs nothing; leave out {others[0]}")
             before, after = given["compare"]
             return compare(before, after, given["as_json"])
         if given["replay_file"] and given["ranks"].size > 1:
@@ -122,12 +124,6 @@ def command(context: click.Context, /, **given: Any) -> int:
             print_verdict(report, more, "in PyPTO's interpreter, on no card" if simulated else "")
             print_rows(report, given["verbose"])
         return int(not report.passed)
-
-
-def _alone(own: set[str], why: str) -> None:
-    """Refuse options beside those that a way of running this command has a use for."""
-    if others := [option for name, option in options.written().items() if name not in own]:
-        raise click.UsageError(f"{why}; leave out {others[0]}")
 
 
 @click.command("replay", cls=Command)
