@@ -48,19 +48,6 @@ class Case:
     context: int
 
 
-class Heads(NamedTuple):
-    """Query heads, KV heads, and numbers of a head's vector."""
-
-    q: int
-    kv: int
-    dim: int
-
-
-def heads(config: ModelConfig) -> Heads:
-    """Of the first layer of attention: whoever measures a single layer measures the first, and that is one of these."""
-    return Heads(*config.attentions[0].heads)
-
-
 def seen(window: int | None, context: int) -> int:
     """Tokens that the last query of a context sees in a layer."""
     return context if window is None else min(context, window)
@@ -111,7 +98,7 @@ def new_pages(cache: PagedKVCache) -> PagedSequences:
 def random_kv(config: ModelConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     """K and V of one layer, each [B, Hkv, context, D] bf16: what every variant of a case stores."""
     generator = torch.Generator(device=device).manual_seed(0)
-    _, kv, dim = heads(config)
+    _, kv, dim = config.attentions[0].heads
     shape = (case.batch, kv, case.context, dim)
     k, v = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator) for _ in "kv")
     return k, v
@@ -119,7 +106,7 @@ def random_kv(config: ModelConfig, case: Case, device: torch.device) -> tuple[Te
 
 def random_queries(config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[rows, Hq, D] of one layer."""
-    q, _, dim = heads(config)
+    q, _, dim = config.attentions[0].heads
     return torch.randn(rows, q, dim, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
@@ -205,7 +192,7 @@ def plan_of(kv: str, config: ModelConfig) -> KVPlan:
     named = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
     if not any(map(formats.needs_calibration, pairs)):
         return plan_for(KVSpec(tail=tail, sink=sink, layers=named), config)
-    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), *heads(config)[1:])
+    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), *config.attentions[0].heads[1:])
     parsed = {pair: formats.parse(pair, learned) for pair in pairs}
     return KVPlan(tuple(parsed[pair] for pair in named.values()), tail, sink)
 

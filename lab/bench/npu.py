@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from haarkv.benchmarks.cases import heads
 from haarkv.benchmarks.report import Report, Table
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
@@ -44,14 +43,14 @@ def measure(
     contexts: Sequence[int], batches: Sequence[int], variants: Sequence[str], on_turn: Callable[[str], None] = lambda _: None
 ) -> Iterator[Point]:
     """Simulate every combination at the 14B shape, the cheap ones first; refused without PyPTO."""
-    shape = heads(read_config(MODEL))
+    shape = read_config(MODEL).attentions[0].heads
     with Simulator() as simulator:
         for context, batch in ((c, b) for c in sorted(contexts) for b in sorted(batches)):
             # A step is masked and not cut, so a short context wants a program of short steps; a power of two fits the cube.
             step = max(128, min(LONGEST_STEP, 1 << (context - 1).bit_length()))
             for variant in variants:
                 on_turn(f"{variant}, batch {batch}, {context:,} tokens")
-                program = AttentionProgram.tuned(variant, shape.q, shape.kv, step)
+                program = AttentionProgram.tuned(variant, shape.num_heads, shape.num_kv_heads, step)
                 run = simulator.run(program, program.blank_call(batch, context), Mode.COST)
                 assert run.cycles is not None
                 kv_bytes, pipes = program.kv_bytes(batch, context), pipe_shares(run.report)
