@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import decode, nvrtc
+from haarkv.tq_ops.cuda import available, decode
 from lab.ptx import Memory, execute
 from lab.ptx.tensors import fresh_memory_is_poison, place
 
@@ -47,5 +47,5 @@ def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iter
         launched.append("decode")
         return Executed(edit(ptx_of(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
 
-    with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
+    with patch.object(available, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
         yield launched

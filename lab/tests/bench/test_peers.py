@@ -211,8 +211,8 @@ def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
 def test_a_prompt_within_a_window_counts_what_its_queries_see():
     config, one = windowed(512), 4 * 256
     cost = prefill.prompt_attention_cost(config, Case(2, 4096), one)
-    pairs, heads = sum(min(tokens, 512) for tokens in range(1, 4097)), cases.heads(config)
-    assert (cost.kv, cost.flops) == (2 * 4096 * one, 2 * pairs * 4 * heads.q * heads.dim)
+    pairs, heads = sum(min(tokens, 512) for tokens in range(1, 4097)), config.attentions[0].heads
+    assert (cost.kv, cost.flops) == (2 * 4096 * one, 2 * pairs * 4 * heads.num_heads * heads.head_dim)
 
 
 @pytest.mark.parametrize(
