@@ -11,28 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from haarkv.serving.vllm_plugin import (
-    ALLOW_COLLAPSE,
-    BALANCE,
-    CALIBRATION,
-    FORMAT,
-    GPU_WORKER,
-    KV,
-    PER_LAYER,
-    PLAN,
-    SINK,
-    SKIP_LAYERS,
-    TAIL,
-)
-from haarkv.serving.vllm_plugin.chosen import (
-    exact_pair,
-    plan_of,
-    shape_of,
-    sliding_layers,
-    spec_from,
-    state_layers,
-    tail_tokens,
-)
+from haarkv.serving import vllm_plugin as keys
+from haarkv.serving.vllm_plugin import chosen
 from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -51,7 +31,7 @@ def cache_options(
     """How the server keeps K and V, as vLLM hands it to all its processes, which may run in another folder.
 
     Args:
-        kv: as `tq generate` takes it; None for `KV`, unless a plan says it.
+        kv: as `tq generate` takes it; None for `keys.KV`, unless a plan says it.
         calibration, plan: files.
         skip_layers: left in BF16.
         tail, sink: newest and first tokens of a sequence that are read in BF16; None for no tail.
@@ -59,19 +39,20 @@ def cache_options(
         allow_collapse: only warn where text would be garbage.
         per_layer: whether `/metrics` tells of each layer.
     """
-    files = {CALIBRATION: calibration, PLAN: plan}
+    files = {keys.CALIBRATION: calibration, keys.PLAN: plan}
     said: dict[str, Any] = {
-        FORMAT: None if kv == KV else kv,
+        keys.FORMAT: None if kv == keys.KV else kv,
         **{key: file and str(Path(file).expanduser().absolute()) for key, file in files.items()},
-        SKIP_LAYERS: list(skip_layers) or None, BALANCE: None if balance else False, ALLOW_COLLAPSE: allow_collapse or None,
-        PER_LAYER: per_layer or None, TAIL: tail, SINK: sink or None,
+        keys.SKIP_LAYERS: list(skip_layers) or None, keys.TAIL: tail, keys.SINK: sink or None,
+        keys.BALANCE: None if balance else False, keys.ALLOW_COLLAPSE: allow_collapse or None,
+        keys.PER_LAYER: per_layer or None,
     }  # fmt: skip
     return {key: value for key, value in said.items() if value is not None}
 
 
 def is_vllms_own(options: Mapping[str, Any]) -> bool:
     """Whether such options leave the cache to vLLM."""
-    return options.get(FORMAT) == VLLMS_OWN and PLAN not in options
+    return options.get(keys.FORMAT) == VLLMS_OWN and keys.PLAN not in options
 
 
 _HERE = "127.0.0.1"
@@ -121,7 +102,7 @@ def serve(
     model = _as_vllm_takes_it(model)
     ours = _flags_of(cache, flags)
     if not is_vllms_own(cache):
-        spec_from(cache)
+        chosen.spec_from(cache)
     parsed, config = _parsed([model, *ours, *_worker(cache)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -179,21 +160,21 @@ def _flags_of(cache: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
 
 def _worker(cache: Mapping[str, Any]) -> list[str]:
     """vLLM's flag for the worker that knows other formats' pages; on a CPU the plug-in's platform chooses it."""
-    if is_vllms_own(cache) or not {FORMAT, CALIBRATION, PLAN, SKIP_LAYERS} & cache.keys():
+    if is_vllms_own(cache) or not {keys.FORMAT, keys.CALIBRATION, keys.PLAN, keys.SKIP_LAYERS} & cache.keys():
         return []
     from vllm.platforms import current_platform
 
-    return [] if current_platform.device_type == "cpu" else ["--worker-cls", GPU_WORKER]
+    return [] if current_platform.device_type == "cpu" else ["--worker-cls", keys.GPU_WORKER]
 
 
 def _stored_as(config: Any) -> str:
     """How K and V are kept by an engine of this configuration."""
-    model, plan = config.model_config, plan_of(config)
-    if sliding := sliding_layers(model):
+    model, plan = config.model_config, chosen.plan_of(config)
+    if sliding := chosen.sliding_layers(model):
         ours = f"K and V are kept in {plan.describe()}"
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
-    if states := state_layers(model):
-        shapes = shape_of(config).layers
+    if states := chosen.state_layers(model):
+        shapes = chosen.shape_of(config).layers
         taken, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
         ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {taken:,.0f} bytes a token"
         return f"{ours}, {bf16 / taken:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
@@ -211,8 +192,8 @@ def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
     """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
     packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
     kept = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
-    exact = kept * page_bytes(exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
-    size = tail_tokens(packed, exact, block_size)
+    exact = kept * page_bytes(chosen.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
+    size = chosen.tail_tokens(packed, exact, block_size)
     # So many tokens, wherever among blocks they begin.
     blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
     return blocks * max(packed, size * exact)

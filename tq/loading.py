@@ -86,8 +86,7 @@ def _spec(
 
     Args:
         given: values by the names of `load`'s arguments; None, or nothing, is not asked for.
-        asked: of what describes a cache, that which was asked for, as it was written.
-        words: how `kv`, `auto`, `plan` and `loss` are written there.
+        asked, words: as `require_one_cache` takes them.
         choose: what `auto` means, by the loss that it may have.
     Raises:
         InputError: two that exclude each other, or a file that is not what it should be.
@@ -103,7 +102,7 @@ def _spec(
             else default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
         )
     auto = plan is None and (default is None or kv == AUTO_KV)
-    _require_one_cache(asked, words, auto=auto, kv=kv, plan=plan, kv_loss=given.get("kv_loss"))
+    require_one_cache(asked, words, auto=auto, kv=kv, plan=plan, kv_loss=given.get("kv_loss"))
     if auto:
         return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
     if plan is not None:
@@ -118,13 +117,16 @@ def _spec(
     return replace(calibration.spec if calibration else KVSpec(), **kept | beside)
 
 
-def _require_one_cache(
+def require_one_cache(
     asked: Mapping[str, str], words: Mapping[str, str], *, auto: bool, kv: str | KVSpec | None, plan: object, kv_loss: object
 ) -> None:
-    """Refuse what stands beside something that sets the whole cache, and a loss where none is chosen; arguments as of `_spec`.
+    """Refuse what stands beside something that sets the whole cache, and a loss where none is chosen.
 
     Args:
+        asked, words: of what describes a cache, what was asked for and how `kv`, `auto`, `plan` and `loss` are written there.
         auto: whether the cache is chosen.
+    Raises:
+        InputError: there is such a pair.
     """
     if kv_loss is not None and not auto:
         raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
@@ -141,17 +143,12 @@ def _require_one_cache(
 
 
 _ARGUMENTS = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_sink": "sink", "kv_skip_layers": "skip_layers"}
-_WORDS = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
+WORDS = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
 
 
 def asked() -> dict[str, str]:
     """Of the command that runs, the options that describe a cache and were written: by `load`'s names of them."""
     return {_ARGUMENTS[name]: option for name, option in written().items() if name in _ARGUMENTS}
-
-
-def require_one_cache(**values: Any) -> None:
-    """Refuse options that exclude each other; values as of `_require_one_cache`."""
-    _require_one_cache(asked(), _WORDS, **values)
 
 
 def kv_spec(given: Mapping[str, Any]) -> KVSpec:
@@ -163,7 +160,7 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
         InputError: as `load`.
     """
     values = {argument: given.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": given.get("kv_plan")}
-    return _spec({**given, **values}, asked(), _WORDS, lambda loss: _choice(given, loss))
+    return _spec({**given, **values}, asked(), WORDS, lambda loss: _choice(given, loss))
 
 
 def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:

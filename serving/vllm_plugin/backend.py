@@ -282,7 +282,7 @@ class RotatedAttentionBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Pages of bytes that have room for K and V of any layer; which one it is, vLLM does not say here.
 
-        The workers in `cpu_worker` and `gpu_worker` give each layer its own.
+        The workers of `own_pages` give each layer its own.
         """
         pairs, config = [default_pair()], get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.worker.gpu_worker import Worker
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
 from haarkv.serving.vllm_plugin.chosen import content_bytes, pair_of, plan_of
@@ -63,6 +64,10 @@ class OwnPages:
     def _is_packed(self, name: str) -> bool:
         layer = self.vllm_config.compilation_config.static_forward_context[name]
         return layer.get_attn_backend() is RotatedAttentionBackend
+
+
+class RotatedGpuWorker(OwnPages, Worker):
+    """vLLM's worker of a GPU; only pages differ. It has not run."""
 
 
 # -- Sliding windows ----------------------------------------------------------------------------------------------------------

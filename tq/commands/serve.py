@@ -51,7 +51,7 @@ def command(
     """
     from haarkv.models.catalog import TINY, path_of
     from haarkv.serving.serve import cache_options, require_vllm, serve
-    from tq.loading import AUTO_KV, asked, require_one_cache
+    from tq.loading import AUTO_KV, WORDS, asked, require_one_cache
 
     if model.endswith(".gguf") and Path(model).expanduser().is_file():
         raise click.UsageError(
@@ -63,7 +63,7 @@ def command(
             "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
     auto = kv == AUTO_KV or (kv_plan is None and not asked())
-    require_one_cache(auto=auto, kv=kv, plan=kv_plan, kv_loss=kv_loss)
+    require_one_cache(asked(), WORDS, auto=auto, kv=kv, plan=kv_plan, kv_loss=kv_loss)
     notes = list[str]()
 
     def say(sentence: str) -> None:

@@ -13,19 +13,8 @@ import click
 
 from haarkv.tq_ops.output_files import write_whole
 from tq import options
+from tq.commands import validate_report as reports
 from tq.commands.generate import read_prompts
-from tq.commands.validate_report import (
-    about,
-    as_csv,
-    compare,
-    is_same_failure,
-    print_replay,
-    print_rows,
-    print_verdict,
-    replay_as_json,
-    unexercised,
-    write_replay,
-)
 from tq.groups import Command
 from tq.output import comparing, compiling, loading, unread_is_fine, warn
 from tq.ranks import tensor_parallel
@@ -88,7 +77,7 @@ def command(context: click.Context, /, **given: Any) -> int:
             if others := [option for name, option in options.written().items() if name not in _OF_COMPARE]:
                 raise click.UsageError(f"--compare runs nothing; leave out {others[0]}")
             before, after = given["compare"]
-            return compare(before, after, given["as_json"])
+            return reports.compare(before, after, given["as_json"])
         if given["replay_file"] and given["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         options.check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
@@ -104,25 +93,26 @@ def command(context: click.Context, /, **given: Any) -> int:
         report, replay_note = ran.report, ""
         simulated = given["device"] == "sim" or bool(catalog.interpreted(report.candidate, given["device"]))
         if given["replay_file"]:
-            failed = not report.passed
-            replay_note = write_replay(given["replay_file"], ran.runs) if failed else "nothing failed, so no file is written"
+            replay_note = "nothing failed, so no file is written"
+            if not report.passed:
+                replay_note = reports.write_replay(given["replay_file"], ran.runs)
         if given["csv_file"]:
-            write_whole(given["csv_file"], as_csv(report))
+            write_whole(given["csv_file"], reports.as_csv(report))
         if given["html_file"]:
             from haarkv.validation.layers.page import page
 
-            write_whole(given["html_file"], page(report, about(context, given["model"], ran.texts)))
+            write_whole(given["html_file"], page(report, reports.about(context, given["model"], ran.texts)))
         if given["as_json"]:
             from haarkv.validation.layers.report import as_json
 
             extra = {"replay": replay_note} if replay_note else {}
             print(json.dumps({"model": given["model"], "simulated": simulated, **extra, **as_json(report)}))
         else:
-            more = [unexercised(report, chosen=not has_prompts)]
+            more = [reports.unexercised(report, chosen=not has_prompts)]
             more += [("executor", f"{report.candidate} ({ran.note})")] if ran.note else []
             more += [("replay", replay_note)] if replay_note else []
-            print_verdict(report, more, "in PyPTO's interpreter, on no card" if simulated else "")
-            print_rows(report, given["verbose"])
+            reports.print_verdict(report, more, "in PyPTO's interpreter, on no card" if simulated else "")
+            reports.print_rows(report, given["verbose"])
         return int(not report.passed)
 
 
@@ -155,9 +145,9 @@ def replay(file: Path, executor: str, device: str | None, threads: int | None, r
         require_expected(found.case, found.made, trusted)
         report = judged(found.case, trusted, on_trial)
         if as_json:
-            print(json.dumps(replay_as_json(found) | {"same_failure": is_same_failure(found, report), **plain(report)}))
+            print(json.dumps({**reports.replay_as_json(found, report), **plain(report)}))
         else:
-            print_replay(found, report)
+            reports.print_replay(found, report)
         return int(not report.passed)
 
 

@@ -180,13 +180,13 @@ def is_same_failure(found: ReplayFile, report: Report) -> bool:
     return bool(first and (first.stage, first.reason) == (found.finding["stage"], found.finding["reason"]))
 
 
-def replay_as_json(found: ReplayFile) -> dict[str, Any]:
-    """What a file says of itself."""
+def replay_as_json(found: ReplayFile, report: Report) -> dict[str, Any]:
+    """What a file says of itself, and whether its layer fails as it says."""
     about = {
         "layer": found.case.describe(), "finding": dict(found.finding), "reference": found.reference,
         "candidate": found.candidate, "versions": dict(found.versions),
     }  # fmt: skip
-    return {"file": about}
+    return {"file": about, "same_failure": is_same_failure(found, report)}
 
 
 def print_replay(found: ReplayFile, report: Report) -> None:
