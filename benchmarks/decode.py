@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from haarkv.benchmarks import cases
-from haarkv.benchmarks.cases import Case, random_kv, token_bytes
+from haarkv.benchmarks.cases import Asked, Case
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.report import Report, Table
-from haarkv.benchmarks.runs import COUNTED, Asked, Beside, Sides, attention_runs, forward_run, steps_of
 from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -61,7 +60,7 @@ class Request:
     dtype: str = "bfloat16"
     layers: int | None = None
     device: str | None = None
-    beside: Beside = lambda *_: ()
+    beside: cases.Beside = lambda *_: ()
     kinds: Sequence[str] = ("attention", "step")
     repeats: int = 7
     isa: str | None = None
@@ -98,7 +97,7 @@ def measure(
         raise InputError("ranks run whole steps together; all else is measured on one")
     if model is None:
         model = model_of(request, progress)
-    room = steps_of(request.repeats) if "step" in request.kinds else 0
+    room = cases.steps_of(request.repeats) if "step" in request.kinds else 0
     longest, limit = max(request.contexts), model.config.max_position_embeddings - room
     if {"prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(
@@ -114,16 +113,16 @@ def measure(
     machine = measure_machine(device)
     rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
-        k, v = random_kv(model.config, case, device)
+        k, v = cases.random_kv(model.config, case, device)
         asked = Asked(sides, model, case, k, v, machine, request.beside, request.repeats, on_turn)
         for kind in dict.fromkeys(request.kinds):
             rows += rows_of(kind, asked)
     return machine, rows
 
 
-def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> Sides:
+def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> cases.Sides:
     """Every executor with every plan that it supports, by the name of its rows; `on_turn` is told what is compiled."""
-    sides: Sides = {}
+    sides: cases.Sides = {}
     refused = ""
     for name in request.executors:
         executor: Executor | None = None
@@ -162,20 +161,25 @@ def rows_of(kind: str, asked: Asked) -> Iterator[CostRow]:
             runs[key] = run
 
     for who, (executor, plan) in asked.sides.items():
-        nbytes = token_bytes(plan, asked.model.config)
+        nbytes = cases.token_bytes(plan, asked.model.config)
         if kind == "attention":
-            attend, store, nbytes = attention_runs(executor, plan, asked)
+            attend, store, nbytes = cases.attention_runs(executor, plan, asked)
             add(kind, who, cost_of(kind, asked, nbytes), attend, "" if executor.ops else NO_OPS)
             if store is not None:
                 add("store", who, store_cost(asked.model.config, asked.case, nbytes[0]), store)
         elif executor.simulated:
             add(kind, who, cost_of(kind, asked, nbytes), None, SIMULATED)
         else:
-            add(kind, who, cost_of(kind, asked, nbytes), forward_run(kind, executor, plan, asked.case, asked.repeats))
+            add(kind, who, cost_of(kind, asked, nbytes), cases.forward_run(kind, executor, plan, asked.case, asked.repeats))
     for other in asked.beside(kind, asked):
         add(kind, other.name, cost_of(kind, asked, other.kv_bytes), other.run, other.note, other.about, peer=True)
     taken = take_turns(
-        runs, asked.k.device, repeats=asked.repeats, counted=COUNTED[kind], capture=kind == "attention", on_turn=asked.on_turn
+        runs,
+        asked.k.device,
+        repeats=asked.repeats,
+        counted=cases.COUNTED[kind],
+        capture=kind == "attention",
+        on_turn=asked.on_turn,
     )
     for key, row in rows.items():
         compiled = dict(asked.sides[row.who][0].compiled) if row.who in asked.sides and kind != "attention" else None

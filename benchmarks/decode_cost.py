@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from haarkv.benchmarks.cases import Case as Case
-from haarkv.benchmarks.cases import heads, seen
+from haarkv.benchmarks.cases import seen
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Experts, ModelConfig
@@ -99,15 +99,15 @@ def pairs_seen(mixer: Attention, tokens: int) -> float:
 
 def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) -> Cost:
     """Decode attention of the first layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
-    mixer, shape = config.layers[0].attention, heads(config)
+    mixer, shape = config.layers[0].attention, config.attentions[0].heads
     keys = case.batch * seen(mixer.window, case.context)
-    return Cost(0, keys * kv_bytes, 2 * case.batch * shape.q * shape.dim * item, attention_flops(mixer, keys))
+    return Cost(0, keys * kv_bytes, 2 * case.batch * shape.num_heads * shape.head_dim * item, attention_flops(mixer, keys))
 
 
 def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
     """Storing one new token of each sequence in one layer, of `kv_bytes`; what the format computes is not counted."""
-    shape = heads(config)
-    return Cost(0, case.batch * kv_bytes, 8 * case.batch * shape.kv * shape.dim, 0)
+    shape = config.attentions[0].heads
+    return Cost(0, case.batch * kv_bytes, 8 * case.batch * shape.num_kv_heads * shape.head_dim, 0)
 
 
 def _products(model: DecoderModel, layer: int, tokens: int) -> tuple[int, int]:

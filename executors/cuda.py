@@ -93,12 +93,12 @@ class CudaExecutor:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
-        from haarkv.tq_ops.cuda import delta, experts, nvrtc, ops
+        from haarkv.tq_ops.cuda import available, delta, experts, ops
 
         self.config = model.config
         self.ops: OpTable = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
-        slower = None if interpreted else nvrtc.missing()
+        slower = None if interpreted else available.nvrtc_missing()
         self.description = f"cuda ({name})" if slower is None else f"cuda ({name}; decode attention by Triton: {slower})"
         self.simulated = interpreted
         self._fault = ops.new_fault(self.device)

@@ -5,35 +5,14 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from haarkv.serving.vllm_plugin import (
-    ALLOW_COLLAPSE,
-    BALANCE,
-    CALIBRATION,
-    FORMAT,
-    GPU_WORKER,
-    KV,
-    PER_LAYER,
-    PLAN,
-    SINK,
-    SKIP_LAYERS,
-    TAIL,
-)
-from haarkv.serving.vllm_plugin.chosen import (
-    exact_pair,
-    plan_of,
-    shape_of,
-    sliding_layers,
-    spec_from,
-    state_layers,
-    tail_tokens,
-)
+from haarkv.serving import vllm_plugin as keys
+from haarkv.serving.vllm_plugin import chosen
 from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.pages import page_bytes
@@ -45,50 +24,35 @@ VLLMS_OWN = "bf16"
 """The `--kv` that leaves the cache to vLLM."""
 
 
-@dataclass(frozen=True)
-class Cache:
-    """How the server keeps K and V.
+def cache_options(
+    kv: str | None = None, calibration: str | None = None, plan: str | None = None, *, skip_layers: Sequence[int] = (),
+    tail: int | None = None, sink: int = 0, balance: bool = True, allow_collapse: bool = False, per_layer: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """How the server keeps K and V, as vLLM hands it to all its processes, which may run in another folder.
 
-    Attributes:
-        kv: as `tq generate` takes it; None for `KV`, unless a plan says it.
+    Args:
+        kv: as `tq generate` takes it; None for `keys.KV`, unless a plan says it.
         calibration, plan: files.
         skip_layers: left in BF16.
+        tail, sink: newest and first tokens of a sequence that are read in BF16; None for no tail.
         balance: scale uneven channels.
         allow_collapse: only warn where text would be garbage.
         per_layer: whether `/metrics` tells of each layer.
-        tail, sink: newest and first tokens of a sequence that are read in BF16; None for no tail.
     """
+    files = {keys.CALIBRATION: calibration, keys.PLAN: plan}
+    said: dict[str, Any] = {
+        keys.FORMAT: None if kv == keys.KV else kv,
+        **{key: file and str(Path(file).expanduser().absolute()) for key, file in files.items()},
+        keys.SKIP_LAYERS: list(skip_layers) or None, keys.TAIL: tail, keys.SINK: sink or None,
+        keys.BALANCE: None if balance else False, keys.ALLOW_COLLAPSE: allow_collapse or None,
+        keys.PER_LAYER: per_layer or None,
+    }  # fmt: skip
+    return {key: value for key, value in said.items() if value is not None}
 
-    kv: str | None = None
-    calibration: Path | None = None
-    plan: Path | None = None
-    skip_layers: Sequence[int] = ()
-    balance: bool = True
-    allow_collapse: bool = False
-    per_layer: bool = False
-    tail: int | None = None
-    sink: int = 0
 
-    @property
-    def vllms_own(self) -> bool:
-        """Whether the cache is left to vLLM."""
-        return self.kv == VLLMS_OWN and self.plan is None
-
-    @property
-    def additional_config(self) -> dict[str, Any]:
-        """What vLLM hands to all its processes. Those may run in another folder."""
-        said: dict[str, Any] = {
-            FORMAT: None if self.kv == KV else self.kv,
-            CALIBRATION: None if self.calibration is None else str(self.calibration.expanduser().absolute()),
-            PLAN: None if self.plan is None else str(self.plan.expanduser().absolute()),
-            SKIP_LAYERS: list(self.skip_layers),
-            BALANCE: None if self.balance else False,
-            ALLOW_COLLAPSE: self.allow_collapse or None,
-            PER_LAYER: self.per_layer or None,
-            TAIL: self.tail,
-            SINK: self.sink or None,
-        }
-        return {key: value for key, value in said.items() if value is not None and value != []}
+def is_vllms_own(options: Mapping[str, Any]) -> bool:
+    """Whether such options leave the cache to vLLM."""
+    return options.get(keys.FORMAT) == VLLMS_OWN and keys.PLAN not in options
 
 
 _HERE = "127.0.0.1"
@@ -121,11 +85,14 @@ def _release(version: str) -> str:
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
-def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str], object] = lambda _: None) -> None:
+def serve(
+    model: str, cache: Mapping[str, Any], flags: Sequence[str], *, say: Callable[[str], object] = lambda _: None
+) -> None:
     """Serve until stopped; returns when the server was told to end. It listens on this machine alone unless told otherwise.
 
     Args:
         model: a Hugging Face folder, or the name of a model that vLLM can load.
+        cache: of `cache_options`.
         flags: any of `vllm serve`'s.
         say: called with a sentence on the cache and one on who can reach the server, before it starts.
     Raises:
@@ -134,17 +101,17 @@ def serve(model: str, cache: Cache, flags: Sequence[str], *, say: Callable[[str]
     require_vllm()
     model = _as_vllm_takes_it(model)
     ours = _flags_of(cache, flags)
-    if not cache.vllms_own:
-        spec_from(cache.additional_config)
+    if not is_vllms_own(cache):
+        chosen.spec_from(cache)
     parsed, config = _parsed([model, *ours, *_worker(cache)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
 
-    if not cache.vllms_own:
+    if not is_vllms_own(cache):
         # The engine would find it too, in a process of its own, and vLLM then prints where it was.
-        from haarkv.serving.vllm_plugin.balance import judged
+        from haarkv.serving.vllm_plugin.limits import judged
 
         judged(config, "--allow-collapse")
         say(_stored_as(config))
@@ -174,7 +141,7 @@ def _as_vllm_takes_it(model: str) -> str:
     return name
 
 
-def _flags_of(cache: Cache, flags: Sequence[str]) -> list[str]:
+def _flags_of(cache: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
     """vLLM's flags with ours in front.
 
     Raises:
@@ -182,32 +149,32 @@ def _flags_of(cache: Cache, flags: Sequence[str]) -> list[str]:
     """
     # vLLM's own default is every network; of two hosts the last one counts.
     ours = ["--host", _HERE]
-    if not cache.vllms_own:
+    if not is_vllms_own(cache):
         if taken := [flag for flag in flags if flag.split("=")[0] in ("--attention-backend", "--additional-config")]:
             raise InputError(f"{taken[0].split('=')[0]} is set by tq serve; leave it out, or give --kv {VLLMS_OWN}")
         ours += ["--attention-backend", "CUSTOM"]
-        if said := cache.additional_config:
-            ours += ["--additional-config", json.dumps(said)]
+        if cache:
+            ours += ["--additional-config", json.dumps(cache)]
     return [*ours, *flags]
 
 
-def _worker(cache: Cache) -> list[str]:
+def _worker(cache: Mapping[str, Any]) -> list[str]:
     """vLLM's flag for the worker that knows other formats' pages; on a CPU the plug-in's platform chooses it."""
-    if cache.vllms_own or not {FORMAT, CALIBRATION, PLAN, SKIP_LAYERS} & cache.additional_config.keys():
+    if is_vllms_own(cache) or not {keys.FORMAT, keys.CALIBRATION, keys.PLAN, keys.SKIP_LAYERS} & cache.keys():
         return []
     from vllm.platforms import current_platform
 
-    return [] if current_platform.device_type == "cpu" else ["--worker-cls", GPU_WORKER]
+    return [] if current_platform.device_type == "cpu" else ["--worker-cls", keys.GPU_WORKER]
 
 
 def _stored_as(config: Any) -> str:
     """How K and V are kept by an engine of this configuration."""
-    model, plan = config.model_config, plan_of(config)
-    if sliding := sliding_layers(model):
+    model, plan = config.model_config, chosen.plan_of(config)
+    if sliding := chosen.sliding_layers(model):
         ours = f"K and V are kept in {plan.describe()}"
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
-    if states := state_layers(model):
-        shapes = shape_of(config).layers
+    if states := chosen.state_layers(model):
+        shapes = chosen.shape_of(config).layers
         taken, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
         ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {taken:,.0f} bytes a token"
         return f"{ours}, {bf16 / taken:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
@@ -225,8 +192,8 @@ def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
     """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
     packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
     kept = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
-    exact = kept * page_bytes(exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
-    size = tail_tokens(packed, exact, block_size)
+    exact = kept * page_bytes(chosen.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
+    size = chosen.tail_tokens(packed, exact, block_size)
     # So many tokens, wherever among blocks they begin.
     blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
     return blocks * max(packed, size * exact)

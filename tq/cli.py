@@ -28,6 +28,11 @@ _SECTIONS = {
     "Files": ("export", "quantize"),
     "Workshop": ("dev",),
 }
+_ELSEWHERE = {
+    "formats": "tq.commands.info:formats_command", "export": "tq.commands.files:export_command",
+    "quantize": "tq.commands.files:quantize_command", "dev": "tq.cli:dev",
+}  # fmt: skip
+"""Commands that are not the `command` of a module of their name."""
 _FIRST_STEPS = (
     ("tq generate 'def main('", "The small model that ships writes Python."),
     ("tq info MODEL", "Does yours fit here, and how long a text?"),
@@ -57,7 +62,9 @@ class _SystemRefusedError(Exception):
 class _Commands(Group):
     """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
 
-    sections: ClassVar = {heading: {name: f"tq.commands.{name}" for name in names} for heading, names in _SECTIONS.items()}
+    sections: ClassVar = {
+        heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names} for heading, names in _SECTIONS.items()
+    }
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         workshop = self.get_command(ctx, "dev")
@@ -74,6 +81,22 @@ class _Commands(Group):
             raise _InterruptedError from None
         except OSError as error:
             raise _SystemRefusedError from error
+
+
+class _Workshop(Group):
+    sections: ClassVar = {
+        "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.bringup:compile_command"},
+        "The validator": {
+            "replay": "tq.commands.validate:replay",
+            "self-test": "tq.commands.self_test:self_test",
+            "sensitivity": "tq.commands.self_test:sensitivity",
+        },
+    }
+
+
+@click.command("dev", cls=_Workshop)
+def dev() -> None:
+    """Bring up an executor, compile its programs, and test the validator."""
 
 
 @click.command(
@@ -149,14 +172,7 @@ def run(started: Started) -> int:
 
 
 def _ended(error: BaseException, started: Started, debug: bool) -> int:
-    """Say why a command ended, and with which exit code.
-
-    Args:
-        error: what ended it.
-        debug: print the traceback as well.
-    Returns:
-        as `run`; of a rank that has lost another, `LOST`.
-    """
+    """Say why a command ended, with `debug` by its traceback as well; exit codes as of `run`, or `LOST` of a rank."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2

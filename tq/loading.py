@@ -69,12 +69,13 @@ def load(
     options = {"kv": kv, "calibration": calibration, "tail": tail, "sink": sink, "skip_layers": tuple(skip_layers) or None}
 
     def choose(loss: float) -> KVSpec:
-        how: dict[str, Any] = {"layers": layers, "executor": executor, "dtype": dtype, "device": "cpu", "on_choice": on_choice}
-        return cache_for(str(model), loss=loss, **how)
+        return cache_for(
+            str(model), loss=loss, layers=layers, executor=executor, dtype=dtype, device="cpu", on_choice=on_choice
+        )
 
-    asked = {name: name for name, value in options.items() if value is not None}
+    named = {name: name for name, value in options.items() if value is not None}
     given = {"model": str(model), "layers": layers, "executor": executor, "kv_loss": kv_loss, "plan": plan, **options}
-    spec = _spec(given, asked, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
+    spec = _spec(given, named, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
     return loading.load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, **others)
 
 
@@ -85,28 +86,28 @@ def _spec(
 
     Args:
         given: values by the names of `load`'s arguments; None, or nothing, is not asked for.
-        asked: of what describes a cache, that which was asked for, as it was written.
-        words: how `kv`, `auto`, `plan` and `loss` are written there.
+        asked, words: as `require_one_cache` takes them.
         choose: what `auto` means, by the loss that it may have.
     Raises:
         InputError: two that exclude each other, or a file that is not what it should be.
     """
     kv, plan, calibration = given.get("kv"), given.get("plan"), given.get("calibration")
-    default = KVSpec() if kv is not None or plan is not None or given.get("model") is None else _default_cache(given)
+    model, layers = given.get("model"), given.get("layers")
+    # Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen.
+    default: KVSpec | None = KVSpec()
+    if kv is None and plan is None and model is not None:
+        default = (
+            default_cache(model, layers, given.get("executor"))
+            if calibration is None
+            else default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
+        )
     auto = plan is None and (default is None or kv == AUTO_KV)
-    if given.get("kv_loss") is not None and not auto:
-        raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
-    if plan is not None or auto or isinstance(kv, KVSpec):
-        whole, way_out = words["plan"] if plan is not None else words["auto"] if auto else "a KVSpec", ""
-        if auto and kv is None:
-            whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
-        if others := [option for name, option in asked.items() if name != "kv" or plan is not None]:
-            raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
-        if auto:
-            return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
-        if plan is not None:
-            return plan_file.load(plan)
-        assert isinstance(kv, KVSpec)
+    require_one_cache(asked, words, auto=auto, kv=kv, plan=plan, kv_loss=given.get("kv_loss"))
+    if auto:
+        return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
+    if plan is not None:
+        return plan_file.load(plan)
+    if isinstance(kv, KVSpec):
         return kv
     assert default is not None
     if isinstance(calibration, Path | str):
@@ -116,15 +117,38 @@ def _spec(
     return replace(calibration.spec if calibration else KVSpec(), **kept | beside)
 
 
-def _default_cache(given: Mapping[str, Any]) -> KVSpec | None:
-    """Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen."""
-    model, layers = given["model"], given.get("layers")
-    if given.get("calibration") is None:
-        return default_cache(model, layers, given.get("executor"))
-    return default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
+def require_one_cache(
+    asked: Mapping[str, str], words: Mapping[str, str], *, auto: bool, kv: str | KVSpec | None, plan: object, kv_loss: object
+) -> None:
+    """Refuse what stands beside something that sets the whole cache, and a loss where none is chosen.
+
+    Args:
+        asked, words: of what describes a cache, what was asked for and how `kv`, `auto`, `plan` and `loss` are written there.
+        auto: whether the cache is chosen.
+    Raises:
+        InputError: there is such a pair.
+    """
+    if kv_loss is not None and not auto:
+        raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
+    if plan is None and not auto and not isinstance(kv, KVSpec):
+        return
+    whole, way_out = words["plan"] if plan is not None else words["auto"] if auto else "a KVSpec", ""
+    if auto and kv is None:
+        whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
+    if others := [option for name, option in asked.items() if name != "kv" or plan is not None]:
+        raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
 
 
 # -- What a command's options say -------------------------------------------------------------------------------------------
+
+
+_ARGUMENTS = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_sink": "sink", "kv_skip_layers": "skip_layers"}
+WORDS = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
+
+
+def asked() -> dict[str, str]:
+    """Of the command that runs, the options that describe a cache and were written: by `load`'s names of them."""
+    return {_ARGUMENTS[name]: option for name, option in written().items() if name in _ARGUMENTS}
 
 
 def kv_spec(given: Mapping[str, Any]) -> KVSpec:
@@ -135,11 +159,8 @@ def kv_spec(given: Mapping[str, Any]) -> KVSpec:
     Raises:
         InputError: as `load`.
     """
-    names = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_sink": "sink", "kv_skip_layers": "skip_layers"}
-    asked = {names[name]: option for name, option in written().items() if name in names}
-    values = {argument: given.get(name) for name, argument in names.items()} | {"plan": given.get("kv_plan")}
-    words = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
-    return _spec({**given, **values}, asked, words, lambda loss: _choice(given, loss))
+    values = {argument: given.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": given.get("kv_plan")}
+    return _spec({**given, **values}, asked(), WORDS, lambda loss: _choice(given, loss))
 
 
 def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:
@@ -158,8 +179,10 @@ def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:
     # What another executor runs is chosen here on what can show its keys and queries.
     said = list[str]()
     with scoring(steps(model, layers)) as on_step:
-        how: dict[str, Any] = {"executor": executor, "dtype": given.get("dtype"), "device": "cpu", "on_choice": said.append}
-        spec = cache_for(model, loss=loss, layers=layers, on_step=on_step, **how)
+        spec = cache_for(
+            model, loss=loss, layers=layers, on_step=on_step, executor=executor, dtype=given.get("dtype"), device="cpu",
+            on_choice=said.append,
+        )  # fmt: skip
     for line in said:
         say(line)
     return spec

@@ -10,9 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -139,7 +140,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """One rank. Rank 0 has this process's input and output; of the others, what they say of an error is kept in a file."""
     # -P: a folder `tq` where the user stands is none of ours.
-    line = [sys.executable, "-P", "-m", "tq.rank", str(rank), str(size), str(meeting), str(watched), *argv]
+    line = [sys.executable, "-P", "-m", "tq.ranks", str(rank), str(size), str(meeting), str(watched), *argv]
     if errors is None:
         return subprocess.Popen(line, pass_fds=(watched,))
     with errors.open("wb") as file:
@@ -198,3 +199,40 @@ def _verdict(codes: Mapping[int, int], ranks: Mapping[int, object], errors: Mapp
     if silent:
         raise RankError(f"rank {', '.join(silent)} did not answer for {timeout_s:g} s; all ranks were ended")
     raise RankError(f"the ranks lost each other; if one was busy for more than {timeout_s:g} s, raise --rank-timeout")
+
+
+# -- One of them: python -m tq.ranks RANK SIZE MEETING PIPE ARGUMENTS -----------------------------------------------------
+
+
+def _end_with(pipe: int) -> None:
+    """End this process when the one that started it has ended, however it did."""
+
+    def watch() -> None:
+        os.read(pipe, 1)  # returns when the other end is closed: nothing is ever written
+        os._exit(2)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    """Run the command line as that rank."""
+    rank, size, meeting, pipe, *argv = sys.argv[1:]
+    _end_with(int(pipe))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take seconds; the process that started this one says what happened
+    from haarkv.engine.ranks import Place
+    from tq.cli import run
+    from tq.ranks import Started  # not this module, which is another one as it is run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = run(Started(argv, Place(int(rank), int(size), meeting)))
+    if code:
+        # The threads that talk to a lost rank still run, and tearing them down may end in a line of the C++ runtime.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks.cases import heads
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import path_of
 from haarkv.models.config import ModelConfig, unknown_layer
@@ -81,17 +80,17 @@ def write(path: Path, model: DecoderModel) -> None:
 def _describe(writer: Any, model: DecoderModel) -> None:
     import gguf
 
-    config, shape = model.config, heads(model.config)
+    config, shape = model.config, model.config.attentions[0].heads
     whole = {torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16, torch.float32: gguf.LlamaFileType.ALL_F32}
     writer.add_file_type(whole[model.dtype])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.common.mlp.width)
-    writer.add_head_count(shape.q)
-    writer.add_head_count_kv(shape.kv)
-    writer.add_key_length(shape.dim)
-    writer.add_value_length(shape.dim)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(config.final_norm.eps)
     writer.add_rope_freq_base(config.common.attention.rope.theta)
     writer.add_vocab_size(config.vocab_size)

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import heads, kv_numbers, seen
+from haarkv.benchmarks.cases import Asked, Variant, copies, kv_numbers, random_prompts, seen, steps_of
 from haarkv.benchmarks.decode_cost import CostRow
-from haarkv.benchmarks.runs import Asked, Variant, copies, random_prompts, steps_of
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
@@ -221,10 +220,11 @@ def their_model(model: DecoderModel, implementation: str) -> Any:
     """transformers' own Qwen3 or Llama over the same weights, which it shares."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    c, shape = model.config, heads(model.config)
+    c, shape = model.config, model.config.attentions[0].heads
     config = AutoConfig.for_model(
         c.model_type, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.common.mlp.width,
-        num_hidden_layers=c.num_layers, num_attention_heads=shape.q, num_key_value_heads=shape.kv, head_dim=shape.dim,
+        num_hidden_layers=c.num_layers, num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
         rms_norm_eps=c.final_norm.eps, max_position_embeddings=c.max_position_embeddings, tie_word_embeddings=c.tied,
         rope_parameters={"rope_type": "default", "rope_theta": c.common.attention.rope.theta},
     )  # fmt: skip

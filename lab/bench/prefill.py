@@ -17,11 +17,19 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode
-from haarkv.benchmarks.cases import Case, as_rows, heads, layers_in_turn, random_kv, random_queries, token_bytes
+from haarkv.benchmarks.cases import (
+    Asked,
+    Case,
+    almost_full,
+    as_rows,
+    layers_in_turn,
+    random_kv,
+    random_queries,
+    token_bytes,
+)
 from haarkv.benchmarks.decode import NO_OPS, Request, model_of, sides_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_flops, pairs_seen
 from haarkv.benchmarks.report import Report
-from haarkv.benchmarks.runs import Asked, almost_full
 from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import Progress
@@ -66,9 +74,10 @@ def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, stor
     Args:
         stored: tokens before the prompt.
     """
-    mixer, of, queries, whole = config.layers[0].attention, heads(config), case.batch * case.context, case.context + stored
+    mixer, of = config.layers[0].attention, config.attentions[0].heads
+    queries, whole = case.batch * case.context, case.context + stored
     flops = case.batch * attention_flops(mixer, pairs_seen(mixer, whole) - pairs_seen(mixer, stored))
-    return Cost(0, case.batch * whole * kv_bytes, 4 * queries * of.q * of.dim, flops)
+    return Cost(0, case.batch * whole * kv_bytes, 4 * queries * of.num_heads * of.head_dim, flops)
 
 
 def within(window: int | None, stored: int, new: int, device: torch.device) -> Any:
@@ -105,9 +114,9 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
 
         runs[who] = ours
     if peers:
-        shape = heads(config)
-        cost = prompt_attention_cost(config, case, 4.0 * shape.kv * shape.dim, stored)
-        rows_of_heads = q.view(case.batch, case.context, shape.q, shape.dim).transpose(1, 2).contiguous()
+        shape = config.attentions[0].heads
+        cost = prompt_attention_cost(config, case, 4.0 * shape.num_kv_heads * shape.head_dim, stored)
+        rows_of_heads = q.view(case.batch, case.context, shape.num_heads, shape.head_dim).transpose(1, 2).contiguous()
         mask = within(config.layers[0].attention.window, stored, case.context, k.device)
 
         @torch.inference_mode()

@@ -25,7 +25,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from haarkv.benchmarks.cases import heads
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.plans import shape_of
@@ -128,12 +127,12 @@ def scaled_vocabulary(words: int, layers: int, of_layers: int) -> int:
 
 def hf_config(config: ModelConfig) -> dict[str, object]:
     """Shapes as the `config.json` of a dense Qwen3 says them."""
-    shape = heads(config)
+    shape = config.attentions[0].heads
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
         "hidden_size": config.hidden_size, "intermediate_size": config.common.mlp.width,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": shape.q, "num_key_value_heads": shape.kv,
-        "head_dim": shape.dim, "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim, "vocab_size": config.vocab_size,
         "rope_theta": config.common.attention.rope.theta, "rms_norm_eps": config.final_norm.eps, "hidden_act": "silu",
         "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": False, "use_sliding_window": False, "bos_token_id": 0, "eos_token_id": 0,

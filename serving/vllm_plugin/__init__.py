@@ -21,7 +21,8 @@ BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
 """Keys of vLLM's `--additional-config`: false leaves uneven channels as they are; true warns where text would be garbage."""
 PER_LAYER = "haarkv_metrics_per_layer"
 """Key of vLLM's `--additional-config`: whether `/metrics` tells of each layer."""
-CPU_WORKER, GPU_WORKER = (f"haarkv.serving.vllm_plugin.{kind}_worker.Rotated{kind.title()}Worker" for kind in ("cpu", "gpu"))
+CPU_WORKER = "haarkv.serving.vllm_plugin.cpu_worker.RotatedCpuWorker"
+GPU_WORKER = "haarkv.serving.vllm_plugin.own_pages.RotatedGpuWorker"
 """For vLLM's `--worker-cls`: workers that give each layer pages of its own size."""
 
 HOST_MEMORY = "HostMemory"

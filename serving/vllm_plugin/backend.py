@@ -8,7 +8,7 @@ head of 128. vLLM allocates it, hands it out, shares it between requests and tak
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,24 +28,21 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
-from haarkv.serving.vllm_plugin.balance import scales_here
 from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of, state_layers
-from haarkv.serving.vllm_plugin.kernels import Places, kernels_on
-from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported
+from haarkv.serving.vllm_plugin.kernels import kernels_on, to_store
+from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported, scales_here
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.pages import fields_in, page_bytes
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from haarkv.serving.vllm_plugin.tails import Tail
 
 
 @dataclass
 class RotatedMetadata(AttentionMetadata):
-    """One batch, the same for all layers.
-
-    Attributes:
-        batch: its tokens, without those that pad it.
-    """
+    """One batch, the same for all layers: its tokens, without those that pad it."""
 
     batch: Batch
 
@@ -86,11 +83,7 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
 
 
 class Buffers:
-    """Tensors that stay where they are, for what is computed of a batch; they grow if a batch is larger than promised.
-
-    Args:
-        tokens, sequences: of a batch at most.
-    """
+    """Tensors that stay where they are, for what is computed of a batch; they grow if a batch is larger than promised."""
 
     def __init__(self, tokens: int, sequences: int, device: torch.device) -> None:
         self.device = device
@@ -141,19 +134,6 @@ def batch_of(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
     )
 
 
-class Newest(Protocol):
-    """A layer's newest tokens in BF16; `tails.Tail`."""
-
-    def kept(self, pair: Pair) -> tuple[Kept | None, Kept | None]:
-        """Those of K and of V, in pages that stay where they are."""
-
-    def slots(self) -> Tensor:
-        """[T] where the running forward's tokens go; negative for padding."""
-
-    def join(self, batch: Batch) -> Batch:
-        """The running forward's batch with the block table of those."""
-
-
 class RotatedAttention(AttentionImpl[RotatedMetadata]):
     """One layer's attention over its pages; arguments are vLLM's.
 
@@ -181,9 +161,9 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self._cache: PagedKVCache | None = None
         self._index: int | None = None
         self._balance: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        self._newest: Newest | None = None
+        self._newest: Tail | None = None
 
-    def keep_newest(self, newest: Newest) -> None:
+    def keep_newest(self, newest: Tail) -> None:
         """Also keep tokens in BF16 there; before any page is seen."""
         self._newest = newest
 
@@ -205,11 +185,11 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         k, v = _taken(key[:tokens]), _taken(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
-        places = Places(
+        batch = to_store(
             slot_mapping.long(), _positions_of(layer, slot_mapping) if self._pair[0].turns(index) else None,
             None if self._newest is None else self._newest.slots()[:tokens].long(),
         )  # fmt: skip
-        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, places)
+        kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, batch)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RotatedMetadata | None,
@@ -302,7 +282,7 @@ class RotatedAttentionBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Pages of bytes that have room for K and V of any layer; which one it is, vLLM does not say here.
 
-        The workers in `cpu_worker` and `gpu_worker` give each layer its own.
+        The workers of `own_pages` give each layer its own.
         """
         pairs, config = [default_pair()], get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:

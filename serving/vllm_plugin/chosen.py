@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from haarkv.engine import plans
 from haarkv.models.catalog import read_config, source_of
@@ -47,7 +47,7 @@ def spec_of(vllm_config: VllmConfig) -> KVSpec:
 
 def spec_from(options: Mapping[str, Any]) -> KVSpec:
     """As `spec_of`, from the content of `--additional-config`; vLLM need not be there."""
-    return _spec(_asked(options))
+    return _spec(*_asked(options))
 
 
 def words_of(vllm_config: VllmConfig) -> str:
@@ -188,15 +188,8 @@ def _plan_here(vllm_config: VllmConfig) -> KVPlan:
     return _plan(asked, shape, (heads.start, heads.stop))
 
 
-class _Asked(NamedTuple):
-    """What `--additional-config` says of the cache; None where it says nothing."""
-
-    kv: str | None
-    calibration: str | None
-    plan: str | None
-    skipped: tuple[int, ...]
-    tail: int | None
-    sink: int
+_Asked = tuple[str | None, str | None, str | None, tuple[int, ...], int | None, int]
+"""What `--additional-config` says of the cache, as `_spec` takes it; None where it says nothing."""
 
 
 def _asked(options: Mapping[str, Any]) -> _Asked:
@@ -210,18 +203,20 @@ def _asked(options: Mapping[str, Any]) -> _Asked:
     for key, count in ((TAIL, 0 if tail is None else tail), (SINK, sink)):
         if type(count) is not int:
             raise InputError(f"{key} is a number of tokens, not {count!r}")
-    return _Asked(options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped), tail, sink)
+    return options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped), tail, sink
 
 
 @cache
-def _spec(asked: _Asked) -> KVSpec:
-    if asked.plan is not None:
-        if asked.kv or asked.calibration or asked.skipped or asked.tail is not None or asked.sink:
+def _spec(
+    kv: str | None, calibration: str | None, plan: str | None, skipped: tuple[int, ...], tail: int | None, sink: int
+) -> KVSpec:
+    if plan is not None:
+        if kv or calibration or skipped or tail is not None or sink:
             *others, last = FORMAT, CALIBRATION, SKIP_LAYERS, TAIL, SINK
             raise InputError(f"{PLAN} sets the whole cache; leave out {', '.join(others)} and {last}")
-        return plan_file.load(asked.plan)
-    learned = KVSpec() if asked.calibration is None else calibration_file.load(asked.calibration).spec
-    spec = replace(learned, kv=asked.kv or KV, skip_layers=asked.skipped, tail=asked.tail, sink=asked.sink)
+        return plan_file.load(plan)
+    learned = KVSpec() if calibration is None else calibration_file.load(calibration).spec
+    spec = replace(learned, kv=kv or KV, skip_layers=skipped, tail=tail, sink=sink)
     formats.parse(spec.kv, spec.calibration)  # an unknown format is told of before anything else
     return spec
 
@@ -232,7 +227,7 @@ def _plan(asked: _Asked, shape: ModelShape, heads: tuple[int, int] | None) -> KV
     Args:
         heads: the first KV head that is stored here, and the one behind the last; None for all.
     """
-    spec = _spec(asked)
+    spec = _spec(*asked)
     plan = spec.plan(shape.num_layers, shape)
     plan.require_layout(shape.layers)
     return spec.heads(slice(*heads)).plan(shape.num_layers) if heads and spec.calibration else plan

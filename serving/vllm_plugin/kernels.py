@@ -7,9 +7,8 @@ the kernel itself puts the zeros and notes the vector on the device, and the lin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,46 +23,19 @@ logger = init_logger(f"vllm.{__name__}")
 STAND_IN = "zeros stand in for what is not finite"
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where T new tokens go.
+def to_store(slots: Tensor, positions: Tensor | None = None, kept_slots: Tensor | None = None) -> Batch:
+    """As much of a batch as storing T new tokens needs.
 
-    Attributes:
+    Args:
         slots: [T] int64; a negative one pads the batch.
         positions: [T] int64, where K's format stores keys by their positions, else None.
         kept_slots: [T] int64, where tokens are kept in BF16, else None.
     """
-
-    slots: Tensor
-    positions: Tensor | None = None
-    kept_slots: Tensor | None = None
-
-    @property
-    def batch(self) -> Batch:
-        """As much of a batch as storing needs."""
-        nothing = self.slots.new_zeros(0)
-        return Batch(
-            positions=nothing if self.positions is None else self.positions, slot_mapping=self.slots, block_table=nothing,
-            seq_lens=nothing, query_start_loc=nothing, rows=nothing, kept_slots=self.kept_slots,
-        )  # fmt: skip
-
-    def some(self, tokens: Tensor) -> Places:
-        """Of some tokens, [T] bool."""
-        positions, kept = (None if of is None else of[tokens] for of in (self.positions, self.kept_slots))
-        return Places(self.slots[tokens], positions, kept)
-
-
-class Kernels(Protocol):
-    """The ops of one device."""
-
-    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, places: Places) -> None:
-        """Quantize and store k, v [T, Hkv, D]."""
-
-    def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
-        """Attention of q [T, Hq, D], of q's shape and dtype."""
-
-    def next_batch(self) -> None:
-        """Called once before each forward: log what became known of the forwards before."""
+    nothing = slots.new_zeros(0)
+    return Batch(
+        positions=nothing if positions is None else positions, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
+        query_start_loc=nothing, rows=nothing, kept_slots=kept_slots,
+    )  # fmt: skip
 
 
 class CpuKernels:
@@ -78,11 +50,12 @@ class CpuKernels:
 
         self._ops = CpuOps()
 
-    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, places: Places) -> None:
-        if (places.slots < 0).any():
-            real = places.slots >= 0
-            k, v, places = k[real], v[real], places.some(real)
-        batch = places.batch
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        """Quantize and store k, v [T, Hkv, D] where a batch of `to_store` says."""
+        real = batch.slot_mapping >= 0
+        if not real.all():
+            positions, kept = (x if x is None or not len(x) else x[real] for x in (batch.positions, batch.kept_slots))
+            k, v, batch = k[real], v[real], to_store(batch.slot_mapping[real], positions, kept)
         try:
             self._ops.store_kv(k, v, cache, layer, batch)
         except NonFiniteError as error:
@@ -91,10 +64,11 @@ class CpuKernels:
             self._ops.store_kv(k, v, cache, layer, batch)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+        """Attention of q [T, Hq, D], of q's shape and dtype."""
         return self._ops.paged_attention(q, cache, layer, batch, scale)
 
     def next_batch(self) -> None:
-        """Nothing is left to tell."""
+        """Called once before each forward; nothing is left to tell of those before."""
 
 
 class GpuKernels:
@@ -114,10 +88,12 @@ class GpuKernels:
         self._seen = torch.full((1,), NO_FAULT, dtype=torch.int64, pin_memory=pinned)
         self._copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
-    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, places: Places) -> None:
-        self._ops.append(k, v, cache, layer, places.batch, self._fault, stand_in=True)
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        """As of `CpuKernels`."""
+        self._ops.append(k, v, cache, layer, batch, self._fault, stand_in=True)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+        """As of `CpuKernels`."""
         out: Tensor = self._ops.paged_attention(q, cache, layer, batch, scale)
         return out
 
@@ -141,7 +117,7 @@ class GpuKernels:
 
 
 @cache
-def kernels_on(device: torch.device) -> Kernels:
+def kernels_on(device: torch.device) -> CpuKernels | GpuKernels:
     """The kernels of a device.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.worker.gpu_worker import Worker
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
 from haarkv.serving.vllm_plugin.chosen import content_bytes, pair_of, plan_of
@@ -31,7 +32,10 @@ class OwnPages:
         """
         with set_current_vllm_config(self.vllm_config):
             specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        specs = {name: self._own(name, spec) for name, spec in specs.items() if not name.endswith(SUFFIX)}
+        specs = {name: spec for name, spec in specs.items() if not name.endswith(SUFFIX)}
+        for name in filter(self._is_packed, specs):
+            content = content_bytes(pair_of(self.vllm_config, name), specs[name].head_size, specs[name].head_size_v)
+            specs[name] = with_content(specs[name], content)
         return fitted(self._alike(specs)) | self._tails(specs)
 
     def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
@@ -61,10 +65,9 @@ class OwnPages:
         layer = self.vllm_config.compilation_config.static_forward_context[name]
         return layer.get_attn_backend() is RotatedAttentionBackend
 
-    def _own(self, name: str, spec: Any) -> KVCacheSpec:
-        if not self._is_packed(name):
-            return spec
-        return with_content(spec, content_bytes(pair_of(self.vllm_config, name), spec.head_size, spec.head_size_v))
+
+class RotatedGpuWorker(OwnPages, Worker):
+    """vLLM's worker of a GPU; only pages differ. It has not run."""
 
 
 # -- Sliding windows ----------------------------------------------------------------------------------------------------------

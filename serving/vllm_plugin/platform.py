@@ -38,22 +38,30 @@ class RotatedCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
-        from haarkv.serving.vllm_plugin import tail_blocks
+        from haarkv.serving.vllm_plugin import tails
 
         super().register_custom_kv_cache_specs(vllm_config)
-        tail_blocks.register()
+        tails.register()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
-        if is_asked_for(vllm_config):
-            require_supported(vllm_config)
-            _leave_windows_to_vllm(vllm_config)
-            _pack_drafts_of_a_hybrid(vllm_config)
-            library.load()  # or its reason, before anything is started
-            if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
-                vllm_config.parallel_config.worker_cls = CPU_WORKER
-            _offload_on_the_host(vllm_config)
+        if not is_asked_for(vllm_config):
+            return
+        require_supported(vllm_config)
+        model, drafts, transfer = vllm_config.model_config, vllm_config.speculative_config, vllm_config.kv_transfer_config
+        if model is not None and sliding_layers(model):  # they stay with vLLM's own backend
+            chosen = vllm_config.attention_config.backend_per_kind
+            chosen.setdefault(KVCacheSpecKind.SLIDING_WINDOW.value, AttentionBackendEnum.CPU_ATTN)
+        if drafts is not None and drafts.method == "mtp" and state_layers(model):
+            # The model's own layer that drafts: as BF16 it would make all pages as large.
+            drafts.attention_backend = drafts.attention_backend or AttentionBackendEnum.CUSTOM
+        library.load()  # or its reason, before anything is started
+        if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
+            vllm_config.parallel_config.worker_cls = CPU_WORKER
+        if transfer is not None:  # vLLM's own worker moves no pages on a CPU
+            ours = {"spec_name": HOST_MEMORY, "spec_module_path": "haarkv.serving.vllm_plugin.offload"}
+            transfer.kv_connector_extra_config |= ours
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -62,24 +70,3 @@ class RotatedCpuPlatform(CpuPlatform):
         # Of a model with layers that keep a state this asks our backend for the size of a page, which follows from the plan.
         with set_current_vllm_config(vllm_config):
             super().update_block_size_for_backend(vllm_config)
-
-
-def _pack_drafts_of_a_hybrid(vllm_config: VllmConfig) -> None:
-    """Give the layer that drafts, where it is the model's own, to our backend: as BF16 it would make all pages as large."""
-    drafts = vllm_config.speculative_config
-    if drafts is not None and drafts.method == "mtp" and state_layers(vllm_config.model_config):
-        drafts.attention_backend = drafts.attention_backend or AttentionBackendEnum.CUSTOM
-
-
-def _offload_on_the_host(vllm_config: VllmConfig) -> None:
-    """Let vLLM's offloading, where it is asked for, move pages by what runs on a CPU; its own worker does not."""
-    if vllm_config.kv_transfer_config is not None:
-        ours = {"spec_name": HOST_MEMORY, "spec_module_path": "haarkv.serving.vllm_plugin.offload"}
-        vllm_config.kv_transfer_config.kv_connector_extra_config |= ours
-
-
-def _leave_windows_to_vllm(vllm_config: VllmConfig) -> None:
-    """Give layers with a sliding window, where there are some, to vLLM's own backend."""
-    if vllm_config.model_config is not None and sliding_layers(vllm_config.model_config):
-        chosen = vllm_config.attention_config.backend_per_kind
-        chosen.setdefault(KVCacheSpecKind.SLIDING_WINDOW.value, AttentionBackendEnum.CPU_ATTN)

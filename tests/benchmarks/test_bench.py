@@ -8,10 +8,9 @@ import pytest
 import torch
 from small_models import SMALL, gemma_config, resized, small_model, windowed, without_numbers
 
-from haarkv.benchmarks import cases, decode, report, runs
-from haarkv.benchmarks.cases import Case, parse_caches, plan_of
+from haarkv.benchmarks import cases, decode, report
+from haarkv.benchmarks.cases import Case, Variant, parse_caches, plan_of
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
-from haarkv.benchmarks.runs import Variant
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.engine.plans import shape_of
 from haarkv.executors.reference import ReferenceExecutor
@@ -67,20 +66,20 @@ def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
 
 
 def test_copies_exceed_every_cache_but_are_no_more_than_the_rotations():
-    assert runs.copies(2**20) == 64
-    assert runs.copies(4 * 2**20) * 4 * 2**20 >= 128 * 2**20
-    assert runs.copies(2**40) == 1
+    assert cases.copies(2**20) == 64
+    assert cases.copies(4 * 2**20) * 4 * 2**20 >= 128 * 2**20
+    assert cases.copies(2**40) == 1
 
 
 @pytest.mark.parametrize("kv", ["tq4", "fp32"])
 def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""
-    monkeypatch.setattr(runs, "MOST_COPIES", 3)
+    monkeypatch.setattr(cases, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    asked = runs.Asked({}, model, case, k, v, MACHINE, lambda *_: (), 1, print)
+    asked = cases.Asked({}, model, case, k, v, MACHINE, lambda *_: (), 1, print)
     executor = ReferenceExecutor(model)
-    attend, _, nbytes = runs.attention_runs(executor, KVSpec(kv).plan(SMALL.num_layers), asked)
+    attend, _, nbytes = cases.attention_runs(executor, KVSpec(kv).plan(SMALL.num_layers), asked)
     q = asked.queries
     assert nbytes == cases.token_bytes(KVSpec(kv).plan(1), cases.layers_in_turn(KVSpec(kv).plan(3), SMALL, 1)[1])
     exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k.float(), v.float(), enable_gqa=True)[:, :, 0]
@@ -271,7 +270,7 @@ def test_a_step_goes_on_from_a_full_cache_and_each_prompt_from_none():
     executor, plan = Watched(small_model()), KVSpec("tq4").plan(SMALL.num_layers)
     for kind, expected in (("step", [[20], [21], [22]]), ("prompt", [[20], [20], [20]])):
         lengths.clear()
-        run = runs.forward_run(kind, executor, plan, Case(1, 20), 1)
+        run = cases.forward_run(kind, executor, plan, Case(1, 20), 1)
         for number in range(3):
             run(number)
         assert lengths == expected
@@ -283,7 +282,7 @@ def test_logits_of_one_value_are_refused():
             return super().forward(token_ids, batch, cache) * 0.0
 
     with pytest.raises(InputError, match=r"a step in tq4 at 20 tokens gives nothing but 0\.0"):
-        runs.forward_run("step", Empty(small_model()), KVSpec("tq4").plan(SMALL.num_layers), Case(1, 20), 1)(0)
+        cases.forward_run("step", Empty(small_model()), KVSpec("tq4").plan(SMALL.num_layers), Case(1, 20), 1)(0)
 
 
 def test_steps_of_a_model_with_states_count_them(run):

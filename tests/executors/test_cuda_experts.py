@@ -26,7 +26,7 @@ pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from step_launches import executor_on_meta, launches
 
 from haarkv.executors.cuda import CudaExecutor
-from haarkv.tq_ops.cuda import nvrtc
+from haarkv.tq_ops.cuda import available
 
 GPU = torch.cuda.is_available()
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -168,7 +168,7 @@ def test_nothing_in_a_step_with_experts_waits_for_the_device(monkeypatch, model_
 
 def test_a_layer_of_a_decode_step_of_qwen3_is_thirteen_launches(monkeypatch):
     """Seven in place of a dense layer's three between its last norms."""
-    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+    monkeypatch.setattr(available, "nvrtc_missing", lambda: None)
     steps = [launches(executor_on_meta(of_qwen3(BF16, n), monkeypatch), TQ4, [20, 3], monkeypatch)[1] for n in (1, 2)]
     one, two = steps
     expected = ["mm", "prologue_kernel", "decode", "mm", "add_norm_kernel", "mm", *OF_EXPERTS, "add_norm_kernel"]

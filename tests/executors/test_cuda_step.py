@@ -28,7 +28,7 @@ pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from step_launches import META, executor_on_meta, launches
 
 from haarkv.executors.cuda import CudaExecutor
-from haarkv.tq_ops.cuda import nvrtc, ops
+from haarkv.tq_ops.cuda import available, ops
 from haarkv.tq_ops.cuda.ops import CudaFused
 
 GPU = DEVICE.type == "cuda"
@@ -76,7 +76,7 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     monkeypatch, family, spec, prompts, compiles, attention
 ):
     """What two more layers add, in order. Learned keys, windows and norms behind take no launch of their own."""
-    monkeypatch.setattr(nvrtc, "missing", lambda: None if compiles else "it is not there")
+    monkeypatch.setattr(available, "nvrtc_missing", lambda: None if compiles else "it is not there")
     steps = []
     for layers in (2, 4):  # of a Gemma every second has a window
         model = small_model(config_of(family, num_layers=layers), dtype=BF16)

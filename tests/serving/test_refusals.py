@@ -18,9 +18,9 @@ from vllm_configs import assert_refused, configure, offloading, write
 from vllm_paged import Shape, described, spec_of
 
 from haarkv.models.catalog import TINY, load_model
-from haarkv.serving.serve import Cache, serve
+from haarkv.serving.serve import cache_options, serve
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadataBuilder
-from haarkv.serving.vllm_plugin.balance import scales_here
+from haarkv.serving.vllm_plugin.limits import scales_here
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 
@@ -205,7 +205,7 @@ def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
     with pytest.raises(InputError, match=f"{refused}.*haarkv_allow_collapse true goes on"):
         scales_here(config(haarkv_balance=False))
     with pytest.raises(InputError, match=f"{refused}.*--allow-collapse goes on"):  # before anything is started
-        serve(str(folder), Cache(balance=False), ["--max-model-len", "128"])
+        serve(str(folder), cache_options(balance=False), ["--max-model-len", "128"])
     told = scales_here(config(haarkv_balance=False, haarkv_allow_collapse=True))
     assert set(told.values()) == {(None, None)}
     # One layer of six is warned of, as elsewhere.

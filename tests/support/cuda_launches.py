@@ -27,7 +27,7 @@ from triton.runtime.driver import driver
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import block_products, choices, delta, experts, nvrtc, ops
+from haarkv.tq_ops.cuda import available, block_products, choices, delta, experts, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes
 from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.formats import made_up
@@ -124,19 +124,19 @@ def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Not
         asked[str(one)] = one
         return kernel(one)
 
-    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, nvrtc.missing
+    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing
     kept_choices = choices.processors, ops.capability
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
     of_blocks = ops.linear  # dense products are cuBLAS's
     ops.linear = lambda x, weight: (of_blocks if isinstance(weight, Blocks) else reference.linear)(x, weight)
     choices.processors, ops.capability = lambda _: _PROCESSORS, lambda _: capability
-    nvrtc.missing = lambda: "only Triton's kernels are recorded"
+    available.nvrtc_missing = lambda: "only Triton's kernels are recorded"
     driver.set_active(_Driver(capability))
     try:
         yield asked
     finally:
-        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, nvrtc.missing = kept
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing = kept
         choices.processors, ops.capability = kept_choices
         for one in asked.values():
             one.source.fn.device_caches.clear()  # or it would be known the next time

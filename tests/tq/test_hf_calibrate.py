@@ -1,10 +1,5 @@
 """`tq.calibrate` on models of transformers: its moments are those of the attention that ran, and caches take its file."""
 
-import importlib.util
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors import safe_open
@@ -109,21 +104,3 @@ def test_what_cannot_be_learned_or_read_is_one_line(tmp_path):
     assert calibration_file.load(path).shape.layers[0].head_dim == 32
     with pytest.raises(InputError, match="made for another model"):
         tq.TQCache(SMALL["gpt_neox"]().config, kv="k=lr3,v=tq4", calibration=path)
-
-
-def test_the_example_trains_learns_and_compares(monkeypatch, tmp_path, capsys):
-    path = Path(__file__).parents[2] / "examples" / "hf_families.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    example = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, example)
-    spec.loader.exec_module(example)
-    monkeypatch.setattr(example, "LENGTH", 64)
-    monkeypatch.setattr(example, "CACHES", ("tq4", "k=lr4,v=tq4"))
-    monkeypatch.setattr(example, "FAMILIES", {"qwen2": example.qwen2})
-    text = "\n".join(f"def f{i}(x):\n    return x + {i * i % 97}" for i in range(200))
-    monkeypatch.setattr(example, "train_texts", lambda: [text])
-    monkeypatch.setattr(example, "held_out_texts", lambda: {"f.py": text})
-    example.main([str(tmp_path), "--steps", "2", "--windows", "1"])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [line["kl"] > 0 for line in lines] == [True, True]
-    assert calibration_file.load(tmp_path / "qwen2.safetensors").calibration.context is None

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import click
 import pytest
 from calibration_files import write_calibration
 from npu_learned import KV, learned_spec
@@ -14,7 +15,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu.compile import wanted
 from haarkv.validation.planning import remembered
 from tq.cli import main
-from tq.commands import compile as compile_command
+from tq.commands import bringup
 
 
 def run(capfd, *args):
@@ -103,5 +104,6 @@ def test_compile_takes_a_cache_that_the_programs_read_and_chooses_none(monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(remembered, "TOY", 0)
     nothing = dict.fromkeys(("kv", "calibration", "kv_plan", "kv_loss", "kv_tail", "kv_sink")) | {"kv_skip_layers": ()}
-    spec = compile_command._cache("tiny", nothing | given)
+    with click.Context(bringup.compile_command):
+        spec = bringup._cache_to_compile("tiny", nothing | given)
     assert (spec.kv, spec.tail, spec.sink) == ("tq4", *((64, 0) if given else (124, 4)))

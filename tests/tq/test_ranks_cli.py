@@ -64,7 +64,7 @@ def rank_of(pid, rank):
     """The process of a rank that `tq` has started."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        if b"tq.rank" in words and words[words.index(b"tq.rank") + 1] == str(rank).encode():
+        if b"tq.ranks" in words and words[words.index(b"tq.ranks") + 1] == str(rank).encode():
             return int(child)
     raise AssertionError(f"no rank {rank}")
 
@@ -129,13 +129,13 @@ def test_ctrl_c_ends_all_with_one_word():
 
 def test_ctrl_c_while_a_rank_still_imports_says_nothing_of_its_own():
     script = (
-        "import os, signal, sys, tq.rank\n"
+        "import os, signal, sys, tq.ranks\n"
         "class Slow:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'haarkv.engine.ranks': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Slow())\n"
         "sys.argv[1:] = ['0', '1', 'meeting', sys.argv[1], 'formats']\n"
-        "sys.exit(tq.rank.main())"
+        "sys.exit(tq.ranks.main())"
     )
     reads, writes = os.pipe()
     try:

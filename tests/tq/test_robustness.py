@@ -20,7 +20,7 @@ from haarkv.models.catalog import TINY, read_config
 from haarkv.models.limited import render
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
-from tq.commands import formats as formats_command
+from tq.commands import info as info_commands
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def failing(monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(formats_command, "print_table", fail)
+    monkeypatch.setattr(info_commands, "print_table", fail)
 
 
 class PanicError(BaseException):

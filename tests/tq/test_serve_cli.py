@@ -3,7 +3,6 @@
 import json
 from argparse import ArgumentParser, Namespace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
@@ -31,7 +30,7 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
 
     monkeypatch.setattr(serving, "_parsed", stop)
     with pytest.raises(InterruptedError, match=f"^{tmp_path / 'model'}$"):
-        serving.serve("~/model", serving.Cache(), [])
+        serving.serve("~/model", {}, [])
 
 
 @pytest.mark.parametrize("args", [["tiny"], ["gpt2"], ["/absent"], ["tiny", "--kv", "tq9"], ["tiny", "--kv", "auto"]])
@@ -78,24 +77,24 @@ def test_the_server_listens_on_this_machine_unless_told_otherwise(kv):
     parser = ArgumentParser()
     parser.add_argument("--host")
     for flags, host in (([], "127.0.0.1"), (["--port", "80"], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
-        given, _ = parser.parse_known_args(serving._flags_of(serving.Cache(kv, per_layer=True), flags))
+        given, _ = parser.parse_known_args(serving._flags_of(serving.cache_options(kv, per_layer=True), flags))
         assert given.host == host
 
 
 def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert serving.Cache().additional_config == {}
-    assert serving.Cache("tq4").additional_config == {}
-    asked = serving.Cache("k=lr3,v=tq4", Path("c"), None, (0, -1), balance=False, allow_collapse=True, per_layer=True)
-    assert asked.additional_config == {
+    assert serving.cache_options() == {}
+    assert serving.cache_options("tq4") == {}
+    switches = {"balance": False, "allow_collapse": True, "per_layer": True}
+    assert serving.cache_options("k=lr3,v=tq4", "c", skip_layers=(0, -1), **switches) == {
         "haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(tmp_path / "c"), "haarkv_kv_skip_layers": [0, -1],
         "haarkv_balance": False, "haarkv_allow_collapse": True, "haarkv_metrics_per_layer": True,
     }  # fmt: skip
-    flags = serving._flags_of(serving.Cache(plan=Path("p")), ["--port", "80"])
+    flags = serving._flags_of(serving.cache_options(plan="p"), ["--port", "80"])
     given = dict(pairwise(flags))
     assert json.loads(given["--additional-config"]) == {"haarkv_kv_plan": str(tmp_path / "p")}
     assert given["--attention-backend"] == "CUSTOM"
-    own = serving._flags_of(serving.Cache("bf16"), ["--additional-config", "{}"])
+    own = serving._flags_of(serving.cache_options("bf16"), ["--additional-config", "{}"])
     assert own == ["--host", "127.0.0.1", "--additional-config", "{}"]
 
 
@@ -137,7 +136,7 @@ def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked
     monkeypatch.setattr(serving, "find_spec", lambda _: object())
     if "auto" not in args:
         assert main(["serve", "tiny", *args]) == 0
-        assert taken.pop().plan is None
+        assert "haarkv_kv_plan" not in taken.pop()
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == (1 if args else 2)
         assert args or "`tq generate --model tiny --kv auto --prompt Hello` chooses one" in lines[0]
@@ -149,10 +148,8 @@ def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked
     )
     assert main(["serve", "tiny", *args]) == 0
     [cache] = taken
-    if args == ["--kv", "tq4"]:
-        assert (cache.kv, cache.plan) == ("tq4", None)
-    else:
-        assert (cache.kv, cache.plan) == (None, file)
+    assert cache == ({} if args == ["--kv", "tq4"] else {"haarkv_kv_plan": str(file)})
+    if cache:
         assert capsys.readouterr().err.splitlines()[0].startswith("tq: this is the cache that --kv auto chose")
 
 
@@ -167,14 +164,14 @@ def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(monkey
     monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (taken.append(cache), say("it starts")))
     monkeypatch.setattr(serving, "find_spec", lambda _: object())
     assert main(["serve", model]) == 0
-    [cache] = taken
-    assert (cache.kv, cache.plan, cache.tail) == (kv, None, None)
+    format_of = {} if kv == "tq4" else {"haarkv_kv": kv}
+    assert taken == [format_of]
     assert f"no cache was chosen for this model, so it gets {kv}; " in capsys.readouterr().err
     assert main(["serve", model, "--kv-tail", "0"]) == 0
-    assert (taken[1].kv, taken[1].tail) == (kv, 0)
+    assert taken[1] == {**format_of, "haarkv_kv_tail": 0}
     assert main(["serve", model, "--calibration", "file"]) == 0
-    assert (taken[2].kv, taken[2].calibration) == ("k=lr4,v=tq4", Path("file"))
+    assert taken[2] == {"haarkv_kv": "k=lr4,v=tq4", "haarkv_calibration": str(tmp_path / "file")}
 
 
 def test_a_tail_and_sinks_reach_vllm():
-    assert serving.Cache(tail=0, sink=4).additional_config == {"haarkv_kv_tail": 0, "haarkv_kv_sink": 4}
+    assert serving.cache_options(tail=0, sink=4) == {"haarkv_kv_tail": 0, "haarkv_kv_sink": 4}

@@ -124,7 +124,7 @@ def test_a_failing_layer_is_written_and_runs_again_on_any_executor(validate, run
     assert re.search("now +passes", out)
     assert "not exercised" not in out
     assert_refused(replay("--executor", "cpu"), "cpu cannot run this")
-    assert_refused(replay(), "auto is reference here", "--executor")
+    assert_refused(replay(), "only reference can run this here", "name another --executor")
     damaged = bytearray((tmp_path / "layer.replay").read_bytes())
     damaged[-3] ^= 1
     (tmp_path / "layer.replay").write_bytes(damaged)

@@ -1,7 +1,8 @@
-"""`tq dev bringup`: the first hour on a new machine, one rung after the other."""
+"""`tq dev bringup`: the first hour on a new machine, one rung after the other; `tq dev compile`: an NPU's programs."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.output_files import write_whole
+from haarkv.tq_ops.output_files import check_folder, whole_folder, write_whole
 from tq import options
 from tq.commands.generate import read_prompt
 from tq.groups import Command
-from tq.output import print_judged, telling, unread_is_fine
+from tq.output import counting, print_judged, print_table, telling, unread_is_fine
 
 if TYPE_CHECKING:
+    from haarkv.models.qwen3_14b.npu.compile import Compiled
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.bringup.ladder import Folder, Found, Result
     from haarkv.validation.bringup.workbench import Workbench
@@ -129,8 +131,7 @@ def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
 
 def _latency(bench: Workbench) -> Found:
     """The highest rung: prompts and steps are timed by the device's own clock; in a simulator each is only run."""
-    from haarkv.benchmarks.cases import Case
-    from haarkv.benchmarks.runs import COUNTED, forward_run
+    from haarkv.benchmarks.cases import COUNTED, Case, forward_run
     from haarkv.benchmarks.timing import Spread, take_turns
     from haarkv.validation.bringup.ladder import Found
 
@@ -181,12 +182,7 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
 
 
 class _Show:
-    """Prints a line for each rung as it is done; on a terminal, also what is being done.
-
-    Args:
-        tell: shows what is being done.
-        quiet: prints nothing on stdout.
-    """
+    """Prints a line for each rung as it is done, unless `quiet`; on a terminal, `tell` shows what is being done."""
 
     def __init__(self, tell: Callable[[str], None], quiet: bool) -> None:
         self._tell, self._quiet, self._name = tell, quiet, ""
@@ -213,3 +209,76 @@ class _Show:
             seconds = "   kept" if kept else f"{result.seconds:5.1f} s"
             line = f"{result.name:14}  {result.verdict:20}  {seconds}  {result.found.said}{log}"
             print_judged(line, {"passed": True, "failed": False}.get(result.verdict))
+
+
+# -- Compiling -----------------------------------------------------------------------------------------------------------
+
+_PROGRAMS = ("decode", "prefill", "head")
+
+
+@click.command("compile", cls=Command)
+@options.model_option()
+@click.option(
+    "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
+)
+@options.file("--cpp", "Write the C++ to a new folder, with a Makefile.", "folder", metavar="DIR")
+@options.kv_options(default="as said above")
+@options.json_option
+def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool, **kv: Any) -> int:
+    """Compile a model's NPU programs down to AICore C++. Only the model's config is read.
+
+    Without --kv the cache is the one that `--kv auto` chose for this model and the NPU, or tq4 with 124 recent and 4 first
+    tokens in BF16.
+
+    Layers that store K and V alike share a program; a plan of several formats is compiled into several.
+
+    This shows that the programs compile, how long it takes, and the C++ they become. It does not speed up a later run: PyPTO
+    keeps compiled programs only within a process, so the first forward on an NPU compiles them again.
+    """
+    from haarkv.engine.plans import plan_for
+    from haarkv.models.catalog import read_config
+    from haarkv.models.qwen3_14b.npu.compile import compile_programs, wanted
+    from haarkv.tq_ops.npu.cpp_folder import written
+
+    if folder is not None:
+        check_folder(folder)
+    config = read_config(model)
+    plan = plan_for(_cache_to_compile(model, kv), config)
+    compiled: list[Compiled] = []
+    kinds = names or _PROGRAMS
+    with counting(len(wanted(config, kinds, plan)), "compiling {task.description}") as begin:
+        compiled.extend(compile_programs(config, kinds, begin, plan))
+    if folder is not None:
+        with whole_folder(folder) as half:
+            written(half, {program.name: program.sources for program in compiled})
+    rows = [
+        {
+            "program": program.name, "layers": list(program.layers), "seconds": program.seconds,
+            "functions": len(program.functions), "lines": sum(text.count("\n") for text in program.functions),
+        }
+        for program in compiled
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps({"model": model, "kv": plan.describe(), "programs": rows, "cpp": folder and str(folder)}))
+        return 0
+    columns = ("program", "seconds", "kernel functions", "lines of C++")
+    cells = [(str(r["program"]), f"{r['seconds']:.1f}", str(r["functions"]), str(r["lines"])) for r in rows]
+    print_table(f"{model} with a {plan.describe()} cache for Ascend NPU", columns, cells)
+    if folder is not None:
+        print(f"C++ in {folder}")
+    return 0
+
+
+def _cache_to_compile(model: str, given: dict[str, Any]) -> KVSpec:
+    """The cache to compile for; where none is named, the one that was chosen before, and none is chosen now."""
+    from haarkv.models.catalog import read_config
+    from haarkv.validation.planning.auto import LOSS
+    from haarkv.validation.planning.remembered import chosen_before, default_cache, file_for, fixed_cache
+    from tq.loading import kv_spec
+
+    fixed = fixed_cache(read_config(model), "npu")
+    if all(value in (None, ()) for value in given.values()):
+        return chosen_before(file_for(model, LOSS, executor="npu")) or default_cache(model, executor="npu") or fixed
+    if all(given[name] is None for name in ("kv", "calibration", "kv_plan", "kv_loss")):
+        given = {**given, "kv": fixed.kv}
+    return kv_spec({"model": model, "executor": "npu", **given})

@@ -6,7 +6,6 @@ import hashlib
 import json
 import resource
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from tq.output import loading, print_table, scoring, unread_is_fine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.validation.fidelity.evaluation import FidelityRow, Workload
     from haarkv.validation.planning.calibrate import Learning, Subject
 
@@ -69,7 +67,6 @@ def command(
         raise click.UsageError("--text and --verify are the same text, which cannot judge what was learned; give another one")
     options.check_outputs(out=out_file, resume=resume_file)
     from haarkv.tq_ops.errors import InputError
-    from haarkv.tq_ops.kv.calibration_file import dumps
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.calibrate import load_subject
     from haarkv.validation.planning.common_text import common_text
@@ -92,16 +89,36 @@ def command(
     began = time.monotonic()
     learning = _learn(subject, work, judged, resume_file)
     seconds = time.monotonic() - began
+    return _judge(subject, learning, judged, work.scored, seconds, out_file, force=force, as_json=as_json)
+
+
+def _judge(
+    subject: Subject, learning: Learning, judged: Workload, tokens: int, seconds: float, out_file: Path, *, force: bool,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Judge what was learned of so many tokens, in so many seconds; write it, or say why not. The exit code."""
+    from haarkv.tq_ops.kv.calibration_file import dumps
+
     found = subject.file_of(learning, {})
     with scoring(2 * judged.scored) as on_step:
         rows = subject.judge(found.calibration, judged, on_step)
-    report = _Report(work.scored, judged.scored, learning.fits, rows, seconds, len(learning.layers))
-    written = force or not report.worse
-    if written:
-        found = subject.file_of(learning, report.as_json)
+    fit, (tq4, learned) = sum(learning.fits) / len(learning.fits), rows
+    report = {
+        "tokens": tokens, "verified_tokens": judged.scored, "fit": fit, "verified": [row.measured for row in rows],
+    }  # fmt: skip
+    worse = learned.kl_mean >= tq4.kl_mean
+    if written := force or not worse:
+        found = subject.file_of(learning, report)
         write_whole(out_file, dumps(found))
+    per_layer, peak = seconds / len(learning.layers), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with unread_is_fine():
-        _print(out_file, written, found, report, as_json)
+        if as_json:
+            file = {"calibration": str(out_file) if written else None, "digest": found.calibration.digest}
+            print(json.dumps({**file, **report, "seconds_per_layer": per_layer, "peak_bytes": peak}))
+        else:
+            _print(rows, report)
+            ending = f"written to {out_file}" if written else _not_written(out_file, tq4, learned)
+            print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; {ending}")
     return int(not written)
 
 
@@ -142,74 +159,23 @@ def _kept(path: Path) -> bytes:
         raise InputError(f"--resume: {path} is no half-done calibration; begin a new one") from None
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What is said of a calibration.
-
-    Attributes:
-        tokens, verified_tokens: learned from, and judged by.
-        fits: of each layer, how many times as much keys cost on unseen text as on the text learned from.
-        rows: tq4's, and that of learned keys of the same bytes.
-        seconds: learning took.
-        layers: how many.
-    """
-
-    tokens: int
-    verified_tokens: int
-    fits: Sequence[float]
-    rows: Sequence[FidelityRow]
-    seconds: float
-    layers: int
-
-    @property
-    def worse(self) -> bool:
-        """Whether tq4 is as good at the same bytes."""
-        return self.rows[1].kl_mean >= self.rows[0].kl_mean
-
-    @property
-    def fit(self) -> float:
-        """Averaged over the layers."""
-        return sum(self.fits) / len(self.fits)
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        """What the file carries."""
-        return {
-            "tokens": self.tokens,
-            "verified_tokens": self.verified_tokens,
-            "fit": self.fit,
-            "verified": [row.measured for row in self.rows],
-        }
-
-
-def _print(out_file: Path, written: bool, found: CalibrationFile, report: _Report, as_json: bool) -> None:
+def _print(rows: Sequence[FidelityRow], report: dict[str, Any]) -> None:
+    """Learned keys beside tq4 of the same bytes, and whether the text was enough."""
     from haarkv.validation.planning.calibrate import ENOUGH
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    per_layer = report.seconds / report.layers
-    if as_json:
-        cost = {"seconds_per_layer": per_layer, "peak_bytes": peak}
-        file = {"calibration": str(out_file) if written else None, "digest": found.calibration.digest}
-        print(json.dumps({**file, **report.as_json, **cost}))
-        return
-    where = f"{report.verified_tokens:,} unseen tokens, against the model's own bf16 cache"
+    where = f"{report['verified_tokens']:,} unseen tokens, against the model's own bf16 cache"
     cells = [
         (row.kv, f"{row.bits_per_value:.3f}", f"{row.kl_mean:.3g}", f"{row.kl_median:.3g}", f"{row.kl_p999:.3g}")
-        for row in report.rows
+        for row in rows
     ]
     print_table(where, ["kv", "bits", "KL mean", "median", "99.9 %"], cells)
-    enough = report.fit <= ENOUGH
     print(
-        f"learned from {report.tokens:,} tokens; errors cost {report.fit:.2f} times as much on unseen text: "
-        + ("the text was enough" if enough else f"above {ENOUGH:g} more text helps")
+        f"learned from {report['tokens']:,} tokens; errors cost {report['fit']:.2f} times as much on unseen text: "
+        + ("the text was enough" if report["fit"] <= ENOUGH else f"above {ENOUGH:g} more text helps")
     )
-    print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; {_ending(out_file, written, report)}")
 
 
-def _ending(out_file: Path, written: bool, report: _Report) -> str:
-    if written:
-        return f"written to {out_file}"
-    tq4, learned = report.rows
+def _not_written(out_file: Path, tq4: FidelityRow, learned: FidelityRow) -> str:
     return (
         f"{out_file} is not written: on unseen text {learned.kv} has a mean KL of {learned.kl_mean:.3g}, no better than tq4's "
         f"{tq4.kl_mean:.3g}; give more --text, or --force"

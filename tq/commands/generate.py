@@ -190,7 +190,8 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
         "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
         "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
         "model": session.name, "completions": each,
-        **({"memory": _memory_as_json(result.ranks[0])} if len(result.ranks) == 1 else {}),
+        **({"memory": {f"{name}_bytes": getattr(result.ranks[0], name) for name in ("peak", "mapped", "predicted")}}
+           if len(result.ranks) == 1 else {}),
         **({"draft": result.drafting.as_json()} if result.drafting else {}),
         **({"ranks": list(map(asdict, result.ranks))} if len(result.ranks) > 1 else {}),
     }  # fmt: skip
@@ -219,24 +220,16 @@ def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
 
 
 def _cache(session: Session, kv: KVUsage) -> str:
-    """What the cache is, and what it takes."""
-    packed, taken, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
-    size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {taken:,.2f} MiB in all, bf16 {plain:,.2f}"
-    return f"{session.plan.gist()}: {size} ({plain / taken:.2f}x){_too_short(session, kv)}"
-
-
-def _too_short(session: Session, kv: KVUsage) -> str:
-    """Of a text whose cache takes more than bf16 would, how long another must be to gain."""
+    """What the cache is, and what it takes; if more than bf16 would, how long another text must be to gain."""
     from haarkv.engine.plans import pays_from
 
+    packed, taken, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
+    size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {taken:,.2f} MiB in all, bf16 {plain:,.2f}"
+    said = f"{session.plan.gist()}: {size} ({plain / taken:.2f}x)"
     if kv.bytes <= kv.bf16_bytes or not session.plan.keeps_tokens:
-        return ""
+        return said
     length = pays_from(session.config, session.plan)
-    return f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller"
-
-
-def _memory_as_json(rank: RankMemory) -> dict[str, int]:
-    return {"peak_bytes": rank.peak, "mapped_bytes": rank.mapped, "predicted_bytes": rank.predicted}
+    return said + (f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller")
 
 
 def _memory_of_rank(rank: RankMemory) -> str:

@@ -210,8 +210,8 @@ def _search(
     choices = request.choices(costs)
     with scoring(len(choices) * whole.scored) as on_step:
         rows = compare(setup, whole, choices, on_step)
-    row, choice = min(zip(rows, choices, strict=True), key=lambda pair: pair[0].kl_mean)
-    return Found(costs, choice, row, rows, places.scored)
+    _, choice = min(zip(rows, choices, strict=True), key=lambda pair: pair[0].kl_mean)
+    return Found(costs, choice, rows, places.scored)
 
 
 def _verify(setup: Setup, request: _Request, found: Found, ids: list[int], tokens: int) -> Verified:
@@ -240,7 +240,6 @@ class Found:
 
     costs: Costs
     choice: Allocation
-    row: FidelityRow
     rows: Sequence[FidelityRow]
     tokens: int
 

@@ -50,7 +50,8 @@ def command(
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
     from haarkv.models.catalog import TINY, path_of
-    from haarkv.serving.serve import Cache, require_vllm, serve
+    from haarkv.serving.serve import cache_options, require_vllm, serve
+    from tq.loading import AUTO_KV, WORDS, asked, require_one_cache
 
     if model.endswith(".gguf") and Path(model).expanduser().is_file():
         raise click.UsageError(
@@ -61,12 +62,8 @@ def command(
         raise click.UsageError(
             "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
-    given = {
-        "--kv": kv, "--calibration": calibration, "--kv-tail": kv_tail, "--kv-sink": kv_sink,
-        "--kv-skip-layers": kv_skip_layers or None,
-    }  # fmt: skip
-    if kv_plan is not None and (others := [option for option, value in given.items() if value is not None]):
-        raise click.UsageError(f"--kv-plan sets the whole cache; leave out {others[0]}")
+    auto = kv == AUTO_KV or (kv_plan is None and not asked())
+    require_one_cache(asked(), WORDS, auto=auto, kv=kv, plan=kv_plan, kv_loss=kv_loss)
     notes = list[str]()
 
     def say(sentence: str) -> None:
@@ -75,22 +72,19 @@ def command(
             print(f"tq: {line}", file=sys.stderr)
         notes.clear()
 
-    if kv == "auto" or (kv_plan is None and not any(value is not None for value in given.values())):
-        if kv == "auto" and (others := [option for option, value in given.items() if value is not None and option != "--kv"]):
-            raise click.UsageError(f"--kv auto sets the whole cache; leave out {others[0]}")
-        kv_plan = _remembered(model, kv_loss, kv == "auto", notes)
-        kv = _unchosen(model, notes) if kv_plan is None else None
-    elif kv_loss is not None:
-        raise click.UsageError("--kv-loss says what --kv auto may lose; give --kv auto as well")
+    if auto:
+        kv_plan = _remembered(model, kv_loss, kv == AUTO_KV, notes)
+        kv = _format(model, learned=False) if kv_plan is None else None
+        if kv is not None:
+            notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
     elif kv is None and kv_plan is None:
         kv = _format(model, learned=calibration is not None)
     if model in ("tiny", "tiny-hybrid"):
         # Clients call it so too. A flag of the user comes later, and the last one counts.
         model, flags = str(path_of(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
-    learned, plan = (None if file is None else Path(file) for file in (calibration, kv_plan))
-    cache = Cache(
-        kv, learned, plan, kv_skip_layers, balance == "auto", allow_collapse, kv_metrics_per_layer, tail=kv_tail,
-        sink=kv_sink or 0,
+    cache = cache_options(
+        kv, calibration, kv_plan, skip_layers=kv_skip_layers, tail=kv_tail, sink=kv_sink or 0, balance=balance == "auto",
+        allow_collapse=allow_collapse, per_layer=kv_metrics_per_layer,
     )  # fmt: skip
     serve(model, cache, flags, say=say)
 
@@ -118,17 +112,6 @@ def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -
         how = _how(model, "" if loss is None else f" --kv-loss {loss:g}")
         raise InputError(f"no cache was chosen for {model} yet; {how}, which tq serve then takes")
     return None
-
-
-def _unchosen(model: str, notes: list[str]) -> str:
-    """The format for a model that no cache was chosen for.
-
-    Args:
-        notes: get a sentence on it.
-    """
-    kv = _format(model, learned=False)
-    notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
-    return kv
 
 
 def _format(model: str, learned: bool) -> str:

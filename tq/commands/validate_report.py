@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,7 @@ from tq.output import print_table, visible
 if TYPE_CHECKING:
     from haarkv.validation.layers.page import About
     from haarkv.validation.layers.replay.case import OneRun
+    from haarkv.validation.layers.replay.file import ReplayFile
     from haarkv.validation.layers.report import Report, Verdict
     from haarkv.validation.layers.two_runs import Change
 
@@ -171,3 +172,33 @@ def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     write_whole(file, content)
     how = f"run it with tq dev replay {file} --executor {found.candidate}"
     return f"{file} ({len(content):,} bytes): {found.case.describe()}; {how}"
+
+
+def is_same_failure(found: ReplayFile, report: Report) -> bool:
+    """Whether the layer fails at the stage, and for the reason, of the file."""
+    first = report.first_divergence
+    return bool(first and (first.stage, first.reason) == (found.finding["stage"], found.finding["reason"]))
+
+
+def replay_as_json(found: ReplayFile, report: Report) -> dict[str, Any]:
+    """What a file says of itself, and whether its layer fails as it says."""
+    about = {
+        "layer": found.case.describe(), "finding": dict(found.finding), "reference": found.reference,
+        "candidate": found.candidate, "versions": dict(found.versions),
+    }  # fmt: skip
+    return {"file": about, "same_failure": is_same_failure(found, report)}
+
+
+def print_replay(found: ReplayFile, report: Report) -> None:
+    """The file, and what came of it."""
+    was, versions = found.finding, ", ".join(f"{name} {value}" for name, value in found.versions.items())
+    where = f"{was['phase']} {was['step']}, layer {was['layer']}, {was['stage']}: {was['reason']}"
+    rows = [
+        ("the file", f"{found.case.describe()}, {found.case.kv}"),
+        ("written for", f"{found.candidate} against {found.reference}: {where} ({was['detail']})"),
+        ("written by", versions),
+        ("now", "the same failure" if is_same_failure(found, report) else "passes" if report.passed else "another failure"),
+    ]
+    print_table("replay", [], [(name, visible(" ".join(str(text).split()))) for name, text in rows])
+    print_verdict(report)
+    print_rows(report, verbose=True)

@@ -183,7 +183,6 @@ class Reader:
     """Reads one layer of a cache through kernels, a new token of every row at a time.
 
     Args:
-        layer: its index.
         sides: K's and V's store, which kernels can read: `readable`.
     """
 

@@ -125,11 +125,7 @@ def layers_of(model: Any) -> dict[int, dict[str, Tensor]]:
 
 
 def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
-    """K's and V's moments of each layer whose weights are understood.
-
-    Args:
-        decoder: the part of the model's config that describes the decoder.
-    """
+    """K's and V's moments of each layer whose weights are understood; `decoder` is of `decoder_config`."""
     moments = {}
     for layer, tensors in layers_of(model).items():
         k_dim, v_dim = head_dims(decoder, layer)
@@ -161,11 +157,7 @@ def _understood(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: in
 
 @dataclass
 class Watch:
-    """Tells in one line what a cache loses of the first tokens, when its last layer has seen them.
-
-    Args:
-        last: the last layer that is watched.
-    """
+    """Tells in one line what a cache loses of the first tokens, when its `last` layer has seen them."""
 
     last: int
     _losses: list[Loss] = field(default_factory=list)
@@ -201,9 +193,7 @@ def balance_of(
     """Scales of each layer that is uneven, after a look at what the cache would lose with them.
 
     Args:
-        model: whose weights are read where they are.
-        decoder: the part of its config that describes the decoder.
-        plan: of the cache.
+        decoder: of `decoder_config`.
         wanted: False scales nothing.
         allow_collapse: warn where text would be garbage, instead of refusing.
     Raises:

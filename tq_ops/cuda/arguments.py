@@ -6,8 +6,9 @@ tuple a number would be a reason to compile anew.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -66,129 +67,71 @@ class Part:
     sums: Tensor
 
 
-class Read(NamedTuple):
-    """K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
+Read = namedtuple("Read", "codes scales codes_stride scales_stride centroids words BITS COLUMNS UNITS PARTS PERMUTE")
+"""K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
 
-    Attributes:
-        codes, scales: the fields; both begin a block's tokens of one head after another's.
-        codes_stride, scales_stride: from a block to the next, in bytes and in scales.
-        centroids: of `layout.Layout`.
-        words: of `layout.words_of`; None where they are not looked up, or are K's.
-        BITS: of a level.
-        COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
-        PERMUTE: whether centroids are looked up, or made two at a time, in registers.
-    """
-
-    codes: Any
-    scales: Any
-    codes_stride: Any
-    scales_stride: Any
-    centroids: Any
-    words: Any
-    BITS: Any
-    COLUMNS: Any
-    UNITS: Any
-    PARTS: Any
-    PERMUTE: Any
+Attributes:
+    codes, scales: the fields; both begin a block's tokens of one head after another's.
+    codes_stride, scales_stride: from a block to the next, in bytes and in scales.
+    centroids: of `layout.Layout`.
+    words: of `layout.words_of`; None where they are not looked up, or are K's.
+    BITS: of a level.
+    COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
+    PERMUTE: whether centroids are looked up, or made two at a time, in registers.
+"""
 
 
-class Write(NamedTuple):
-    """K or V of one layer, as it is quantized and stored.
+Write = namedtuple(
+    "Write",
+    "codes scales codes_stride scales_stride centroids forward boundaries mean weights widths gains cos sin kept "
+    "BITS COLUMNS UNITS PARTS ALONG LEARNED HALF STRETCHES TYPE",
+)
+"""K or V of one layer, as it is quantized and stored.
 
-    Attributes:
-        codes … PARTS: as in `Read`.
-        forward, boundaries: of `layout.Layout`.
-        mean, weights, widths, gains, cos, sin: of `layout.Learned`; None of a rotation.
-        kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
-        ALONG: of `Description`.
-        LEARNED: whether these are learned keys.
-        HALF, STRETCHES: of `rotate.places`, D/2 of a rotation, and rows of `cos`.
-        TYPE: operands of the product with `forward`.
-    """
-
-    codes: Any
-    scales: Any
-    codes_stride: Any
-    scales_stride: Any
-    centroids: Any
-    forward: Any
-    boundaries: Any
-    mean: Any
-    weights: Any
-    widths: Any
-    gains: Any
-    cos: Any
-    sin: Any
-    kept: Any
-    BITS: Any
-    COLUMNS: Any
-    UNITS: Any
-    PARTS: Any
-    ALONG: Any
-    LEARNED: Any
-    HALF: Any
-    STRETCHES: Any
-    TYPE: Any
+Attributes:
+    codes … PARTS: as in `Read`.
+    forward, boundaries: of `layout.Layout`.
+    mean, weights, widths, gains, cos, sin: of `layout.Learned`; None of a rotation.
+    kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
+    ALONG: of `Description`.
+    LEARNED: whether these are learned keys.
+    HALF, STRETCHES: of `rotate.places`, D/2 of a rotation, and rows of `cos`.
+    TYPE: operands of the product with `forward`.
+"""
 
 
-class Turning(NamedTuple):
-    """What turns queries for the learned keys of a stretch; of a rotation None, and no constants.
+Turning = namedtuple("Turning", "rotation mean largest cos sin positions HALF WINDOW TYPE")
+"""What turns queries for the learned keys of a stretch; of a rotation None, and no constants.
 
-    Attributes:
-        rotation: of `layout.Layout`.
-        mean, largest, cos, sin: of `layout.Learned`.
-        positions: of the batch.
-        HALF: of `rotate.places`.
-        WINDOW: tokens that a query sees; 0 for all.
-        TYPE: operands of the product with `rotation`: BF16, and queries as sums of two such numbers, or FP32.
-    """
-
-    rotation: Any
-    mean: Any
-    largest: Any
-    cos: Any
-    sin: Any
-    positions: Any
-    HALF: Any
-    WINDOW: Any
-    TYPE: Any
+Attributes:
+    rotation: of `layout.Layout`.
+    mean, largest, cos, sin: of `layout.Learned`.
+    positions: of the batch.
+    HALF: of `rotate.places`.
+    WINDOW: tokens that a query sees; 0 for all.
+    TYPE: operands of the product with `rotation`: BF16, and queries as sums of two such numbers, or FP32.
+"""
 
 
-class Keeping(NamedTuple):
-    """Where new tokens are kept in BF16, for `in_bf16.keep`; of nothing kept all but SINK and RING, 0, are None.
+Keeping = namedtuple("Keeping", "rows positions query_start_loc SINK RING SEQUENCE_BITS")
+"""Where new tokens are kept in BF16, for `in_bf16.keep`; of nothing kept all but SINK and RING, 0, are None.
 
-    Attributes:
-        rows, positions, query_start_loc: of the batch.
-        SINK, RING: places of first tokens and of newest ones.
-        SEQUENCE_BITS: loads that find a token's sequence; 0 where each has one token.
-    """
-
-    rows: Any
-    positions: Any
-    query_start_loc: Any
-    SINK: Any
-    RING: Any
-    SEQUENCE_BITS: Any
+Attributes:
+    rows, positions, query_start_loc: of the batch.
+    SINK, RING: places of first tokens and of newest ones.
+    SEQUENCE_BITS: loads that find a token's sequence; 0 where each has one token.
+"""
 
 
-class Tokens(NamedTuple):
-    """The new tokens of a batch, as attention sees them: tensors of `Batch`, and which of those before they see packed.
+Tokens = namedtuple("Tokens", "positions query_start_loc seq_lens TAIL SINK WINDOW ONE_EACH SIZE")
+"""The new tokens of a batch, as attention sees them: tensors of `Batch`, and which of those before they see packed.
 
-    Attributes:
-        TAIL, SINK: newest and first tokens that are seen in BF16; both 0 where none are.
-        WINDOW: tokens that a query sees; 0 for all.
-        ONE_EACH: every sequence has one new token.
-        SIZE: a power of two, at least as many as there are sequences.
-    """
-
-    positions: Any
-    query_start_loc: Any
-    seq_lens: Any
-    TAIL: Any
-    SINK: Any
-    WINDOW: Any
-    ONE_EACH: Any
-    SIZE: Any
+Attributes:
+    TAIL, SINK: newest and first tokens that are seen in BF16; both 0 where none are.
+    WINDOW: tokens that a query sees; 0 for all.
+    ONE_EACH: every sequence has one new token.
+    SIZE: a power of two, at least as many as there are sequences.
+"""
 
 
 def turning(of: Layout, batch: Batch, window: int | None, operand: tl.dtype) -> Turning:

@@ -144,9 +144,7 @@ def _in_planes(stored: Tensor, name: str) -> Tensor:
 
     def parts() -> tuple[Tensor, ...]:
         match name:
-            case "Q8_0":
-                return stored[..., 2:], stored[..., :2]
-            case "Q4_0":
+            case "Q8_0" | "Q4_0":
                 return stored[..., 2:], stored[..., :2]
             case "Q4_1":
                 return stored[..., 4:], stored[..., :2], stored[..., 2:4]

@@ -185,10 +185,9 @@ def product(x: Tensor, weight: PlaneBlocks) -> Tensor:
     tokens, outputs = x.shape[0], len(weight)
     out = torch.empty(tokens, outputs, device=x.device)
     tile = choices.block_tile(tokens, x.dtype)
-    launch(product_kernel, (triton.cdiv(outputs, tile.rows), triton.cdiv(tokens, tile.columns)))(
-        x, tokens=tokens, outputs=outputs, out=out, out_stride=outputs, **_planes_of(weight), ROWS=tile.rows,
-        COLUMNS=tile.columns, TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), num_warps=tile.warps,
-        num_stages=tile.stages, **choices.COMPILED,
+    launch(product_kernel, (triton.cdiv(outputs, tile["ROWS"]), triton.cdiv(tokens, tile["COLUMNS"])))(
+        x, tokens=tokens, outputs=outputs, out=out, out_stride=outputs, **_planes_of(weight), **tile,
+        TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **choices.COMPILED,
     )  # fmt: skip
     return out
 

@@ -131,30 +131,12 @@ def kept_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> Attent
     return AttentionTile(columns, 32, stages=3)
 
 
-@dataclass(frozen=True)
-class MergeTile:
-    """Sizes of the launch that merges the parts of a context.
-
-    Attributes:
-        rows: vectors of a program.
-        at_once: parts of each that it loads together.
-        width, pieces: columns of one product with the rotation, and products of a program.
-        warps: of a program.
-    """
-
-    rows: int
-    at_once: int
-    width: int
-    pieces: int
-    warps: int = 4
-
-
-def merge_tile(whole: bool, head_dim: int) -> MergeTile:
-    """Few vectors in many parts: a program takes one. Many vectors in one part each: a program takes 16."""
+def merge_tile(whole: bool, head_dim: int) -> dict[str, int]:
+    """Constants of `schedule.merge_kernel`: of few vectors in many parts a program takes one, of many in one part each 16."""
     if whole:
-        return MergeTile(16, 1, 32, 1)
+        return {"ROWS": 16, "AT_ONCE": 1, "WIDTH": 32, "PIECES": 1, "num_warps": 4}
     width = min(head_dim, _MATRIX_TILE // head_dim)
-    return MergeTile(1, _PARTS_AT_ONCE, width, head_dim // width, warps=8)
+    return {"ROWS": 1, "AT_ONCE": _PARTS_AT_ONCE, "WIDTH": width, "PIECES": head_dim // width, "num_warps": 8}
 
 
 def most_seen(stored: int, window: int | None, new: int, tokens: int) -> int:
@@ -190,47 +172,25 @@ def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
 
 
-@dataclass(frozen=True)
-class BlockTile:
-    """Sizes of a product with a weight in blocks.
+def block_tile(tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Constants of `block_products.product_kernel`.
 
-    Attributes:
-        rows, columns: of the weight, and tokens, of a program.
-        warps, stages: of a program.
+    Few tokens: few rows a program, so that all processors read at once. Many: a level is restored once for 64 of them.
     """
-
-    rows: int
-    columns: int
-    warps: int = 4
-    stages: int = 4
-
-
-def block_tile(tokens: int, dtype: torch.dtype) -> BlockTile:
-    """Few tokens: few rows a program, so that all processors read at once. Many: a level is restored once for 64 of them."""
     if tokens <= 16:
-        return BlockTile(32, 16)
-    return BlockTile(64, 64, stages=3) if dtype == torch.bfloat16 else BlockTile(32, 32, stages=2)
+        return {"ROWS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 4}
+    if dtype == torch.bfloat16:
+        return {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
+    return {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2}
 
 
-@dataclass(frozen=True)
-class ExpertTile:
-    """Sizes of a product with the experts' weights, for any number of tokens: others would add in another order.
+def expert_tile(dtype: torch.dtype) -> dict[str, int]:
+    """Constants of `experts.expert_kernel`, for any number of tokens: others would add in another order.
 
-    Attributes:
-        rows: of a weight, of a program.
-        step: numbers of a row of a dense weight that are multiplied at a time.
-        warps, stages: of a program.
+    Few rows a program, as of `block_tile` for few tokens; of a dense weight 256 bytes of a row are multiplied at a time.
     """
-
-    rows: int
-    step: int
-    warps: int = 4
-    stages: int = 4
-
-
-def expert_tile(dtype: torch.dtype) -> ExpertTile:
-    """Few rows a program, as of `block_tile` for few tokens, and of each 256 bytes at a time."""
-    return ExpertTile(32, 128) if dtype == torch.bfloat16 else ExpertTile(32, 64, stages=2)
+    step, stages = (128, 4) if dtype == torch.bfloat16 else (64, 2)
+    return {"ROWS": 32, "STEP": step, "num_warps": 4, "num_stages": stages}
 
 
 def stretch_programs(stretches: int) -> int:

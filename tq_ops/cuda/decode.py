@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from haarkv.codebooks.cubic import WIDTHS
-from haarkv.tq_ops.cuda import nvrtc
+from haarkv.tq_ops.cuda import available
 from haarkv.tq_ops.cuda.arguments import Part, kept_in
 from haarkv.tq_ops.cuda.available import capability, only_compiles, processors
 from haarkv.tq_ops.cuda.layout import Layout, Rotated, columns_of
@@ -89,9 +89,9 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
     bits = {v.bits} if k.learned else {k.bits, v.bits}
     compiles = (bits <= {4} and not k.learned) or (head_dim > 64 and bits <= {*_BITS})
     fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and cache.block_size % 16 == 0
-    if not (compiles and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc.missing():
+    if not (compiles and fits and q.is_cuda and q.dtype == torch.bfloat16) or available.nvrtc_missing():
         return False
-    if shared_bytes(group, head_dim) > nvrtc.most_shared_bytes(q.device):
+    if shared_bytes(group, head_dim) > available.most_shared_bytes(q.device):
         return False
     if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
         return False
@@ -104,7 +104,7 @@ def shape_of(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -
     group = q.shape[1] // of.num_kv_heads
     return Shape(
         of.num_kv_heads, group, of.head_dim, k.bits, v.bits, cache.block_size, int(v.rotation.dtype == torch.float32),
-        blocks_a_processor(group, of.head_dim, nvrtc.processor_shared_bytes(q.device)),
+        blocks_a_processor(group, of.head_dim, available.processor_shared_bytes(q.device)),
         kept.tail if kept else 0, kept.sink if kept else 0, int(k.learned is not None), of.window or 0,
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def compiled(target: str, *values: int) -> bytes:
         "BLOCK_THREADS": THREADS, "TILE_TOKENS": TILE, "MOST_BLOCKS": MOST_BLOCKS,
         "STRETCH": STRETCH,
     }  # fmt: skip
-    return nvrtc.compiled(SOURCES, "decode.cu", target, macros)
+    return available.compiled_cpp(SOURCES, "decode.cu", target, macros)
 
 
 def _rows(rows: Iterable[tuple[int, ...]]) -> str:
@@ -168,9 +168,9 @@ def _rows(rows: Iterable[tuple[int, ...]]) -> str:
 
 
 @cache
-def _kernel(shape: Shape, device: torch.device) -> nvrtc.Kernel:
+def _kernel(shape: Shape, device: torch.device) -> available.Kernel:
     shared = shared_bytes(shape.group, shape.head_dim)
-    return nvrtc.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared, device)
+    return available.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared, device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.
@@ -229,7 +229,7 @@ def attend(
 
     def side(fields: dict[str, Tensor]) -> _Side:
         codes, scales = fields["codes"], fields["scale"]
-        return _Side(nvrtc.address(codes), nvrtc.address(scales), codes.stride(0), scales.stride(0))
+        return _Side(available.address(codes), available.address(scales), codes.stride(0), scales.stride(0))
 
     pointers = (
         rotated.queries, out, v.rotation, sums, maxima, totals, _counters_of(cache, sequences, heads, device), batch.positions,
@@ -238,7 +238,7 @@ def attend(
         rotated.gains, rotated.lacks,
     )  # fmt: skip
     arguments = Arguments(
-        *(0 if tensor is None else nvrtc.address(tensor) for tensor in pointers),
+        *(0 if tensor is None else available.address(tensor) for tensor in pointers),
         side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
     )  # fmt: skip
     kernel = _kernel(shape, device)

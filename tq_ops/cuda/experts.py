@@ -3,7 +3,7 @@
 A *pair* is a token and one expert that it chose: number `token * PER_TOKEN + place`, its experts in their order.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -190,30 +190,15 @@ _ROWS, _AT_ONCE = 16, 128
 """Pairs that a program puts in order, and that they are compared with at a time."""
 
 
-class Stacked(NamedTuple):
-    """A weight of all experts, as `sums_of` reads it.
+Stacked = namedtuple("Stacked", "weight row_scales row_bytes high scales minima d m LOW HIGH SHIFT SCALES MINIMUM TOGETHER")
+"""A weight of all experts, as `sums_of` reads it.
 
-    Attributes:
-        weight: [experts * outputs, inputs] bf16 or fp32, or in planes as bytes.
-        row_bytes, high, scales, minima, d, m, LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER: of planes, as of
-            `block_products.block_sums`; LOW is 0 of a dense weight.
-        row_scales: [experts * outputs], or None.
-    """
-
-    weight: Any
-    row_scales: Any
-    row_bytes: Any
-    high: Any
-    scales: Any
-    minima: Any
-    d: Any
-    m: Any
-    LOW: Any
-    HIGH: Any
-    SHIFT: Any
-    SCALES: Any
-    MINIMUM: Any
-    TOGETHER: Any
+Attributes:
+    weight: [experts * outputs, inputs] bf16 or fp32, or in planes as bytes.
+    row_bytes, high, scales, minima, d, m, LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER: of planes, as of
+        `block_products.block_sums`; LOW is 0 of a dense weight.
+    row_scales: [experts * outputs], or None.
+"""
 
 
 def _stacked(weight: Weight) -> Stacked:
@@ -265,11 +250,9 @@ def multiply(
 ) -> None:
     """One launch of `expert_kernel`, whose arguments these are."""
     tile, (outputs, inputs) = choices.expert_tile(x.dtype), (out.shape[1], x.shape[1])
-    launch(expert_kernel, (triton.cdiv(outputs, tile.rows), len(tiles)))(
+    launch(expert_kernel, (triton.cdiv(outputs, tile["ROWS"]), len(tiles)))(
         x, order, tiles, _stacked(gate), None if up is None else _stacked(up), out, outputs, inputs, PER_TOKEN=per_token,
-        ACT=act, ROWS=tile.rows, COLUMNS=COLUMNS, STEP=tile.step,
-        TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), num_warps=tile.warps, num_stages=tile.stages,
-        **choices.COMPILED,
+        ACT=act, COLUMNS=COLUMNS, TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **tile, **choices.COMPILED,
     )  # fmt: skip
 
 

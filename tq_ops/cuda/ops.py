@@ -15,19 +15,7 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, decode, delta, prologue, quantize
-from haarkv.tq_ops.cuda.arguments import (
-    ROWS,
-    Kept,
-    Part,
-    both_written,
-    keeping,
-    kept_in,
-    read,
-    tiles_of,
-    tokens_of,
-    turning,
-)
+from haarkv.tq_ops.cuda import arguments, attention, choices, decode, delta, prologue, quantize
 from haarkv.tq_ops.cuda.available import capability, launch
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.block_products import product
@@ -125,15 +113,16 @@ def append(
         stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not; not where tokens
             stay in BF16.
     """
-    kept, shape, batch = kept_in(cache, layer), cache.shape(layer), cache.placed(layer, batch)
+    kept, shape, batch = arguments.kept_in(cache, layer), cache.shape(layer), cache.placed(layer, batch)
     assert not (kept and stand_in)
     k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
     layouts = _layouts(cache, layer, k.device)
-    launch(quantize.quantize_kernel, (max(tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2))(
-        k, v, keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],
+    launch(quantize.quantize_kernel, (max(arguments.tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2))(
+        k, v, keeping=arguments.keeping(kept, batch), sequences=batch.seq_lens.shape[0],
         positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault,
-        layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WRITE=write,
-        STAND_IN=stand_in, **both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim), **choices.COMPILED,
+        layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WRITE=write,
+        STAND_IN=stand_in, **choices.COMPILED,
+        **arguments.both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim),
     )  # fmt: skip
 
 
@@ -158,9 +147,9 @@ def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
     out = unset_queries(tokens, heads, of_k, stretches, q.dtype, q.device)
     exact = of_k.rotation.dtype == q.dtype == torch.bfloat16
     operand = choices.rotation_operand(q, exact)
-    launch(rotate_kernel, (tiles_of(tokens, heads, of_k), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
-        q.contiguous(), *out, of_k.rotation, turning(of_k, batch, shape.window, operand), tokens, HEADS=heads,
-        MATRICES=of_k.matrices, D=head_dim, TYPE=operand, ROWS=ROWS, WIDTH=_WIDTH,
+    launch(rotate_kernel, (arguments.tiles_of(tokens, heads, of_k), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
+        q.contiguous(), *out, of_k.rotation, arguments.turning(of_k, batch, shape.window, operand), tokens, HEADS=heads,
+        MATRICES=of_k.matrices, D=head_dim, TYPE=operand, ROWS=arguments.ROWS, WIDTH=_WIDTH,
         HALF=of_k.learned.half if of_k.learned else head_dim // 2, **choices.COMPILED,
     )  # fmt: skip
     return out
@@ -195,10 +184,7 @@ def part_of(batch: Batch, begin: int, end: int) -> Batch:
     return replace(inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
 
 
-def attend(
-    q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *,
-    cuda_cpp: bool = True,
-) -> Tensor:  # fmt: skip
+def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
     Where tokens stay in BF16, one more launch attends to those.
@@ -207,28 +193,25 @@ def attend(
         q: [T, Hq, D], for its dtype and device; where tokens stay in BF16, or without `rotated`, also for its numbers, in the
             model's domain.
         rotated: the same, from `rotate`; None where they would take too much memory: they are rotated here, some at a time.
-        cuda_cpp: False keeps to the Triton kernels, for comparison, where `decode` would take the launch.
     Returns:
         [T, Hq, D] of q's dtype.
     """
     if rotated is None:
         most = _at_once(q, cache, layer, batch)
         parts = ((q[begin : begin + most], part_of(batch, begin, begin + most)) for begin in range(0, len(q), most))
-        return torch.cat([
-            attend(some, rotate(some, cache, layer, of_some), cache, layer, of_some, softmax_scale, cuda_cpp=cuda_cpp)
-            for some, of_some in parts
-        ])  # fmt: skip
-    batch, kept, scale = cache.placed(layer, batch), kept_in(cache, layer), softmax_scale * LOG2_E
+        rotated_parts = ((some, rotate(some, cache, layer, of_some), of_some) for some, of_some in parts)
+        return torch.cat([attend(some, of_q, cache, layer, of, softmax_scale) for some, of_q, of in rotated_parts])
+    batch, kept, scale = cache.placed(layer, batch), arguments.kept_in(cache, layer), softmax_scale * LOG2_E
     layouts = _layouts(cache, layer, q.device)
     in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
-    if cuda_cpp and len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
+    if len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
         return decode.attend(q, rotated, cache, layer, batch, *layouts, scale, in_bf16)
     return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, kept, in_bf16)
 
 
 def _attend_in_parts(
     q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
-    kept: Kept | None, in_bf16: Part | None,
+    kept: arguments.Kept | None, in_bf16: arguments.Part | None,
 ) -> Tensor:  # fmt: skip
     """The Triton kernels: partial results by `attention`, added up by `merge`."""
     (of_k, of_v), shape, gpu = layouts, cache.shape(layer), capability(q.device)
@@ -257,32 +240,26 @@ def _attend_in_parts(
     parts_shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
     parts = torch.empty(*parts_shape, head_dim, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(parts_shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    new = tokens_of(batch, kept, shape.window, choices.schedule_size(sequences, gpu))
+    new = arguments.tokens_of(batch, kept, shape.window, choices.schedule_size(sequences, gpu))
     same = {
         "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole,
         **choices.COMPILED,
     }  # fmt: skip
     launch(attention.attend_kernel, (programs, heads))(
         *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
-        read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k)),
-        read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v)), scale, programs,
+        arguments.read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k)),
+        arguments.read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v)), scale, programs,
         BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **same,
     )  # fmt: skip
     out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
-    tiles = tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
-    launch(merge_kernel, (tiles, head_dim // (merging.width * merging.pieces)))(
+    tiles = arguments.tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
+    launch(merge_kernel, (tiles, head_dim // (merging["WIDTH"] * merging["PIECES"])))(
         parts, maxima, sums, out, of_v.rotation, tokens, new, sequences, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        ROWS=merging.rows, AT_ONCE=merging.at_once, WIDTH=merging.width, PIECES=merging.pieces,
-        num_warps=merging.warps, **same,
+        **merging, **same,
     )  # fmt: skip
     return out
-
-
-def triton_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """`paged_attention` by the Triton kernels alone, for comparison with `decode`."""
-    return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=False)
 
 
 def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
@@ -291,12 +268,8 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     It allocates the rotated queries and the partial results, a number of them that does not grow with the context. Rotated for
     learned keys, queries are as many as a context has stretches, but never more than `choices.MOST_AHEAD` bytes at a time.
     """
-    return _attended(q, cache, layer, batch, softmax_scale, cuda_cpp=True)
-
-
-def _attended(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float, *, cuda_cpp: bool) -> Tensor:
     rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
-    return attend(q, rotated, cache, layer, batch, softmax_scale, cuda_cpp=cuda_cpp)
+    return attend(q, rotated, cache, layer, batch, softmax_scale)
 
 
 def rotate_and_append(
@@ -311,7 +284,7 @@ def rotate_and_append(
         is None, and the same in the domain of the codes, as `rotate` gives them.
     """
     qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), cache.placed(layer, batch)
-    tokens, shape, kept = qkv.shape[0], cache.shape(layer), kept_in(cache, layer)
+    tokens, shape, kept = qkv.shape[0], cache.shape(layer), arguments.kept_in(cache, layer)
     layouts, kv_heads = _layouts(cache, layer, qkv.device), shape.num_kv_heads
     of_k = layouts[0]
     assert of_k.learned is None or 2 * of_k.learned.half == shape.head_dim, "cos and sin turn all of a head"
@@ -322,15 +295,15 @@ def rotate_and_append(
     rotated = unset_queries(tokens, heads.num_heads, of_k, stretches, heads.dtype, qkv.device) if ahead else None
     one_each, shares = tokens == batch.seq_lens.shape[0], choices.stretch_programs(stretches)
     width = choices.query_columns(one_each, shape.head_dim, q_type) if ahead else shape.head_dim
-    of_q = tiles_of(tokens, heads.num_heads, of_k) * (shape.head_dim // width) * shares
-    launch(prologue.prologue_kernel, (sum(tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,))(
+    of_q = arguments.tiles_of(tokens, heads.num_heads, of_k) * (shape.head_dim // width) * shares
+    launch(prologue.prologue_kernel, (sum(arguments.tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,))(
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept or not ahead else None,
-        *(rotated or (None, None, None)), of_k.rotation, turning(of_k, batch, shape.window, q_type), shares,
-        keeping=keeping(kept, batch), sequences=batch.seq_lens.shape[0],
+        *(rotated or (None, None, None)), of_k.rotation, arguments.turning(of_k, batch, shape.window, q_type), shares,
+        keeping=arguments.keeping(kept, batch), sequences=batch.seq_lens.shape[0],
         positions=batch.positions if of_k.learned else None, slots=batch.slot_mapping, fault=fault, layer=layer,
-        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=ROWS, WIDTH=width,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WIDTH=width,
         ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        **both_written(_fields(cache, layer), layouts, kept, qkv, shape.head_dim), **choices.COMPILED,
+        **arguments.both_written(_fields(cache, layer), layouts, kept, qkv, shape.head_dim), **choices.COMPILED,
     )  # fmt: skip
     return queries, rotated
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import Case, filled, kv_numbers, random_queries
-from haarkv.benchmarks.runs import Asked, Variant
+from haarkv.benchmarks.cases import Asked, Case, Variant, filled, kv_numbers, random_queries
 from haarkv.benchmarks.timing import take_turns
 from haarkv.executors.cuda import DecodeStep
 from haarkv.models.base import DecoderModel, tables_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_models import SMALL, resized, small_model, windowed
 
-from haarkv.benchmarks import cases, decode, runs
+from haarkv.benchmarks import cases, decode
 from haarkv.benchmarks.cases import Case
 from haarkv.benchmarks.timing import Machine
 from haarkv.engine.generation import prefill_in_chunks
@@ -121,11 +121,11 @@ def test_peers_of_plain_layers_say_why_a_model_is_none():
 @pytest.mark.parametrize("window", [24, 150, None])
 def test_attention_within_a_window_is_timed_beside_the_same_by_torch(window, outputs, monkeypatch):
     """The case is longer than the ring that keeps what a decode step sees; a prompt comes whole."""
-    monkeypatch.setattr(runs, "MOST_COPIES", 2)
+    monkeypatch.setattr(cases, "MOST_COPIES", 2)
     model, case = small_model(windowed(window, None)), Case(2, 1000)
     sides = {"reference fp32": (ReferenceExecutor(model), KVSpec("fp32").plan(2))}
     k, v = cases.random_kv(model.config, case, torch.device("cpu"))
-    asked = runs.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
+    asked = cases.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
     costs = {(row.kind, row.who): row.cost for row in decode.rows_of("attention", asked)}
     ours, theirs = (outputs[f"attention {who}"].reshape(2, 10, 128) for who in ("reference fp32", "sdpa fp32 rows"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
@@ -152,7 +152,7 @@ def outputs(monkeypatch):
 
 def test_transformers_prompt_is_ours():
     pytest.importorskip("transformers")
-    model, prompts = small_model(), runs.random_prompts(SMALL, Case(2, 16))
+    model, prompts = small_model(), cases.random_prompts(SMALL, Case(2, 16))
     theirs = peers.transformers_prompt(model, prompts)
     cache, paging = cases.new_cache(KVSpec("fp32").plan(SMALL.num_layers), SMALL, 16, 2)
     ours = prefill_in_chunks(ReferenceExecutor(model), prompts, [paging.add() for _ in prompts], paging, cache)
@@ -209,8 +209,8 @@ def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
 def test_a_prompt_within_a_window_counts_what_its_queries_see():
     config, one = windowed(512), 4 * 256
     cost = prefill.prompt_attention_cost(config, Case(2, 4096), one)
-    pairs, heads = sum(min(tokens, 512) for tokens in range(1, 4097)), cases.heads(config)
-    assert (cost.kv, cost.flops) == (2 * 4096 * one, 2 * pairs * 4 * heads.q * heads.dim)
+    pairs, heads = sum(min(tokens, 512) for tokens in range(1, 4097)), config.attentions[0].heads
+    assert (cost.kv, cost.flops) == (2 * 4096 * one, 2 * pairs * 4 * heads.num_heads * heads.head_dim)
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ from haarkv.tq_ops.kv.pages import page_bytes
 from haarkv.tq_ops.kv.shapes import KVShape
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import decode, nvrtc, ops
+from haarkv.tq_ops.cuda import available, decode, ops
 from haarkv.tq_ops.cuda.arguments import kept_in
 from haarkv.tq_ops.cuda.in_bf16 import attend_kept
 from haarkv.tq_ops.cuda.layout import layout_of
 from lab.ptx import LaunchFault, Memory, execute, far
 from lab.ptx.tensors import fresh_memory_is_poison, place
 
-if reason := nvrtc.missing():
+if reason := available.nvrtc_missing():
     pytest.skip(reason, allow_module_level=True)
 
 
@@ -64,7 +64,7 @@ def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iter
         launched.append("decode")
         return Executed(edit(ptx_of(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
 
-    with patch.object(nvrtc, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
+    with patch.object(available, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
         yield launched
 
 

@@ -23,14 +23,14 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 from triton.backends import nvidia
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.cuda import decode, nvrtc, ops
+from haarkv.tq_ops.cuda import available, decode, ops
 from haarkv.tq_ops.cuda.layout import layout_of
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
-if reason := nvrtc.missing():
+if reason := available.nvrtc_missing():
     pytest.skip(reason, allow_module_level=True)
 
 TOKENS = decode.TILE
@@ -197,8 +197,8 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
 
 
 def test_what_nvrtc_refuses_is_said():
-    with pytest.raises(nvrtc.CompileError, match="HEADS"):
-        nvrtc.compiled(decode.SOURCES, "decode.cu", "sm_90", {})
+    with pytest.raises(available.CompileError, match="HEADS"):
+        available.compiled_cpp(decode.SOURCES, "decode.cu", "sm_90", {})
 
 
 # -- Where it is launched -----------------------------------------------------------------------------------------------
@@ -232,5 +232,5 @@ def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
     assert decode.takes(q, made, 0, k, v) == taken
-    monkeypatch.setattr(nvrtc, "missing", lambda: "it is not there")
+    monkeypatch.setattr(available, "nvrtc_missing", lambda: "it is not there")
     assert not decode.takes(q, made, 0, k, v)

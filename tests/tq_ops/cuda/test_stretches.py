@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.cuda import arguments, choices, ops
 from haarkv.tq_ops.cuda.layout import input_order, layout_of, stretches_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -72,8 +72,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(monkeypatch, fault):
-    right = ops.turning
-    monkeypatch.setattr(ops, "turning", lambda *given: FAULTS[fault](right(*given)))
+    right = arguments.turning
+    monkeypatch.setattr(arguments, "turning", lambda *given: FAULTS[fault](right(*given)))
     assert not attention_error(ops, SMALL, BF16) <= 5 * within(BF16)
 
 
@@ -113,13 +113,13 @@ def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch,
 
 
 def test_keys_turned_by_another_stretch_are_found(monkeypatch):
-    right = ops.both_written
+    right = arguments.both_written
 
     def wrong(*given):
         sides = right(*given)
         return sides | {"k": sides["k"]._replace(cos=one_off(sides["k"].cos), sin=one_off(sides["k"].sin))}
 
-    monkeypatch.setattr(ops, "both_written", wrong)
+    monkeypatch.setattr(arguments, "both_written", wrong)
     ours, theirs, batch, k, v = at_a_border(Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,)))
     ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
     reference.store_kv(k, v, theirs, LAYER, batch)
