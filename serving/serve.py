@@ -35,11 +35,10 @@ from haarkv.serving.vllm_plugin.chosen import (
     tail_tokens,
 )
 from haarkv.serving.vllm_plugin.install import VERSION
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.errors import InputError, warn
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.warn import warn
 
 VLLMS_OWN = "bf16"
 """The `--kv` that leaves the cache to vLLM."""

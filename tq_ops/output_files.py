@@ -18,7 +18,7 @@ from shutil import rmtree
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
-from haarkv.tq_ops.locks import lock_alone
+from haarkv.tq_ops.temporary import lock_alone
 
 _SHOWN_NAME = 100
 """Characters of a name that are in those of its half-written files, which may not be too long either."""

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.qwen3_14b.npu.programs import BLOCK
-from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
-from haarkv.tq_ops.npu.reads import HEAD_DIM
-from haarkv.tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
+from haarkv.tq_ops.npu.program import HEAD_DIM, Argument, AttentionShape, Kernel, heads_at_once, ordered, with_tuned
 
 VARIANTS = {
     "tq4": "codes as stored, queries rotated once",

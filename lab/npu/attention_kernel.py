@@ -14,9 +14,9 @@ from haarkv.tq_ops.npu.kernels.attention import (
     softmaxes,
     unrotate,
 )
-from haarkv.tq_ops.npu.kernels.bf16 import Plain
+from haarkv.tq_ops.npu.kernels.side import Plain
 from haarkv.tq_ops.npu.kernels.tq4 import Packed
-from haarkv.tq_ops.npu.reads import HEAD_DIM
+from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import BF16, TQ4
 
 _UNROTATE_CUBE = [128, 128], [128, 128], [128, 128]

@@ -28,8 +28,8 @@ from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend
 from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, exact_pair, tail_tokens
 from haarkv.serving.vllm_plugin.tail_blocks import TailSpec
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept_blocks import KeptBlocks
-from haarkv.tq_ops.kv.pages import fields_in, page_bytes
+from haarkv.tq_ops.kv.kept import KeptBlocks
+from haarkv.tq_ops.kv.layer import fields_in, page_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

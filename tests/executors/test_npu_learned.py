@@ -17,8 +17,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.qwen3_14b.npu import inputs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.formats.columns import Column, Part, pack_columns
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
+from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.tq_ops.npu.sides import sides_of

@@ -16,8 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
-from haarkv.tq_ops.kv.kept_blocks import KeptBlocks
+from haarkv.tq_ops.kv.kept import Kept, KeptBlocks
 from haarkv.tq_ops.kv.reads import misfit, wrong_head_dim
 from haarkv.tq_ops.weight import Blocks, Weight
 

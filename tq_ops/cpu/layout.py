@@ -20,8 +20,7 @@ from haarkv.codebooks.cubic import WIDTHS
 from haarkv.codebooks.cubic import boundaries as boundaries_of
 from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import Column
-from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.formats.packing import Column, planes
 from haarkv.tq_ops.formats.rotated import Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 

@@ -13,8 +13,7 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import Column, widths_of
-from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.formats.packing import Column, planes, widths_of
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.batch import Batch

@@ -21,8 +21,7 @@ from haarkv.tq_ops.formats.base import Field, KVFormat, NonFiniteVectorError, st
 from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3
 from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, bits_of, unlearned
-from haarkv.tq_ops.formats.manthan import Manthan3
-from haarkv.tq_ops.formats.plain import FP8E4M3, ByStretches, Plain
+from haarkv.tq_ops.formats.plain import FP8E4M3, ByStretches, Manthan3, Plain
 from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed, rotated_pair
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
-from haarkv.tq_ops.formats.columns import Column
-from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
+from haarkv.tq_ops.formats.packing import Column, pack_planes, unpack_planes
 from haarkv.tq_ops.formats.stretches import Turns
 
 

@@ -8,7 +8,7 @@ import torch
 
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.state import LayerState
+from haarkv.tq_ops.kv.recurrent import LayerState
 
 
 class Advance:

@@ -65,18 +65,6 @@ def kept_shape(plan: KVPlan, layer: int, chunk: int = KEPT_CHUNK, window: int | 
     return KeptShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
 
 
-def unsupported(plan: KVPlan) -> str | None:
-    """None, or in one sentence why no program keeps a plan's tokens in BF16."""
-    for layer, (k, v) in enumerate(plan.layers):
-        if plan.keeps(k) != plan.keeps(v):
-            return f"its programs keep tokens in BF16 beside both K and V, and {k.name} or {v.name} is stored as it is"
-        shape = kept_shape(plan, layer)
-        if shape and (shape.span > MOST_PLACES or shape.sink > MOST_SINKS):
-            most = MOST_PLACES - KEPT_CHUNK
-            return f"its programs keep up to {MOST_SINKS} sinks, and {most:,} tokens with the tail; leave some out"
-    return None
-
-
 @dataclass(frozen=True)
 class Keeping:
     """What a batch's tokens see and leave in BF16, each [T, …].

@@ -1,6 +1,6 @@
 """How a format's side of a cache, K or V, lies before a program: which of its fields, as which numbers; no PyPTO here.
 
-To add a format: name it in `reads.py`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
+To add a format: name it in `READS`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import misfit
+from haarkv.tq_ops.kv.reads import Reads, misfit
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.npu.learned import TRIES, Layout, coordinates_of, domain_tensors, layout_of
-from haarkv.tq_ops.npu.program import Argument
-from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
-from haarkv.tq_ops.npu.turns import turn_table
+from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
+
+FORMAT = formats.get("tq4")
+READS = Reads(
+    "its programs", head_dims=(64, HEAD_DIM, 256), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
+    kept=True, windows=True, learned=True,
+)  # fmt: skip
+"""What the programs read: a few formats, whose tables are built into them, and learned keys."""
 
 
 @dataclass(frozen=True)
@@ -155,3 +161,26 @@ def side_of(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Si
         return learned(kv_format, layer, head_dim)
     sides = fixed_sides(head_dim)
     return sides[kv_format.name if kv_format in READS.also else FORMAT.name]
+
+
+# -- Keys by stretches ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def turn_table(turns: Turns, device: torch.device) -> Tensor:
+    """[stretches, D] fp32: cos, then sin, of the angles at which stretches begin; the same tensor each time.
+
+    It holds all stretches that there may be, 2 MiB for a D of 128: a program is not compiled for a length.
+    """
+    return torch.cat(turns.table(MOST_POSITIONS // STRETCH, device), 1).contiguous()
+
+
+def turns_of_tokens(turns: Turns, positions: Tensor) -> Tensor:
+    """The rows [T, D] of that table by which keys at positions [T] are turned back."""
+    return turn_table(turns, positions.device)[positions // STRETCH]
+
+
+@cache
+def nothing_turned(device: torch.device, head_dim: int = HEAD_DIM) -> Tensor:
+    """What stands for those rows where keys are stored as they are: nobody reads it."""
+    return torch.zeros(1, head_dim, device=device)

@@ -8,7 +8,7 @@ from npu_programs import LookUp, Restored, needs_pypto
 
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.npu.learned import Layout
-from haarkv.tq_ops.npu.reads import HEAD_DIM
+from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from lab.npu.text import parse
 

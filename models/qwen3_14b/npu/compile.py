@@ -18,15 +18,12 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import ELSEWHERE, unsupported
+from haarkv.tq_ops.kv.reads import ELSEWHERE
 from haarkv.tq_ops.npu.cpp_folder import KERNELS
 from haarkv.tq_ops.npu.kept import kept_shape
-from haarkv.tq_ops.npu.kept import unsupported as unkept
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.reads import FORMAT, READS
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import FORMAT, sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.turns import unsupported as unturned
 
 _HEAD = "head"
 PLAN = KVPlan.uniform(FORMAT, FORMAT, 1)
@@ -84,9 +81,7 @@ def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tupl
     Raises:
         InputError: a config or a format that no program can be built for.
     """
-    shapes = config.kv_shapes[: len(plan.layers)]
-    reason = programs.unsupported(config) or unsupported(READS, plan, shapes) or unkept(plan)
-    if reason := reason or unturned(plan, config.heads.head_dim):
+    if reason := programs.unsupported(config, plan):
         raise InputError(f"nothing to compile: {reason.removesuffix(ELSEWHERE)}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):

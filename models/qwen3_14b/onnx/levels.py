@@ -18,9 +18,8 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import GAINS
-from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.formats.packing import planes, widths_of
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import Graph, TensorType

@@ -115,7 +115,7 @@ def spec_with_kept(kv, **kept):
 
 
 _AT = 32 * " "
-# Of what a program does with tokens in BF16; its own text is the layer's or that of `kernels.kept`.
+# Of what a program does with tokens in BF16; its own text is the layer's or that of `kernels.attention`.
 KEPT_FAULTS = {
     "what is seen in BF16 is seen packed as well": ("start - tail - t * step", "start - t * step"),
     "one token more is seen packed": ("start - tail - t * step", "start + 1 - tail - t * step"),

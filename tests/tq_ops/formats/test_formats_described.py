@@ -25,7 +25,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.npu.reads import READS as NPU_READS
+from haarkv.tq_ops.npu.sides import READS as NPU_READS
 from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
 

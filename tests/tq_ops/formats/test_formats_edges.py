@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, manthan, plain, rotated, turboquant
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, plain, rotated, turboquant
 from haarkv.tq_ops.formats.kivi import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
