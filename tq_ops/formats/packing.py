@@ -1,9 +1,9 @@
 """Levels in bytes: one after the other as a bit stream, in parts that unpack without shuffling, or in columns.
 
 Columns are of levels of unequal widths: a vector in eighths, each of its own width. Coordinate j of an eighth lies in unit j
-of the column that holds the eighth. A unit is one byte or two, little-endian, and full: the levels of its eighths, the first in
-the lowest bits. A column is its D / 8 units one after the other, and codes of a vector are its columns. So a kernel takes levels
-out by one shift and one mask, and a whole column is of one shape.
+of the column that holds the eighth. A unit is one byte or two, little-endian, and full: the levels of its eighths, the first
+in the lowest bits. A column is its D / 8 units one after the other, and a vector's codes are its columns. So a kernel takes a
+level out by one shift and one mask, and a whole column is of one shape.
 """
 
 from __future__ import annotations
