@@ -107,26 +107,25 @@ def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
     if kv_format.plain:
         return Layout(head_dim)
-    described, layer = _described(kv_format, layer, head_dim)
-    return _layout(replace(described, along=False), layer)  # K and V that are read alike share one
+    return _layout(replace(_described(kv_format, head_dim), along=False), layer)  # K and V that are read alike share one
 
 
 def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables:
     """What the append kernel stores a format by that `READS` takes. Do not write to it."""
-    return Tables() if kv_format.plain else _tables(*_described(kv_format, layer, head_dim))
+    return Tables() if kv_format.plain else _tables(_described(kv_format, head_dim), layer)
 
 
-def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Description, int]:
+def _described(kv_format: KVFormat, head_dim: int) -> Description:
     described = kv_format.description(head_dim)
     assert described is not None, "misfit() lets formats of rotated levels pass alone"
-    return described, layer if described.transform.per_layer else 0
+    return described
 
 
 @cache
 def _layout(described: Description, layer: int) -> Layout:
     if described.transform.coordinates is not None:
         return _learned_layout(described, layer)
-    queries = sums = torch.arange(described.levels)
+    queries = sums = torch.arange(described.head_dim)
     centroids, integers, unit = numbers_on(described.centroids, _CPU), None, 0.0
     if described.bits <= 4:  # as words of eight levels
         queries = queries.view(2, -1).T.flatten()
@@ -135,7 +134,7 @@ def _layout(described: Description, layer: int) -> Layout:
     back = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0)
     rotate, rotate_back = back[:, queries].mT.contiguous(), back[:, sums].contiguous()
     return Layout(
-        described.levels, tuple(planes(described.bits)), rotate, rotate_back, in_pairs(rotate), in_pairs(rotate_back),
+        described.head_dim, tuple(planes(described.bits)), rotate, rotate_back, in_pairs(rotate), in_pairs(rotate_back),
         None, centroids, integers, unit,
     )  # fmt: skip
 
@@ -148,8 +147,8 @@ def _learned_layout(described: Description, layer: int) -> Layout:
     assert torch.equal(rotate.float(), coordinates.rows.mT), "rows are BF16 numbers"
     integers, unit = _mixed_integers()
     return Layout(
-        described.levels, (), rotate, None, in_pairs(rotate), None, coordinates.mean.contiguous(), _every_width(centroids_of),
-        integers, unit, _columns(described.columns),
+        described.head_dim, (), rotate, None, in_pairs(rotate), None, coordinates.mean.contiguous(),
+        _every_width(centroids_of), integers, unit, _columns(described.columns),
     )  # fmt: skip
 
 

@@ -29,8 +29,6 @@ from haarkv.tq_ops.formats.rotated import (
 )
 from haarkv.tq_ops.formats.stretches import Turns
 
-_FIT_NOISE = 1e-6
-
 
 @dataclass(frozen=True, eq=False)
 class Eighths:
@@ -58,60 +56,19 @@ class Eighths:
         return torch.cat([table.index_select(0, part.flatten()).view(part.shape) for part, table in parts], -1)
 
 
-@dataclass(frozen=True)
-class Try:
-    """Vectors quantized at one size.
-
-    Attributes:
-        levels: [..., D] uint8.
-        restored: [..., D] fp32, what they stand for before the scale.
-        kept: [...], weighted square of the length of that.
-        fit: [...], the more, the nearer is that to the vector's direction.
-        nearest: [..., D], `restored` of the length that comes nearest to the vector.
-    """
-
-    levels: Tensor
-    restored: Tensor
-    kept: Tensor
-    fit: Tensor
-    nearest: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Levels:
-    """How coordinates t [..., H, n, D] of one layer become levels of the same shape.
-
-    Attributes:
-        of: the coordinates, on the device of `eighths`.
-    """
-
-    of: Coordinates
-    eighths: Eighths
-
-    def best(self, t: Tensor) -> Try:
-        """Of each vector the size that fits best; of equals, the first."""
-        tried = [self._at(t, gain) for gain in self.of.gains]
-        best = torch.stack([one.fit for one in tried]).argmax(0)
-        return Try(*(_picked([getattr(one, name) for one in tried], best) for name in Try.__annotations__))
-
-    def _at(self, t: Tensor, gain: float) -> Try:
-        levels = self.eighths.levels(gain * t)
-        return self._fitted(t, levels, self.eighths.centroids(levels))
-
-    def _fitted(self, t: Tensor, levels: Tensor, restored: Tensor) -> Try:
-        """How what levels restore, [..., D], fits coordinates."""
-        weighted = restored * self.of.weights.unsqueeze(-2)
+def _nearest(t: Tensor, of: Coordinates, eighths: Eighths) -> tuple[Tensor, Tensor]:
+    """Levels [..., D] uint8 of coordinates t [..., H, n, D] at the gain that fits best, of equals the first; and the weighted
+    square [...] of the length of what they stand for before the scale."""
+    tried = []
+    for gain in of.gains:
+        levels = eighths.levels(gain * t)
+        restored = eighths.centroids(levels)
+        weighted = restored * of.weights.unsqueeze(-2)
         along, kept = (weighted * t).sum(-1), (weighted * restored).sum(-1)
-        return Try(levels, restored, kept, along.square() / kept, (along / kept).unsqueeze(-1) * restored)
-
-
-def _picked(tensors: list[Tensor], which: Tensor) -> Tensor:
-    """Of tensors [...] or [..., n] that which [...] names."""
-    found = tensors[0]
-    for number, other in enumerate(tensors[1:], 1):
-        chosen = which == number
-        found = torch.where(chosen.unsqueeze(-1) if other.ndim > which.ndim else chosen, other, found)
-    return found
+        tried.append((levels, kept, along.square() / kept))
+    levels, kept, fit = (torch.stack(parts) for parts in zip(*tried, strict=True))
+    best = fit.argmax(0, keepdim=True)
+    return levels.take_along_dim(best.unsqueeze(-1), 0)[0], kept.take_along_dim(best, 0)[0]
 
 
 @cache
@@ -228,10 +185,10 @@ class LearnedFormat(RotatedFormat):
         self._bases = bases
         self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer]))
         transform = Transform(
-            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, self._coordinates,
+            lambda layer, _: bases[layer].forward.to(torch.bfloat16), self._coordinates,
             heads=bases[0].num_kv_heads,
         )  # fmt: skip
-        self._described = Description(self.head_dim, bits, self.head_dim, transform, (), (), COLUMNS[bits])
+        self._described = Description(self.head_dim, bits, transform, (), (), COLUMNS[bits])
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -267,11 +224,11 @@ class LearnedFormat(RotatedFormat):
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
-        by = self._levels(layer, x.device)
-        t, length = self._values(x, by.of)
-        best = by.best(t)
-        scale = torch.where(best.kept > 0, length / best.kept.sqrt(), 0.0)
-        return {"codes": self.pack(best.levels), "scale": stored_scale(scale)}
+        of = _coordinates_on(self, layer, x.device)
+        t, length = self._values(x, of)
+        levels, kept = _nearest(t, of, eighths_of(self.columns, x.device))
+        scale = torch.where(kept > 0, length / kept.sqrt(), 0.0)
+        return {"codes": self.pack(levels), "scale": stored_scale(scale)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         levels = self.levels(fields)
@@ -280,11 +237,8 @@ class LearnedFormat(RotatedFormat):
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         stored = self.rotated(fields)
-        of = self._levels(layer, stored.device).of
+        of = _coordinates_on(self, layer, stored.device)
         return stored @ of.rows + of.mean.unsqueeze(-2)
-
-    def _levels(self, layer: int, device: torch.device) -> Levels:
-        return _levels_on(self, layer, device)
 
     def _values(self, x: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
         """Coordinates [..., D] of deviation 1, or 0, and weighted lengths [...] in units of x."""
@@ -307,7 +261,7 @@ def _deviation(y: Tensor) -> Tensor:
 
 
 @cache
-def _levels_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Levels:
+def _coordinates_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Coordinates:
     described = kv_format.description(kv_format.head_dim)
     assert described.transform.coordinates is not None, "learned formats have coordinates"
-    return Levels(described.transform.coordinates(layer).to(device), eighths_of(described.columns, device))
+    return described.transform.coordinates(layer).to(device)

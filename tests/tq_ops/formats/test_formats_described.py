@@ -56,12 +56,12 @@ def test_stored_bytes_are_those_described(name, side, head_dim):
     level, scale = unpack_planes(fields["codes"], described.bits), fields["scale"]
     assert torch.equal(level, kv_format.levels(fields))
     assert torch.equal(pack_planes(level, described.bits), fields["codes"])
-    assert level.shape == (40, described.levels)
+    assert level.shape == (40, described.head_dim)
     assert (scale.dtype, scale.shape) == (torch.float16, (40,))
     centroids = torch.tensor(described.centroids, dtype=torch.float64)[level.int()]
     matrix, other = (described.transform.matrix(layer, head_dim) for layer in (LAYER, LAYER + 1))
     assert matrix.dtype == torch.bfloat16
-    assert torch.equal(matrix, other) != described.transform.per_layer
+    assert not torch.equal(matrix, other)
     restored = (centroids * scale.unsqueeze(-1)) @ matrix.double().T
     torch.testing.assert_close(kv_format.dequantize(fields, LAYER).double(), restored, rtol=0, atol=1e-5)
     lengths = x.double().norm(dim=-1)
@@ -86,7 +86,7 @@ def own_rotation(layer, head_dim):
 
 CENTROIDS = (*(-c for c in reversed(HALF)), *HALF)
 MADE_UP = replace(
-    formats.get("tq4").description(HEAD_DIM), transform=Transform(own_rotation, per_layer=True), centroids=CENTROIDS,
+    formats.get("tq4").description(HEAD_DIM), transform=Transform(own_rotation), centroids=CENTROIDS,
     boundaries=tuple((a + b) / 2 + 1e-4 for a, b in pairwise(CENTROIDS)),
 )  # fmt: skip
 LOPSIDED = replace(MADE_UP, centroids=tuple(c + 0.004 for c in CENTROIDS))
@@ -168,7 +168,7 @@ def test_k_and_v_of_two_formats_are_stored_each_by_its_own_tables(table):
     """In one call of the append kernel."""
     tq4 = formats.get("tq4")
     other = RotatedFormat("tq4_other", "", 4, lambda d: replace(
-        tq4.description(d), transform=Transform(own_rotation, per_layer=True)
+        tq4.description(d), transform=Transform(own_rotation)
     ))  # fmt: skip
     by = [cpu_layout.tables(kv_format, LAYER, 128) for kv_format in (tq4, other)]
     assert not torch.equal(by[0].matrix, by[1].matrix)
