@@ -22,8 +22,7 @@ from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.kv.rollback import Advance
-from haarkv.tq_ops.kv.stored import put, reusable, take
+from haarkv.tq_ops.kv.stored import Advance, put, reusable, take
 
 NORM = Norm(1e-6, plus_one=True)
 ATTENTION = Attention(4, 2, 64, Rope(1e4, 16), 0.125, head_norms=True, gated=True)

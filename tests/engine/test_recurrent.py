@@ -25,8 +25,7 @@ from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.kv.rollback import Advance
-from haarkv.tq_ops.kv.stored import put, reusable, take
+from haarkv.tq_ops.kv.stored import Advance, put, reusable, take
 
 PLAN = KVSpec("tq4", tail=5, sink=2)
 TEXT = random.Random(0).choices(range(61), k=80)

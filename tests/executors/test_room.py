@@ -12,7 +12,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import Advance
 
 CONFIG = resized(SMALL, num_layers=2, num_heads=4, head_dim=64)
 ROOM = 4

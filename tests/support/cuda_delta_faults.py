@@ -11,7 +11,7 @@ from op_tables import relative
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import delta
-from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import Advance
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops.delta import Delta
 

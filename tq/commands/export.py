@@ -62,8 +62,7 @@ def command(
     from haarkv.tq_ops.onnx.reads import EXPORTED
 
     try:
-        from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET
-        from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
+        from haarkv.models.qwen3_14b.onnx.export import ABOUT, ATC_OPSET, Export, write_export
         from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET
         from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
     except ImportError as error:

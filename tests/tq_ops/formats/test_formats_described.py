@@ -266,7 +266,7 @@ def test_a_backend_may_read_levels_in_several_planes():
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
     """Descriptions and declarations are all that the rooms know of each other."""
-    modules = "turboquant|blocks|manthan|plain"
+    modules = "turboquant|blocks|plain"
     class_of = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
     asked = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
     rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")

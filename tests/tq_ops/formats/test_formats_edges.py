@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, kivi, plain, rotated, turboquant
-from haarkv.tq_ops.formats.kivi import groups_to_flush
+from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, plain, rotated, turboquant
+from haarkv.tq_ops.formats.plain import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 
@@ -248,7 +248,7 @@ def test_bytes_are_what_the_fields_hold(name, side, head_dim):
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
-    for module in (blocks, plain, kivi, rotated, turboquant):
+    for module in (blocks, plain, rotated, turboquant):
         monkeypatch.setattr(module, "require_finite", lambda x: None)
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")
