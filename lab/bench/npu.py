@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from haarkv.benchmarks.cases import heads
 from haarkv.benchmarks.report import Report, Table
 from haarkv.models.catalog import read_config
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from lab.bench import plots
 from lab.npu.attention import VARIANTS as VARIANTS
 from lab.npu.attention import AttentionProgram, pipe_shares
+from lab.npu.cost import CostSimulator
 
 MODEL, LONGEST_STEP = "random:14b", 2048
 _PIPES = ("cube", "vector", "load", "store")
@@ -45,17 +45,16 @@ def measure(
 ) -> Iterator[Point]:
     """Simulate every combination at the 14B shape, the cheap ones first; refused without PyPTO."""
     shape = heads(read_config(MODEL))
-    with Simulator() as simulator:
+    with CostSimulator() as simulator:
         for context, batch in ((c, b) for c in sorted(contexts) for b in sorted(batches)):
             # A step is masked and not cut, so a short context wants a program of short steps; a power of two fits the cube.
             step = max(128, min(LONGEST_STEP, 1 << (context - 1).bit_length()))
             for variant in variants:
                 on_turn(f"{variant}, batch {batch}, {context:,} tokens")
                 program = AttentionProgram.tuned(variant, shape.q, shape.kv, step)
-                run = simulator.run(program, program.blank_call(batch, context), Mode.COST)
-                assert run.cycles is not None
-                kv_bytes, pipes = program.kv_bytes(batch, context), pipe_shares(run.report)
-                yield Point(variant, batch, context, run.cycles, len(run.tasks), kv_bytes, pipes, run.seconds)
+                cost = simulator.cost(program, program.blank_call(batch, context))
+                kv_bytes, pipes = program.kv_bytes(batch, context), pipe_shares(cost.report)
+                yield Point(variant, batch, context, cost.cycles, cost.tasks, kv_bytes, pipes, cost.seconds)
 
 
 def report(points: Sequence[Point]) -> Report:

@@ -18,7 +18,7 @@ import pypto
 
 from haarkv.tq_ops.npu.program import Kernel
 from haarkv.tq_ops.npu.sim import worker
-from haarkv.tq_ops.npu.sim.simulator import Mode
+from lab.npu.cost import COST, add_cost
 
 _SOURCE = Path(__file__).with_name("csrc") / "record.c"
 # A function of PyPTO 0.2.0 that returns the pointers through which it logs.
@@ -60,15 +60,16 @@ def _library() -> Path:
 
 def serve(connection: Any) -> None:
     """As the worker that it is made of; an answer to COST has PyPTO's `topology`, `control_flow` and `schedule`."""
+    add_cost()
     options, kernel, collect = worker._options, worker._kernel, worker._collect
 
-    def with_tables(mode: Mode) -> dict[str, dict[str, Any]]:
+    def with_tables(mode: Any) -> dict[str, dict[str, Any]]:
         # Without it the tables of what waits for what are not written; the cycles are the same.
-        return options(mode) | ({"debug_options": {"runtime_debug_mode": 1}} if mode is Mode.COST else {})
+        return options(mode) | ({"debug_options": {"runtime_debug_mode": 1}} if mode == COST else {})
 
-    def with_record(program: Any, mode: Mode) -> Kernel:
+    def with_record(program: Any, mode: Any) -> Kernel:
         plain = kernel(program, mode)
-        if mode is not Mode.COST:
+        if mode != COST:
             return plain
 
         def call(*tensors: Any) -> None:

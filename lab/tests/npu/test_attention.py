@@ -12,15 +12,16 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode
 from lab.npu.attention import VARIANTS, AttentionProgram, pipe_shares
+from lab.npu.cost import CostSimulator
 
 pytestmark = needs_pypto
 
 
 @pytest.fixture(scope="module")
 def plain():
-    with Simulator() as simulator:
+    with CostSimulator() as simulator:
         yield simulator
 
 
@@ -87,9 +88,9 @@ def test_every_variant_attends_as_the_reference(plain, variant, lengths, step):
 def test_a_step_costs_what_it_must_read(plain):
     """Blank arguments are enough for the cost model, and more tokens cost more cycles and tasks."""
     program = AttentionProgram.tuned("tq4", HEADS, KV_HEADS, 256)
-    runs = [plain.run(program, program.blank_call(1, context), Mode.COST) for context in (128, 1024)]
+    runs = [plain.cost(program, program.blank_call(1, context)) for context in (128, 1024)]
     assert runs[0].cycles < runs[1].cycles
-    assert len(runs[0].tasks) < len(runs[1].tasks)
+    assert runs[0].tasks < runs[1].tasks
     assert program.kv_bytes(1, 1024) == 2 * 1024 * KV_HEADS * 66
     assert AttentionProgram.tuned("bf16", HEADS, KV_HEADS).kv_bytes(3, 1024) == 3 * 2 * 1024 * KV_HEADS * 256
 
