@@ -19,9 +19,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KEPT_ROOM
 from haarkv.tq_ops.npu.device import Runner, open_runner
-from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import AttentionShape
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.tq_ops.table import OpTable
 
 

@@ -98,7 +98,7 @@ def _lines(texts: list[str]) -> int:
 
 def _write(folder: Path, compiled: list[Compiled]) -> None:
     """All files or none."""
-    from haarkv.tq_ops.npu.cpp_folder import written
+    from haarkv.models.qwen3_14b.npu.compile import written
 
     with whole_folder(folder) as half:
         written(half, {program.name: program.sources for program in compiled})

@@ -67,22 +67,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Refinement:
-    """What the append kernel takes of learned coordinates beside their matrices.
-
-    Attributes:
-        mean, weights: [H, D] fp32, as in `Coordinates`.
-        gains: fp32, the sizes at which a vector is quantized.
-        columns: as in `Layout`.
-    """
-
-    mean: Tensor
-    weights: Tensor
-    gains: Tensor
-    columns: Tensor
-
-
-@dataclass(frozen=True)
 class Tables:
     """What vectors are stored by, of one format and layer, in the format's own order of coordinates.
 
@@ -91,16 +75,21 @@ class Tables:
         matrix: [H, D, D] bf16; H is 1 of a rotation.
         boundaries: [2**bits - 1] fp32; where widths differ, of 1 to 6 bits one after the other.
         centroids: [2**bits] fp32, likewise.
-        refinement: of learned coordinates; None of a rotation.
         along: of `Description`.
+        mean, weights: of learned coordinates, [H, D] fp32, as in `Coordinates`; None of a rotation, as the next two.
+        gains: fp32, the sizes at which a vector is quantized.
+        columns: as in `Layout`.
     """
 
     planes: tuple[int, ...] = ()
     matrix: Tensor | None = None
     boundaries: Tensor | None = None
     centroids: Tensor | None = None
-    refinement: Refinement | None = None
     along: bool = False
+    mean: Tensor | None = None
+    weights: Tensor | None = None
+    gains: Tensor | None = None
+    columns: Tensor | None = None
 
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
@@ -185,11 +174,10 @@ def _tables(described: Description, layer: int) -> Tables:
     coordinates = described.transform.coordinates(layer)
     matrix = coordinates.forward.bfloat16()
     assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
-    refinement = Refinement(
-        coordinates.mean.contiguous(), coordinates.weights.contiguous(), torch.tensor(coordinates.gains),
-        _columns(described.columns),
+    return Tables(
+        (), matrix.contiguous(), _every_width(boundaries_of), _every_width(centroids_of), False, coordinates.mean.contiguous(),
+        coordinates.weights.contiguous(), torch.tensor(coordinates.gains), _columns(described.columns),
     )  # fmt: skip
-    return Tables((), matrix.contiguous(), _every_width(boundaries_of), _every_width(centroids_of), refinement)
 
 
 def in_pairs(matrix: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from haarkv.models.qwen3_14b.npu.compile import KERNELS, written
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.cpp_folder import KERNELS, written
 from haarkv.tq_ops.npu.versions import sourced_from
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 from haarkv.validation.bringup.result import Found
 from haarkv.validation.bringup.workbench import Workbench
 

@@ -6,7 +6,7 @@ import pytest
 from emitted_programs import compile_all
 from npu_programs import needs_pypto
 
-from haarkv.tq_ops.npu.cpp_folder import written
+from haarkv.models.qwen3_14b.npu.compile import written
 from lab.npu.checks import CAPACITY, RULES, check, main
 from lab.npu.text import UnknownTextError, parse
 

@@ -19,9 +19,8 @@ from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from lab.npu.aicore.build import check_leaves
 from lab.npu.aicore.emission import Recorder, emit

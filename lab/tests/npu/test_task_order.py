@@ -12,9 +12,8 @@ from small_models import resized
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
-from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode
 from haarkv.tq_ops.npu.store import StoreProgram
 from lab.npu.aicore.conflicts import conflicts

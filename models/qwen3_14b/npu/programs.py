@@ -11,9 +11,8 @@ from haarkv.tq_ops.kv import reads
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import wrong_head_dim
 from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
-from haarkv.tq_ops.npu.kept import MOST_PLACES, MOST_SINKS, KeptShape, kept_shape
 from haarkv.tq_ops.npu.program import Argument, AttentionShape, Kernel, heads_at_once, with_tuned
-from haarkv.tq_ops.npu.sides import READS, TQ4, Side, fixed_sides
+from haarkv.tq_ops.npu.sides import MOST_PLACES, MOST_SINKS, READS, TQ4, KeptShape, Side, fixed_sides, kept_shape
 
 BLOCK = 128
 

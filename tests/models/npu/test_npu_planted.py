@@ -15,8 +15,7 @@ from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.device import SimRunner
-from haarkv.tq_ops.npu.kept import kept_shape
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.rungs import long_decode

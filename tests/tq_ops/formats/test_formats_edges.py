@@ -42,17 +42,9 @@ def vectors(name, side, count, head_dim=128, seed=0):
 # -- Names -------------------------------------------------------------------------------------------------------------------
 def test_names():
     assert formats.names()[0] == "tq4"
-    assert set(formats.names()) == {
-        "tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8", "manthan3", "tq3_0", "tbq4_0",
-        "kivi2", "kivi2_g64", "kivi2_g128", "kivi4", "kivi4_g64", "kivi4_g128",
-        "q4_0", "q8_0", "fp8_e4m3", "bf16", "fp32",
-    }  # fmt: skip
     assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith("kivi")}
     for name in formats.names():
         assert formats.get(name).name == formats.get(name, "v").name == name
-    assert formats.get("kivi2", "k").group_tokens == 32
-    assert formats.get("kivi4_g128", "k").group_tokens == 128
-    assert formats.get("kivi2", "v").group_tokens == 1
 
 
 @pytest.mark.parametrize(

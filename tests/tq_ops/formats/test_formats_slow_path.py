@@ -86,12 +86,6 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, side, head_dim)
         torch.testing.assert_close(restored[row], back, rtol=0, atol=float(exact) * centroids.norm().item() * 1e-6 + 1e-12)
 
 
-def test_tq4_is_still_the_layout_of_two_halves():
-    fields = formats.get("tq4").quantize(fresh_rows(128, 1), 0)
-    level = formats.get("tq4").levels(fields)
-    assert torch.equal(fields["codes"], level[:, :64] | (level[:, 64:] << 4))
-
-
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_packing_and_unpacking(bits):
     level = torch.randint(2**bits, (3, 5, 48), generator=torch.Generator().manual_seed(bits)).to(torch.uint8)

@@ -151,7 +151,7 @@ class KeptSides:
     """What stays in BF16 in one iteration of attention.
 
     Attributes:
-        shape: a `tq_ops.npu.kept.KeptShape`.
+        shape: a `tq_ops.npu.sides.KeptShape`.
         k, v: arguments of the program.
         packed: K's `CacheSide`, whose logits these must go with.
         queries: one [M, D] BF16 a head of the iteration, in the model's own domain.

@@ -27,7 +27,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.folders import refusal
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.versions import installed, unsimulated
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 
 
 class Mode(Enum):

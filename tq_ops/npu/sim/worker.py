@@ -31,7 +31,7 @@ from pypto.frontend.parser import entry
 from haarkv.tq_ops.npu.folders import cache_folder
 from haarkv.tq_ops.npu.program import Kernel, Program
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 
 _DTYPES = {
     "DT_FP32": torch.float32, "DT_FP16": torch.float16, "DT_BF16": torch.bfloat16, "DT_INT8": torch.int8,
