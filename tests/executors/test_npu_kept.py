@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from npu_checked import CONFIG, filled
+from npu_layers import CONFIG, filled
 from npu_programs import with_pypto
 from small_models import random_tokens, resized, small_model
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from npu_checked import CONFIG, filled
-from npu_learned import learned_spec
+from npu_layers import CONFIG, filled, learned_spec
 from npu_programs import needs_pypto
 from small_models import random_tokens, resized, small_model
 

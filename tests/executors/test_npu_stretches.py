@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from npu_checked import CONFIG as SHORT
-from npu_checked import error_of_layer, filled
-from npu_learned import learned_spec
+from npu_layers import CONFIG as SHORT
+from npu_layers import error_of_layer, filled, learned_spec
 from npu_programs import needs_pypto, with_pypto
 from planted_programs import PlantedKeys
 from small_models import cache_tensors, random_tokens, resized, small_model

@@ -6,9 +6,7 @@ from functools import partial
 import pytest
 import torch
 from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_stores
-from npu_families import CONFIGS
-from npu_layers import LAYER, layer_call, worst_token
-from npu_learned import learned_spec
+from npu_layers import CONFIGS, LAYER, layer_call, learned_spec, worst_token
 from npu_programs import store_case
 from planted_programs import StridedWhere
 from small_models import SMALL, resized, small_model

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from npu_learned import learned_spec
+from npu_layers import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
 from planted_programs import unordered
 from small_models import resized

@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from npu_layers import LAYER, layer_call, worst_token
-from npu_learned import learned_spec
+from npu_layers import LAYER, layer_call, learned_spec, worst_token
 from npu_programs import needs_pypto
 from planted_programs import FAULTS, IN_STEPS, NOT_SHRUNK, STALE, Planted, PlantedSteps
 from small_models import SMALL, resized, small_model
