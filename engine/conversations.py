@@ -12,11 +12,10 @@ from typing import Any
 from haarkv.engine.result import Result
 from haarkv.engine.session import Session
 from haarkv.engine.text import Chat, context_for
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.kv.stored import StoredSequence
-from haarkv.tq_ops.warn import warn
 
 
 @dataclass

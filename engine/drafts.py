@@ -26,7 +26,7 @@ from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import Advance
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Growing

@@ -25,10 +25,9 @@ from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.source import KeptBlocks
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import resident_memory
-from haarkv.tq_ops.warn import warn
 
 Room = Callable[[Tokenizer, ModelConfig], tuple[int, int]]
 """How many sequences of how many tokens there are to be, by a model's tokenizer and shapes."""

@@ -26,14 +26,13 @@ from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.fused import with_experts
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.kv.shapes import blocks_for
-from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.table import OpTable, with_experts, with_ops
 
 _AHEAD = 512, 20, 16, 2, 1
 """New tokens of prompts, and of a step, that launch kernels of their own; 16 fit beside a tail without more memory."""

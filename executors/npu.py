@@ -17,13 +17,10 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.shapes import KEPT_ROOM
-from haarkv.tq_ops.npu import kept, turns
 from haarkv.tq_ops.npu.device import Runner, open_runner
-from haarkv.tq_ops.npu.reads import READS
-from haarkv.tq_ops.npu.scopes import AttentionShape
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.program import AttentionShape
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.tq_ops.table import OpTable
 
 
@@ -81,12 +78,7 @@ class NpuExecutor:
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
-        return (
-            programs.unsupported(config)
-            or unsupported(READS, plan, config.kv_shapes)
-            or kept.unsupported(plan)
-            or turns.unsupported(plan, config.heads.head_dim)
-        )
+        return programs.unsupported(config, plan)
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
         """Compile what forwards with such a cache run, by a small prefill and a decode step on a cache that is thrown away.
@@ -127,7 +119,7 @@ class NpuExecutor:
         state: Tensor | None = None
         for index in span:
             mixer = self.config.layers[index].attention
-            in_bf16 = kept.kept_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
+            in_bf16 = kept_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
             program = build(self.config, *sides_of(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
             # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
             alike = mixer.rope, cache.ring(index), program.attention.step_tokens

@@ -27,10 +27,9 @@ from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.source import KeptBlocks, Source
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import read_file
 from haarkv.tq_ops.memory import available_memory
-from haarkv.tq_ops.warn import warn
 from haarkv.tq_ops.weight import Weight, rounding_to
 
 TINY = Path(__file__).parent / "tiny_qwen3"

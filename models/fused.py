@@ -13,9 +13,9 @@ from haarkv.models.base import DecoderModel, tables_of
 from haarkv.models.config import Dense, Experts, Layer, ModelConfig, unknown_layer
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import Weights
-from haarkv.tq_ops.fused import FusedOps, Heads, Stack
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.table import FusedOps, Heads, Stack
 from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 

@@ -45,8 +45,7 @@ from haarkv.models.words import (
     pre_tokenizer_of,
     words_of,
 )
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.warn import warn
+from haarkv.tq_ops.errors import InputError, warn
 
 _ARCHITECTURES = {of: name for name, of in MODEL_TYPES.items() if name not in HYBRIDS} | {"mistral": "llama"}
 """general.architecture by `model_type`."""

@@ -21,10 +21,9 @@ from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_sett
 from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_templates
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.models.words import FILES, tokenizer_in
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import MARK, read_file, read_json, size_of
 from haarkv.tq_ops.kv.safetensors_header import Header, header_in
-from haarkv.tq_ops.warn import warn
 
 _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`: several times those of the largest that models come with."""

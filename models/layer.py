@@ -16,11 +16,10 @@ from torch import Tensor
 from haarkv.models.config import Activation, Attention, Experts, Layer, Mixer, Norm, Rope
 from haarkv.models.parallel import Ranks
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
-from haarkv.tq_ops.fused import ExpertOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
-from haarkv.tq_ops.table import OpTable
+from haarkv.tq_ops.table import ExpertOps, OpTable
 
 
 def decoder_layer(hidden: Tensor, weights: LayerWeights, layer: Layer, index: int, step: Step, ranks: Ranks) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.fused import Stack
+from haarkv.tq_ops.table import Stack
 from haarkv.tq_ops.weight import Weight, dense
 
 

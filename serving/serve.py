@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 from haarkv.serving import vllm_plugin as keys
 from haarkv.serving.vllm_plugin import chosen
 from haarkv.serving.vllm_plugin.install import VERSION
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.errors import InputError, warn
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.warn import warn
 
 VLLMS_OWN = "bf16"
 """The `--kv` that leaves the cache to vLLM."""

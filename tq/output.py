@@ -13,7 +13,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
-from haarkv.tq_ops.warn import HaarkvWarning
+from haarkv.tq_ops.errors import HaarkvWarning
 
 if TYPE_CHECKING:
     import rich.progress

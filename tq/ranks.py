@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 from tq.options import IntRange, written
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ def levels_of(stored: Tensor, name: str) -> Levels:
 
     Args:
         stored: [R, blocks, bytes of a block] uint8.
-        name: of their type, one of `TYPES`.
+        name: of their type, one of `_READ`.
     """
     return _READ[name](stored)
 
@@ -156,5 +156,3 @@ _READ: dict[str, Callable[[Tensor], Levels]] = {
     "IQ4_NL": lambda stored: Levels(_named(stored, 2, _IQ4_NL), _half(stored, 0)),
     "MXFP4": _mxfp4,
 }
-TYPES = tuple(_READ)
-"""Names of the types that are read."""

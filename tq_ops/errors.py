@@ -1,4 +1,7 @@
-"""Errors a user can cause. The command prints them on one line and exits with 2."""
+"""Errors a user can cause, and warnings. The command prints an error on one line and exits with 2."""
+
+import sys
+import warnings
 
 
 class InputError(ValueError):
@@ -11,3 +14,19 @@ class RankLostError(InputError):
 
 class NonFiniteError(InputError):
     """A value that should be finite is infinite or NaN; the message says where it was first seen."""
+
+
+_BETWEEN = frozenset({"haarkv", "tq", "torch", "transformers"})
+"""Packages whose lines nobody can change who reads the warning: this one, and those that call it back."""
+
+
+class HaarkvWarning(UserWarning):
+    """A warning of this package."""
+
+
+def warn(message: str) -> None:
+    """Warn, and name the line outside of `_BETWEEN` that led here; the outermost one if there is none."""
+    frame, level = sys._getframe(1), 2  # 1 is this function's own line
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, HaarkvWarning, stacklevel=level)

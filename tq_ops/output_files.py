@@ -1,7 +1,8 @@
-"""Result files and folders: checked before the work begins, then written whole or not at all.
+"""Result files and folders: checked before the work begins, then written whole or not at all; and temporary folders.
 
 What is half-written stands beside its place, under a name of its own, and is locked while the process lives that writes it.
-So the next command that writes to the same place knows what a killed one has left there, and removes it.
+So the next command that writes to the same place knows what a killed one has left there, and removes it. A temporary folder
+is locked and removed likewise, by the next process that makes one of its kind.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import errno
 import fcntl
 import os
 import re
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
+from types import TracebackType
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
-from haarkv.tq_ops.locks import lock_alone
 
 _SHOWN_NAME = 100
 """Characters of a name that are in those of its half-written files, which may not be too long either."""
@@ -217,3 +221,82 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(other))
+
+
+def lock_alone(path: Path) -> int | None:
+    """Lock a file or folder against every other process, without waiting.
+
+    Returns:
+        An open descriptor, which holds the lock until it is closed or the process ends; None if it cannot be had.
+    """
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        return None
+    return opened
+
+
+class TemporaryFolder:
+    """An empty folder of this user's alone, removed by `close`, as a context manager, or at the end of the process.
+
+    Its name holds the number of the process that made it, and it is locked as long as that process lives. A folder of this
+    kind that nobody has locked, and whose process is gone, was left by one that was killed: it is removed first.
+
+    Args:
+        kind: a word for its name.
+        parent: where it is to be; the system's folder for temporary files unless given.
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, kind: str, parent: Path | None = None) -> None:
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        prefix = f"haarkv-{kind}-"
+        _clear_folders(parent, re.compile(rf"{re.escape(prefix)}(\d+)-\w+"))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+        self._finalizer = weakref.finalize(self, _remove_folder, self.path, lock_alone(self.path), os.getpid())
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove it."""
+        self._finalizer()
+
+
+def _clear_folders(parent: Path, name: re.Pattern[str]) -> None:
+    """Remove what killed processes have left in a folder."""
+    for left in parent.iterdir():
+        found = name.fullmatch(left.name)
+        if not found or _lives(int(found[1])) or (lock := lock_alone(left)) is None:
+            continue
+        with suppress(OSError):
+            if left.stat().st_uid == os.geteuid():
+                shutil.rmtree(left, ignore_errors=True)
+        os.close(lock)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OverflowError, PermissionError):  # no number of a process; another user's
+        return True
+    return True
+
+
+def _remove_folder(folder: Path, lock: int | None, process: int) -> None:
+    if os.getpid() != process:  # a fork of the process whose it is
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)

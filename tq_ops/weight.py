@@ -139,23 +139,6 @@ def rows_of(weight: Weight, index: slice | Tensor) -> Tensor:
     return weight.rows(index) if isinstance(weight, Blocks) else weight[index]
 
 
-def selected(weight: Weight, axis: int, index: Tensor) -> Weight:
-    """Some rows (axis 0) or columns of a weight, by their numbers [n] int64. Where parts of blocks are taken, these are
-    restored."""
-    if not isinstance(weight, Blocks):
-        return weight.index_select(axis, index).contiguous()
-    if axis == 0:
-        scales = weight.row_scales if weight.row_scales is None else weight.row_scales[index]
-        return replace(weight, data=weight.data[index], row_scales=scales)
-    size = weight.type.numbers
-    first = index[::size]
-    if len(index) % size or (first % size).any() or not torch.equal(index, (first[:, None] + torch.arange(size)).flatten()):
-        return dense(weight).index_select(axis, index).contiguous()
-    data = weight.data.reshape(len(weight), -1, weight.type.nbytes)[:, first // size].flatten(1)
-    scales = weight.column_scales if weight.column_scales is None else weight.column_scales[index]
-    return replace(weight, data=data, column_scales=scales)
-
-
 def memory_of(weight: Weight) -> Tensor:
     """The tensor that a weight's numbers lie in."""
     return weight.data if isinstance(weight, Blocks) else weight

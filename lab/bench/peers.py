@@ -24,7 +24,7 @@ from haarkv.benchmarks.timing import OnTurn
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 from lab.bench import gguf_file, llama_process
 from lab.bench.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 

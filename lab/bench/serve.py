@@ -131,7 +131,8 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
         "hidden_size": config.hidden_size, "intermediate_size": config.common.mlp.width,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim, "vocab_size": config.vocab_size,
         "rope_theta": config.common.attention.rope.theta, "rms_norm_eps": config.final_norm.eps, "hidden_act": "silu",
         "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,

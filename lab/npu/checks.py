@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from haarkv.tq_ops.npu.cpp_folder import KERNELS
+from haarkv.models.qwen3_14b.npu.compile import KERNELS
 from lab.npu.text import SIZES, KernelFunction, Operation, Tile, UnknownTextError, parse
 
 CAPACITY = {"UB": 192 * 2**10, "L1": 512 * 2**10, "L0A": 64 * 2**10, "L0B": 64 * 2**10, "L0C": 128 * 2**10}

@@ -1,6 +1,6 @@
 """The attention backend: pages that hold codes and scales, written and read by the kernels of vLLM's device.
 
-A page of vLLM is one block of one layer, of as many bytes as `kv.pages` needs: in `tq4`, 132 for K and V of one token and KV
+A page of vLLM is one block of one layer, of as many bytes as `kv.layer` needs: in `tq4`, 132 for K and V of one token and KV
 head of 128. vLLM allocates it, hands it out, shares it between requests and takes it back; here it is looked at as a
 `PagedKVCache`.
 """
@@ -33,7 +33,7 @@ from haarkv.serving.vllm_plugin.kernels import kernels_on, to_store
 from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported, scales_here
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.pages import fields_in, page_bytes
+from haarkv.tq_ops.kv.layer import fields_in, page_bytes
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:

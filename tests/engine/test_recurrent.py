@@ -33,8 +33,7 @@ from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.kv.rollback import Advance
-from haarkv.tq_ops.kv.stored import put, reusable, take
+from haarkv.tq_ops.kv.stored import Advance, put, reusable, take
 
 TEXT = random.Random(0).choices(range(61), k=80)
 NORM = Norm(1e-6, plus_one=True)

@@ -32,12 +32,10 @@ from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.model_shape import ModelShape
-from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
+from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of, pack, unpack
 from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, KVShape
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
-from haarkv.tq_ops.kv.tensor_digest import digest_of
 from tq.cli import main
 
 SPECS = {

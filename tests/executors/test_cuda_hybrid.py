@@ -19,8 +19,7 @@ from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, 
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.rollback import Advance
-from haarkv.tq_ops.kv.stored import put, take
+from haarkv.tq_ops.kv.stored import Advance, put, take
 from haarkv.validation.faults.states import small_hybrid
 from haarkv.validation.layers.runner import validate
 

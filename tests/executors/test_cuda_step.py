@@ -17,11 +17,10 @@ from haarkv.models.config import Experts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.table import with_ops
+from haarkv.tq_ops.table import Heads, with_ops
 from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from npu_checked import CONFIG, TQ4_SPEC, filled
+from npu_layers import CONFIG, TQ4_SPEC, filled
 from npu_programs import with_pypto
 from small_models import cache_tensors, new_cache, resized, small_model
 

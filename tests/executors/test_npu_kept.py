@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from npu_checked import CONFIG, filled
+from npu_layers import CONFIG, filled
 from npu_programs import with_pypto
 from small_models import random_tokens, resized, small_model
 
@@ -12,9 +12,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.npu.kept import keeping, kept_shape
-from haarkv.tq_ops.npu.scopes import AttentionShape
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.program import AttentionShape
+from haarkv.tq_ops.npu.sides import keeping, kept_shape, sides_of
 from haarkv.validation.layers import trial
 from haarkv.validation.layers.runner import validate
 

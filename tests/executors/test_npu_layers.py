@@ -9,9 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from npu_checked import CONFIG, LAYER_CASES, check_layer, error_of_layer
-from npu_families import CONFIGS, WINDOW
-from npu_learned import learned_spec
+from npu_layers import CONFIG, CONFIGS, LAYER_CASES, WINDOW, check_layer, error_of_layer, learned_spec
 from npu_programs import needs_pypto, with_pypto
 from small_models import random_tokens, resized, small_model
 

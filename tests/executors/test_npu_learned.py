@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from npu_checked import CONFIG, filled
-from npu_learned import learned_spec
+from npu_layers import CONFIG, filled, learned_spec
 from npu_programs import needs_pypto
 from small_models import random_tokens, resized, small_model
 
@@ -17,8 +16,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.qwen3_14b.npu import inputs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.formats.columns import Column, Part, pack_columns
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
+from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.tq_ops.npu.sides import sides_of

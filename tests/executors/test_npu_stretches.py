@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from npu_checked import CONFIG as SHORT
-from npu_checked import error_of_layer, filled
-from npu_learned import learned_spec
+from npu_layers import CONFIG as SHORT
+from npu_layers import error_of_layer, filled, learned_spec
 from npu_programs import needs_pypto, with_pypto
 from planted_programs import PlantedKeys
 from small_models import cache_tensors, random_tokens, resized, small_model
@@ -21,9 +20,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.npu import turns
 from haarkv.tq_ops.npu.device import open_runner
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import sides_of, turn_table, turns_of_tokens
 from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.layers.runner import validate
@@ -40,7 +38,7 @@ def spec_of(kv="k=lr4,v=tq4", config=SMALLER, **kept):
 def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
     of = made_up.calibration().format(4).turns(0)
     positions = torch.tensor([0, 1023, 1024, 2047, 2048, 70_000])
-    cos, sin = turns.turns_of_tokens(of, positions).split(64, 1)
+    cos, sin = turns_of_tokens(of, positions).split(64, 1)
     x = torch.randn(6, 128)
     turned = torch.cat([x[:, :64] * cos + x[:, 64:] * sin, x[:, 64:] * cos - x[:, :64] * sin], 1)
     assert torch.equal(turned, of.back(x, positions))
@@ -57,7 +55,7 @@ def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
     rows = inputs.back_argument(tiling, plan, 0, 128)
     assert rows is inputs.back_argument(tiling, plan, 1, 128)
-    assert torch.equal(rows[:2], turns.turn_table(plan.k(0).turns(0), rows.device)[:2])
+    assert torch.equal(rows[:2], turn_table(plan.k(0).turns(0), rows.device)[:2])
     assert len(inputs.back_argument(tiling, still, 0, 128)) == 1
 
 

@@ -86,7 +86,7 @@ def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
 
 def test_k_and_v_behind_two_rotations():
     """A format of somebody's own, with other matrices than `tq4`'s."""
-    others = Transform(lambda layer, dim: haar_rotation(9 + layer, dim), per_layer=True)
+    others = Transform(lambda layer, dim: haar_rotation(9 + layer, dim))
     own = RotatedFormat("own", "", 4, lambda dim: replace(TQ4.description(dim), transform=others))
     assert validated(CONFIG, torch.float32, KVPlan(((own, TQ4),) * CONFIG.num_layers)) >= 0.99999
     assert validated(CONFIG, torch.float32, KVPlan(((own, own),) * CONFIG.num_layers)) >= 0.99999

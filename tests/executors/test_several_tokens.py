@@ -13,7 +13,7 @@ from haarkv.models.weights import EMBEDDING
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import Advance
 
 CONFIG = resized(SMALL, num_layers=2, num_heads=4, head_dim=64)
 PROMPTS, NEW = [[1, 2, 3, 4, 5], [6, 7]], [[8, 9, 10, 11], [12, 13]]

@@ -20,7 +20,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.pages import fields_in, page_bytes
+from haarkv.tq_ops.kv.layer import fields_in, page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 

@@ -22,7 +22,7 @@ from haarkv.serving.vllm_plugin import chosen, limits, tails
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 

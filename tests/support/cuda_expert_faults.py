@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from haarkv.tq_ops.cuda import experts
-from haarkv.tq_ops.fused import Stack
+from haarkv.tq_ops.table import Stack
 from haarkv.tq_ops.weight import Weight, numbers_of
 
 

@@ -31,13 +31,13 @@ from haarkv.tq_ops.cuda import available, block_products, choices, delta, expert
 from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes
 from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.fused import Stack
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.table import Stack
 from haarkv.tq_ops.weight import Blocks
 
 _PROCESSORS = 132  # of an H100 or H200

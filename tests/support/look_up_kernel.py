@@ -5,7 +5,7 @@ import pypto
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.learned import restored
 from haarkv.tq_ops.npu.kernels.tq4 import book, levels_of, restore
-from haarkv.tq_ops.npu.reads import HEAD_DIM
+from haarkv.tq_ops.npu.program import HEAD_DIM
 
 
 def build_levels(program, options):

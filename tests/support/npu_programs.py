@@ -12,12 +12,10 @@ from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import Layout, coordinates_of
-from haarkv.tq_ops.npu.program import Argument
-from haarkv.tq_ops.npu.reads import HEAD_DIM
-from haarkv.tq_ops.npu.scopes import StoreProgram
-from haarkv.tq_ops.npu.sides import side_of
+from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
+from haarkv.tq_ops.npu.sides import nothing_turned, side_of, turns_of_tokens
 from haarkv.tq_ops.npu.sim.simulator import unavailable
-from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
+from haarkv.tq_ops.npu.store import StoreProgram
 
 needs_pypto = [
     pytest.mark.npu,

@@ -7,7 +7,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
-from haarkv.tq_ops.npu.scopes import StoreProgram, with_tuned
+from haarkv.tq_ops.npu.program import with_tuned
+from haarkv.tq_ops.npu.store import StoreProgram
 
 _MENDED = "high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)"
 _FAULTY = "pypto.where(pypto.ge(high, 8.0), high - 16.0, high)"

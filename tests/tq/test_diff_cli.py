@@ -12,8 +12,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
-from haarkv.validation.fidelity import contenders
-from haarkv.validation.fidelity.contenders import (
+from haarkv.validation.fidelity import setup
+from haarkv.validation.fidelity.setup import (
     Contender,
     default_dtype,
     load_contenders,
@@ -72,7 +72,7 @@ def test_the_dtype_is_one_that_both_executors_run(monkeypatch):
 
 def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(monkeypatch):
     made, loaded, model = [], [], small_model(SMALL)
-    monkeypatch.setattr(contenders, "load_model", lambda *_, **how: loaded.append(how) or model)
+    monkeypatch.setattr(setup, "load_model", lambda *_, **how: loaded.append(how) or model)
     monkeypatch.setattr(catalog, "create", lambda *args: made.append(args) or ReferenceExecutor(args[1]))
     a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
     assert len(loaded) == 1

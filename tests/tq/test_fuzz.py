@@ -22,8 +22,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
-from haarkv.tq_ops.kv.tensor_digest import digest_of
+from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of
 from tq.cli import main
 
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)

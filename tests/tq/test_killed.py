@@ -13,8 +13,7 @@ from kills import every_moment
 
 from haarkv.tq_ops import output_files as files
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.output_files import check_folder, check_writable, whole_folder, write_whole
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder, check_folder, check_writable, whole_folder, write_whole
 
 MANIFEST = "about.json"
 

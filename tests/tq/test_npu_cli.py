@@ -8,7 +8,7 @@ from dataclasses import replace
 import click
 import pytest
 from calibration_files import write_calibration
-from npu_learned import KV, learned_spec
+from npu_layers import KV, learned_spec
 from npu_programs import with_pypto
 
 from haarkv.models.catalog import load_model

@@ -10,7 +10,7 @@ from delta_runs import VERSIONS, Run, same, whole
 from op_tables import LAYER, TABLES, every_table, opened
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import Advance
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops.delta import Delta
 from haarkv.validation.ops.suite import CPU, CUDA, Table

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-from haarkv.tq_ops.warn import warn
+from haarkv.tq_ops.errors import warn
 
 INNER = """
 def through(message, deep):

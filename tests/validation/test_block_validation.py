@@ -15,7 +15,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
-from haarkv.tq_ops.weight import Blocks, dense, numbers_of, rounding_to, selected
+from haarkv.tq_ops.weight import Blocks, numbers_of, rounding_to
 from haarkv.validation import validate
 from haarkv.validation.faults.model import block_faults
 from haarkv.validation.layers.null import half_steps
@@ -205,16 +205,3 @@ def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too(bits):
     again = judged(file.case, *pair)
     assert (again.first_divergence.stage, again.blocks != ()) == ("down_proj", True)
     assert judged(file.case, pair[0], lambda given, plan: CpuExecutor(given)).passed
-
-
-def test_rows_and_columns_of_blocks_are_those_of_what_is_restored():
-    rows, columns = torch.tensor([5, 1, 1]), torch.arange(64, 192)
-    for kind in ("Q4_1", "Q4_K"):
-        weight = made(kind, 8, 512) * (2.0 ** torch.arange(8))[:, None] * 2.0 ** (torch.arange(512) % 3)
-        assert torch.equal(dense(selected(weight, 0, rows)), dense(weight)[rows])
-        for some in (columns, torch.arange(256, 512), torch.arange(3, 35), torch.arange(64).flip(0)):
-            cut = selected(weight, 1, some)
-            assert torch.equal(dense(cut), dense(weight)[:, some])
-            assert isinstance(cut, Blocks) == (
-                int(some[0]) % weight.type.numbers == 0 and len(some) % weight.type.numbers == 0
-            )

@@ -23,7 +23,7 @@ from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import Advance
 from haarkv.validation.faults.base import DRIVES
 from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, slips
 from haarkv.validation.faults.model import block_faults, forward_faults

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from at_length import MORE_JUDGE, thinned
-from npu_families import CONFIGS
+from npu_layers import CONFIGS
 from small_models import SMALL, random_tokens, resized, small_model
 
 import haarkv.validation.layers.forced as forced

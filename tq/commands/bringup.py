@@ -237,8 +237,7 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
     """
     from haarkv.engine.plans import plan_for
     from haarkv.models.catalog import read_config
-    from haarkv.models.qwen3_14b.npu.compile import compile_programs, wanted
-    from haarkv.tq_ops.npu.cpp_folder import written
+    from haarkv.models.qwen3_14b.npu.compile import compile_programs, wanted, written
 
     if folder is not None:
         check_folder(folder)

@@ -68,8 +68,7 @@ def export_command(
     from haarkv.tq_ops.onnx.reads import EXPORTED
 
     try:
-        from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET
-        from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
+        from haarkv.models.qwen3_14b.onnx.export import ABOUT, ATC_OPSET, Export, write_export
         from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET
         from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
     except ImportError as error:
@@ -183,10 +182,10 @@ def _importance(model: str, text: str, tokens: int) -> dict[str, torch.Tensor]:
     """What weights are multiplied with on a text, or on what the model writes itself."""
     import torch
 
-    from haarkv.engine.importance import importance
     from haarkv.engine.loading import load
     from haarkv.tq_ops.errors import InputError
-    from haarkv.validation.planning.own_text import write
+    from haarkv.validation.planning.common_text import write
+    from haarkv.validation.planning.moments import importance
     from tq.commands.generate import read_prompt
 
     with loading(model) as progress:

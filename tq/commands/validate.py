@@ -179,7 +179,7 @@ def _validated(
         from haarkv.engine.loading import require_rounding
         from haarkv.engine.plans import plan_for
         from haarkv.engine.session import Session
-        from haarkv.executors.catalog import block_types, check, create, default_dtype, interpreted
+        from haarkv.executors.catalog import check, create, info, interpreted
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
@@ -199,9 +199,9 @@ def _validated(
         )
         check(selected.name, part, plan_here, device, ranks)
         # Both run the same weights, in a dtype that both take.
-        shared = "bfloat16" if "bfloat16" in (default_dtype(reference), default_dtype(selected.name)) else "float32"
+        shared = "bfloat16" if "bfloat16" in (info(reference).dtype, info(selected.name).dtype) else "float32"
         # Recurrent states are not judged beside rounded products.
-        kept = () if config.state_shapes else block_types(selected.name, device)
+        kept = () if config.state_shapes else info(selected.name).block_types(device)
         require_rounding(activation_bits, selected.name, model, kept)
         read = partial(load_model, model, dtype or shared, layers, progress, keep_blocks=kept, activation_bits=activation_bits)
         here = read(ranks=ranks)

@@ -16,12 +16,11 @@ from haarkv.engine.plans import declaration_in, worth_saying
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Uneven, key_moments, value_moments
 from haarkv.models.hf_config import HFConfig, read_rope
-from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.errors import InputError, NonFiniteError, warn
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.warn import warn
 
 
 def decoder_config(config: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,14 +9,13 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.layout import READS, Layout, Refinement, Tables, layout, tables
+from haarkv.tq_ops.cpu.layout import READS, Layout, Tables, layout, tables
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
-from haarkv.tq_ops.kv.kept_blocks import KeptBlocks
+from haarkv.tq_ops.kv.kept import Kept, KeptBlocks
 from haarkv.tq_ops.kv.reads import misfit, wrong_head_dim
 from haarkv.tq_ops.weight import Blocks, Weight
 
@@ -187,12 +185,11 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
 def _store_side(
     fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int, stretches: library.Stretches
 ) -> library.StoreSide:
-    learned, widths = by.refinement, (*by.planes, 0, 0)
-    stored = _stored(fields, by.planes, learned is not None)
-    entries = {field.name: getattr(learned, field.name) if learned else 0 for field in dataclasses.fields(Refinement)}
+    widths, stored = (*by.planes, 0, 0), _stored(fields, by.planes, by.gains is not None)
     quantizer = library.Quantizer(
-        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids), **entries,
-        tries=len(learned.gains) if learned else 0, along=by.along, first_plane=widths[0], second_plane=widths[1],
+        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids),
+        mean=_or_null(by.mean), weights=_or_null(by.weights), gains=_or_null(by.gains), columns=_or_null(by.columns),
+        tries=0 if by.gains is None else len(by.gains), along=by.along, first_plane=widths[0], second_plane=widths[1],
         bytes=stored.bytes, cell=stored.cell,
     )  # fmt: skip
     return library.StoreSide(

@@ -20,8 +20,7 @@ from haarkv.codebooks.cubic import WIDTHS
 from haarkv.codebooks.cubic import boundaries as boundaries_of
 from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import Column
-from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.formats.packing import Column, planes
 from haarkv.tq_ops.formats.rotated import Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
@@ -68,22 +67,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Refinement:
-    """What the append kernel takes of learned coordinates beside their matrices.
-
-    Attributes:
-        mean, weights: [H, D] fp32, as in `Coordinates`.
-        gains: fp32, the sizes at which a vector is quantized.
-        columns: as in `Layout`.
-    """
-
-    mean: Tensor
-    weights: Tensor
-    gains: Tensor
-    columns: Tensor
-
-
-@dataclass(frozen=True)
 class Tables:
     """What vectors are stored by, of one format and layer, in the format's own order of coordinates.
 
@@ -92,42 +75,46 @@ class Tables:
         matrix: [H, D, D] bf16; H is 1 of a rotation.
         boundaries: [2**bits - 1] fp32; where widths differ, of 1 to 6 bits one after the other.
         centroids: [2**bits] fp32, likewise.
-        refinement: of learned coordinates; None of a rotation.
         along: of `Description`.
+        mean, weights: of learned coordinates, [H, D] fp32, as in `Coordinates`; None of a rotation, as the next two.
+        gains: fp32, the sizes at which a vector is quantized.
+        columns: as in `Layout`.
     """
 
     planes: tuple[int, ...] = ()
     matrix: Tensor | None = None
     boundaries: Tensor | None = None
     centroids: Tensor | None = None
-    refinement: Refinement | None = None
     along: bool = False
+    mean: Tensor | None = None
+    weights: Tensor | None = None
+    gains: Tensor | None = None
+    columns: Tensor | None = None
 
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
     if kv_format.plain:
         return Layout(head_dim)
-    described, layer = _described(kv_format, layer, head_dim)
-    return _layout(replace(described, along=False), layer)  # K and V that are read alike share one
+    return _layout(replace(_described(kv_format, head_dim), along=False), layer)  # K and V that are read alike share one
 
 
 def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables:
     """What the append kernel stores a format by that `READS` takes. Do not write to it."""
-    return Tables() if kv_format.plain else _tables(*_described(kv_format, layer, head_dim))
+    return Tables() if kv_format.plain else _tables(_described(kv_format, head_dim), layer)
 
 
-def _described(kv_format: KVFormat, layer: int, head_dim: int) -> tuple[Description, int]:
+def _described(kv_format: KVFormat, head_dim: int) -> Description:
     described = kv_format.description(head_dim)
     assert described is not None, "misfit() lets formats of rotated levels pass alone"
-    return described, layer if described.transform.per_layer else 0
+    return described
 
 
 @cache
 def _layout(described: Description, layer: int) -> Layout:
     if described.transform.coordinates is not None:
         return _learned_layout(described, layer)
-    queries = sums = torch.arange(described.levels)
+    queries = sums = torch.arange(described.head_dim)
     centroids, integers, unit = numbers_on(described.centroids, _CPU), None, 0.0
     if described.bits <= 4:  # as words of eight levels
         queries = queries.view(2, -1).T.flatten()
@@ -136,7 +123,7 @@ def _layout(described: Description, layer: int) -> Layout:
     back = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0)
     rotate, rotate_back = back[:, queries].mT.contiguous(), back[:, sums].contiguous()
     return Layout(
-        described.levels, tuple(planes(described.bits)), rotate, rotate_back, in_pairs(rotate), in_pairs(rotate_back),
+        described.head_dim, tuple(planes(described.bits)), rotate, rotate_back, in_pairs(rotate), in_pairs(rotate_back),
         None, centroids, integers, unit,
     )  # fmt: skip
 
@@ -149,8 +136,8 @@ def _learned_layout(described: Description, layer: int) -> Layout:
     assert torch.equal(rotate.float(), coordinates.rows.mT), "rows are BF16 numbers"
     integers, unit = _mixed_integers()
     return Layout(
-        described.levels, (), rotate, None, in_pairs(rotate), None, coordinates.mean.contiguous(), _every_width(centroids_of),
-        integers, unit, _columns(described.columns),
+        described.head_dim, (), rotate, None, in_pairs(rotate), None, coordinates.mean.contiguous(),
+        _every_width(centroids_of), integers, unit, _columns(described.columns),
     )  # fmt: skip
 
 
@@ -187,11 +174,10 @@ def _tables(described: Description, layer: int) -> Tables:
     coordinates = described.transform.coordinates(layer)
     matrix = coordinates.forward.bfloat16()
     assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
-    refinement = Refinement(
-        coordinates.mean.contiguous(), coordinates.weights.contiguous(), torch.tensor(coordinates.gains),
-        _columns(described.columns),
+    return Tables(
+        (), matrix.contiguous(), _every_width(boundaries_of), _every_width(centroids_of), False, coordinates.mean.contiguous(),
+        coordinates.weights.contiguous(), torch.tensor(coordinates.gains), _columns(described.columns),
     )  # fmt: skip
-    return Tables((), matrix.contiguous(), _every_width(boundaries_of), _every_width(centroids_of), refinement)
 
 
 def in_pairs(matrix: Tensor) -> Tensor:

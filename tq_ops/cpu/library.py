@@ -35,7 +35,7 @@ class Gate(IntEnum):
     SIGMOID = 2
 
 
-class _Structure(ctypes.Structure):
+class Structure(ctypes.Structure):
     """A C structure that keeps the tensors alive whose addresses it holds.
 
     Give every field by name, so that the two sides cannot be mixed up by position: a tensor for a pointer, 0 for one that each
@@ -45,11 +45,11 @@ class _Structure(ctypes.Structure):
     def __init__(self, **fields: object) -> None:
         missing = {name for name, _ in self._fields_} ^ fields.keys()  # type: ignore[misc]
         assert not missing, missing
-        self.owned = [value for value in fields.values() if isinstance(value, (Tensor, _Structure))]
+        self.owned = [value for value in fields.values() if isinstance(value, (Tensor, Structure))]
         super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()})
 
 
-class Kept(_Structure):
+class Kept(Structure):
     """Tokens in BF16 beside what is packed; no vectors where there are none."""
 
     _fields_ = (
@@ -58,7 +58,7 @@ class Kept(_Structure):
     )  # fmt: skip
 
 
-class SideArgs(_Structure):
+class SideArgs(Structure):
     """K or V of one layer."""
 
     _fields_ = (
@@ -69,13 +69,13 @@ class SideArgs(_Structure):
     )  # fmt: skip
 
 
-class Cache(_Structure):
+class Cache(Structure):
     """Both sides and their shape."""
 
     _fields_ = (("k", SideArgs), ("v", SideArgs), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32))
 
 
-class Matrix(_Structure):
+class Matrix(Structure):
     """A matrix, or one of each KV head."""
 
     _fields_ = (
@@ -84,13 +84,13 @@ class Matrix(_Structure):
     )  # fmt: skip
 
 
-class Stretches(_Structure):
+class Stretches(Structure):
     """How RoPE turns keys that are stored by stretches."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("half", c_int32), ("count", c_int32))
 
 
-class Attention(_Structure):
+class Attention(Structure):
     """One call of `haarkv_attention`."""
 
     _fields_ = (
@@ -102,7 +102,7 @@ class Attention(_Structure):
     )  # fmt: skip
 
 
-class Quantizer(_Structure):
+class Quantizer(Structure):
     """The tables by which vectors are quantized; those from `mean` to `tries` are of learned keys."""
 
     _fields_ = (
@@ -112,7 +112,7 @@ class Quantizer(_Structure):
     )  # fmt: skip
 
 
-class StoreSide(_Structure):
+class StoreSide(Structure):
     """K or V of new tokens and where they go."""
 
     _fields_ = (
@@ -121,7 +121,7 @@ class StoreSide(_Structure):
     )  # fmt: skip
 
 
-class Store(_Structure):
+class Store(Structure):
     """One call of `haarkv_store`."""
 
     _fields_ = (
@@ -138,7 +138,7 @@ STORED = (
 BLOCKS = STORED[2:]
 
 
-class Weight(_Structure):
+class Weight(Structure):
     """A matrix that `Linear` multiplies with."""
 
     _fields_ = (
@@ -147,7 +147,7 @@ class Weight(_Structure):
     )  # fmt: skip
 
 
-class Linear(_Structure):
+class Linear(Structure):
     """One call of `haarkv_linear`."""
 
     _fields_ = (
@@ -156,7 +156,7 @@ class Linear(_Structure):
     )  # fmt: skip
 
 
-class RmsNorm(_Structure):
+class RmsNorm(Structure):
     """One call of `haarkv_rms_norm`."""
 
     _fields_ = (
@@ -165,7 +165,7 @@ class RmsNorm(_Structure):
     )  # fmt: skip
 
 
-class Rope(_Structure):
+class Rope(Structure):
     """One call of `haarkv_rope`."""
 
     _fields_ = (
@@ -174,7 +174,7 @@ class Rope(_Structure):
     )  # fmt: skip
 
 
-class GatedMul(_Structure):
+class GatedMul(Structure):
     """One call of `haarkv_gated_mul`."""
 
     _fields_ = (
@@ -183,7 +183,7 @@ class GatedMul(_Structure):
     )  # fmt: skip
 
 
-class GatedDelta(_Structure):
+class GatedDelta(Structure):
     """One call of `haarkv_gated_delta`."""
 
     _fields_ = (
@@ -206,7 +206,7 @@ DENSE_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 """Its projections, likewise."""
 
 
-class DenseLayer(_Structure):
+class DenseLayer(Structure):
     """One dense layer: its weights, what its cache decides, and what else it declares."""
 
     _fields_ = (
@@ -217,13 +217,13 @@ class DenseLayer(_Structure):
     )  # fmt: skip
 
 
-class Turns(_Structure):
+class Turns(Structure):
     """cos and sin of a call's tokens by one rotary embedding."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p))
 
 
-class Places(_Structure):
+class Places(Structure):
     """Slots and block table of a call's tokens, as layers of one shape have them."""
 
     _fields_ = (("slots", c_void_p), ("block_table", c_void_p))
@@ -233,7 +233,7 @@ PARTS = ("norms", "projections", "rope", "store", "attention", "gates", "residua
 """What the time of a layer goes to, in the order of `Layers.spent`."""
 
 
-class Layers(_Structure):
+class Layers(Structure):
     """One call of `haarkv_layers`."""
 
     _fields_ = (
@@ -244,7 +244,7 @@ class Layers(_Structure):
     )  # fmt: skip
 
 
-class Rows(_Structure):
+class Rows(Structure):
     """One call of `haarkv_rows`."""
 
     _fields_ = (

@@ -86,6 +86,14 @@ class CpuOps:
         """Threads that the kernels take."""
         return getattr(self._given, "threads", None) or torch.get_num_threads()
 
+    def _run(self, symbol: str, call: library.Structure, /, **fields: Tensor | float) -> int:
+        """Fill in a call and make it; what it points to lives until it returns. What it returns, where it returns anything."""
+        for name, value in fields.items():
+            setattr(call, name, value.data_ptr() if isinstance(value, Tensor) else value)
+        call.threads = self.threads
+        found: int = getattr(self._library, symbol)(ctypes.byref(call))
+        return found
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis; arguments, result and rounding points as the reference's.
 
@@ -95,33 +103,20 @@ class CpuOps:
             return reference.rms_norm(x, weight, eps)
         x, weight = x.contiguous(), weight.contiguous()
         y, width = torch.empty_like(x), weight.shape[0]
-        call = library.RmsNorm.__new__(library.RmsNorm)
-        call.x, call.weight, call.y, call.rows, call.width = (
-            x.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            x.numel() // width,
-            width,
-        )
-        call.eps, call.bf16, call.weight_bf16, call.isa, call.threads = (
-            eps,
-            is_bf16(x),
-            is_bf16(weight),
-            self.isa_number,
-            self.threads,
-        )
-        self._library.haarkv_rms_norm(ctypes.byref(call))
+        self._run(
+            "haarkv_rms_norm", library.RmsNorm.__new__(library.RmsNorm), x=x, weight=weight, y=y, rows=x.numel() // width,
+            width=width, eps=eps, bf16=is_bf16(x), weight_bf16=is_bf16(weight), isa=self.isa_number,
+        )  # fmt: skip
         return y
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Half-split rotary embedding; arguments and result as the reference's."""
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         y = torch.empty_like(x)
-        call = library.Rope.__new__(library.Rope)
-        call.x, call.cos, call.sin, call.y = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-        call.rows, call.heads, call.half = x.shape[0] * x.shape[1], x.shape[1], x.shape[2] // 2
-        call.isa, call.threads = self.isa_number, self.threads
-        self._library.haarkv_rope(ctypes.byref(call))
+        self._run(
+            "haarkv_rope", library.Rope.__new__(library.Rope), x=x, cos=cos, sin=sin, y=y, rows=x.shape[0] * x.shape[1],
+            heads=x.shape[1], half=x.shape[2] // 2, isa=self.isa_number,
+        )  # fmt: skip
         return y
 
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,10 +144,10 @@ class CpuOps:
     def _gated_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype, function: library.Gate) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty(gate.shape, dtype=dtype)
-        call = library.GatedMul.__new__(library.GatedMul)
-        call.gate, call.up, call.y, call.count = gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel()
-        call.function, call.bf16, call.isa, call.threads = function, is_bf16(y), self.isa_number, self.threads
-        self._library.haarkv_gated_mul(ctypes.byref(call))
+        self._run(
+            "haarkv_gated_mul", library.GatedMul.__new__(library.GatedMul), gate=gate, up=up, y=y, count=gate.numel(),
+            function=function, bf16=is_bf16(y), isa=self.isa_number,
+        )  # fmt: skip
         return y
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
@@ -184,10 +179,8 @@ class CpuOps:
         else:
             weight = weight.contiguous()
             call.weight.data, call.weight.stored = weight.data_ptr(), is_bf16(weight)
-        call.x, call.y, call.tokens = x.data_ptr(), y.data_ptr(), x.shape[0]
         call.outputs, call.inputs = weight.shape
-        call.bf16, call.threads = is_bf16(x), self.threads
-        self._library.haarkv_linear(ctypes.byref(call))
+        self._run("haarkv_linear", call, x=x, y=y, tokens=x.shape[0], bf16=is_bf16(x))
         return y
 
     def rows(self, weight: Weight, index: Tensor) -> Tensor:
@@ -207,9 +200,8 @@ class CpuOps:
         index = index.contiguous()
         y = torch.empty(len(index), weight.shape[1])
         call = library.Rows.__new__(library.Rows)
-        call.weight, call.rows, call.y = self._stored(weight), index.data_ptr(), y.data_ptr()
-        call.count, call.outputs, call.inputs, call.threads = len(index), *weight.shape, self.threads
-        if self._library.haarkv_rows(ctypes.byref(call)):
+        call.weight, call.count, call.outputs, call.inputs = self._stored(weight), len(index), *weight.shape
+        if self._run("haarkv_rows", call, rows=index, y=y):
             return rows_of(weight, index)  # counted from the end, or it says which there is not
         restored = y.to(weight.dtype)
         return restored if weight.row_scales is None else restored * weight.row_scales[index].unsqueeze(-1)
@@ -241,15 +233,13 @@ class CpuOps:
         given, batch = batch, cache.placed(layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(prepared.store)
-        call.k.x, call.v.x, call.slots = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-        call.k.bf16, call.v.bf16, call.tokens, call.threads = is_bf16(k), is_bf16(v), k.shape[0], self.threads
-        positions, starts, rows = (x.contiguous() for x in (batch.positions, batch.query_start_loc, batch.rows))
-        call.positions, call.query_start, call.rows = positions.data_ptr(), starts.data_ptr(), rows.data_ptr()
-        call.sequences = len(rows)
-        if batch.kept_slots is not None:
-            kept_slots = batch.kept_slots.contiguous()
-            call.kept_slots = kept_slots.data_ptr()
-        if self._library.haarkv_store(ctypes.byref(call)):
+        call.k.x, call.v.x, call.k.bf16, call.v.bf16 = k.data_ptr(), v.data_ptr(), is_bf16(k), is_bf16(v)
+        refused = self._run(
+            "haarkv_store", call, slots=slots, tokens=k.shape[0], positions=batch.positions.contiguous(),
+            query_start=batch.query_start_loc.contiguous(), rows=batch.rows.contiguous(), sequences=len(batch.rows),
+            kept_slots=0 if batch.kept_slots is None else batch.kept_slots.contiguous(),
+        )  # fmt: skip
+        if refused:
             # Nothing was written. The reference meets the same fault and names it.
             reference.store_kv(k, v, cache, layer, given)
         return None
@@ -313,20 +303,18 @@ class CpuOps:
             with self._threads_for_torch():
                 return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         batch = cache.placed(layer, batch)
-        q, positions = q.contiguous(), batch.positions.contiguous()
-        block_table, query_start = batch.block_table.contiguous(), batch.query_start_loc.contiguous()
+        q = q.contiguous()
         out = torch.empty_like(q)
         call = library.Attention.from_buffer_copy(prepared.attention)
-        call.q, call.out, call.positions, call.num_heads = q.data_ptr(), out.data_ptr(), positions.data_ptr(), q.shape[1]
-        call.block_table, call.query_start = block_table.data_ptr(), query_start.data_ptr()
-        call.sequences, call.max_blocks = block_table.shape
-        rows = batch.rows.contiguous()
-        call.bf16, call.softmax_scale, call.threads = is_bf16(q), softmax_scale, self.threads
-        call.rows = rows.data_ptr()
+        call.sequences, call.max_blocks = batch.block_table.shape
         if batch.kept_table is not None:
-            kept_table = batch.kept_table.contiguous()
-            call.kept_table, call.kept_blocks = kept_table.data_ptr(), kept_table.shape[1]
-        self._library.haarkv_attention(ctypes.byref(call))
+            call.kept_blocks = batch.kept_table.shape[1]
+        self._run(
+            "haarkv_attention", call, q=q, out=out, positions=batch.positions.contiguous(), num_heads=q.shape[1],
+            block_table=batch.block_table.contiguous(), query_start=batch.query_start_loc.contiguous(),
+            rows=batch.rows.contiguous(), bf16=is_bf16(q), softmax_scale=softmax_scale,
+            kept_table=0 if batch.kept_table is None else batch.kept_table.contiguous(),
+        )  # fmt: skip
         return out
 
     def gated_delta(
@@ -345,19 +333,18 @@ class CpuOps:
         windows, memories = state.tensors["conv"], state.tensors["delta"]
         channels, taps = conv.shape[0], conv.shape[2]
         _, versions, value_heads, key_dim, value_dim = memories.shape
-        given = [tensor.float().contiguous() for tensor in (x, a, b, conv, a_log, dt_bias)]
-        places = [tensor.contiguous() for tensor in (batch.positions, batch.slot_mapping, batch.rows, batch.query_start_loc)]
         out, mixed, gates = (torch.empty(len(x), *size) for size in ((value_heads, value_dim), (channels,), (value_heads, 2)))
-        call = library.GatedDelta.__new__(library.GatedDelta)
-        call.x, call.a, call.b, call.conv, call.a_log, call.dt_bias = (tensor.data_ptr() for tensor in given)
-        call.out, call.mixed, call.gates = out.data_ptr(), mixed.data_ptr(), gates.data_ptr()
-        call.windows, call.memories, call.seen = windows.data_ptr(), memories.data_ptr(), state.seen.data_ptr()
-        call.positions, call.slots, call.rows, call.query_start = (tensor.data_ptr() for tensor in places)
-        call.channels, call.sequences, call.versions, call.taps = channels, len(batch.rows), versions, taps
-        call.value_heads, call.key_dim, call.value_dim = value_heads, key_dim, value_dim
-        call.key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
-        call.isa, call.threads = self.isa_number, self.threads
-        if self._library.haarkv_gated_delta(ctypes.byref(call)):
+        given = {"x": x, "a": a, "b": b, "conv": conv, "a_log": a_log, "dt_bias": dt_bias}
+        refused = self._run(
+            "haarkv_gated_delta", library.GatedDelta.__new__(library.GatedDelta),
+            **{name: tensor.float().contiguous() for name, tensor in given.items()}, out=out, mixed=mixed, gates=gates,
+            windows=windows, memories=memories, seen=state.seen, positions=batch.positions.contiguous(),
+            slots=batch.slot_mapping.contiguous(), rows=batch.rows.contiguous(),
+            query_start=batch.query_start_loc.contiguous(), channels=channels, sequences=len(batch.rows), versions=versions,
+            taps=taps, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim,
+            key_heads=(channels - value_heads * value_dim) // (2 * key_dim), isa=self.isa_number,
+        )  # fmt: skip
+        if refused:
             state.read(batch)  # says which tokens nobody has seen
         return out
 

@@ -23,11 +23,11 @@ from haarkv.tq_ops.cuda.arguments import Part, kept_in
 from haarkv.tq_ops.cuda.available import capability, only_compiles, processors
 from haarkv.tq_ops.cuda.layout import Layout, Rotated, columns_of
 from haarkv.tq_ops.cuda.lookup import halves_of
+from haarkv.tq_ops.errors import warn
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.warn import warn
 
 SOURCES = Path(__file__).with_name("csrc")
 THREADS = 256

@@ -17,7 +17,7 @@ from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
 from haarkv.tq_ops.cuda.block_products import block_sums
 from haarkv.tq_ops.cuda.elementwise import gated
 from haarkv.tq_ops.cuda.rotate import dot, rounded
-from haarkv.tq_ops.fused import Stack
+from haarkv.tq_ops.table import Stack
 from haarkv.tq_ops.weight import Weight
 
 

@@ -13,8 +13,7 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import Column, widths_of
-from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.formats.packing import Column, planes, widths_of
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
 from haarkv.tq_ops.kv.batch import Batch
@@ -24,10 +23,10 @@ from haarkv.tq_ops.kv.reads import Reads
 def kernel_order(described: Description) -> Tensor:
     """The level in each of the D columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [D] int64."""
     if described.columns:
-        eighths = torch.arange(described.levels).view(EIGHTHS, -1)
+        eighths = torch.arange(described.head_dim).view(EIGHTHS, -1)
         parts = [eighths[part.eighth] for column in described.columns for part in column.parts]
     else:
-        parts = list(torch.arange(described.levels).view(8 // min(4, *planes(described.bits), 8), -1))
+        parts = list(torch.arange(described.head_dim).view(8 // min(4, *planes(described.bits), 8), -1))
     return torch.cat([_laced(parts[: len(parts) // 2]), _laced(parts[len(parts) // 2 :])])
 
 
@@ -223,7 +222,7 @@ def layout_of(kv_format: KVFormat, layer: int, head_dim: int, device: torch.devi
     """The layout of a format that `READS` takes, its tables on a device; made once. Do not write to it."""
     described = kv_format.description(head_dim)
     assert described is not None, "unsupported() lets formats of rotated levels pass alone"
-    return _layout(described, layer if described.transform.per_layer else 0, device)
+    return _layout(described, layer, device)
 
 
 @cache

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from haarkv.codebooks.cubic import FACTORS, WIDTHS
 from haarkv.tq_ops.cuda.planes import lace, level_of
-from haarkv.tq_ops.formats.columns import Column, Part
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
+from haarkv.tq_ops.formats.packing import Column, Part
 
 BASE = 0x64006400
 _MANTISSA = 10

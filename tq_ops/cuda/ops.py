@@ -28,10 +28,10 @@ from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, la
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.cuda.schedule import merge_kernel
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import UNSEEN, Recurrent
+from haarkv.tq_ops.table import Heads
 from haarkv.tq_ops.weight import Blocks, Weight
 
 LOG2_E = 1.4426950408889634
@@ -310,7 +310,7 @@ def rotate_and_append(
 
 @dataclass(frozen=True)
 class CudaFused:
-    """`tq_ops.fused.FusedOps` for one executor. None of them waits for the device.
+    """`tq_ops.table.FusedOps` for one executor. None of them waits for the device.
 
     Attributes:
         fault: from `new_fault`; a K or V that is not finite, or too large for its format, is left out and noted there.

@@ -9,7 +9,7 @@ says which by its own binary digits. Its lowest digit is `narrow`; of 8 bits it 
 So a kernel loads each byte once, and one shift takes a part out of it. It holds a vector as two halves of D/2 columns, in each
 half of the parts laced together, a pair of pairs. `layout.kernel_order` is that order of columns; rotations have it folded in.
 
-Learned keys lie in columns, as `tq_ops.formats.columns` says: eight parts of D / 8 coordinates, each of its own width, and one
+Learned keys lie in columns, as `tq_ops.formats.packing` says: eight parts of D / 8 coordinates, each of its own width, and one
 shift takes each out as well. `layout.Columns` names them for kernels.
 """
 

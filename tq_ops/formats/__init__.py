@@ -19,11 +19,8 @@ import torch
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, NonFiniteVectorError, stored_bytes
 from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3
-from haarkv.tq_ops.formats.kivi import kivi_pair
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, bits_of, unlearned
-from haarkv.tq_ops.formats.manthan import Manthan3
-from haarkv.tq_ops.formats.plain import FP8E4M3, ByStretches, Plain
-from haarkv.tq_ops.formats.stretches import Turns
+from haarkv.tq_ops.formats.plain import FP8E4M3, Manthan3, Plain, kivi_pair
 from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed, rotated_pair
 
 Side = Literal["k", "v"]
@@ -48,11 +45,6 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     Plain("fp32", torch.float32, "exact, to check FP32 runs"),
 )
 _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
-
-
-def by_stretches(turns: Turns) -> KVFormat:
-    """`fp32`, of keys that are stored by stretches."""
-    return ByStretches(turns)
 
 
 def register(k_format: KVFormat, v_format: KVFormat) -> None:

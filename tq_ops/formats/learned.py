@@ -14,11 +14,11 @@ from functools import cache, cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import Basis
+from haarkv.codebooks import cubic
+from haarkv.codebooks.learned import EIGHTHS, Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import require_finite
-from haarkv.tq_ops.formats.columns import Column, column, pack_columns, unpack_columns
-from haarkv.tq_ops.formats.learned_levels import Levels, eighths_of
+from haarkv.tq_ops.formats.packing import Column, column, pack_columns, unpack_columns, widths_of
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
     Description,
@@ -28,6 +28,56 @@ from haarkv.tq_ops.formats.rotated import (
     stored_scale,
 )
 from haarkv.tq_ops.formats.stretches import Turns
+
+
+@dataclass(frozen=True, eq=False)
+class Eighths:
+    """Tables of the widths of a vector's eighths, on a device.
+
+    Attributes:
+        widths: bits of each eighth.
+        tables, boundaries: of each eighth, [2**bits] and [2**bits - 1] fp32.
+    """
+
+    widths: tuple[int, ...]
+    tables: tuple[Tensor, ...]
+    boundaries: tuple[Tensor, ...]
+
+    def levels(self, value: Tensor) -> Tensor:
+        """[..., D] fp32 -> [..., D] uint8."""
+        parts = zip(value.chunk(EIGHTHS, -1), self.boundaries, strict=True)
+        return torch.cat([torch.bucketize(v.contiguous(), b, right=True, out_int32=True) for v, b in parts], -1).to(
+            torch.uint8
+        )
+
+    def centroids(self, level: Tensor) -> Tensor:
+        """[..., D] uint8 -> [..., D] fp32."""
+        parts = zip(level.int().chunk(EIGHTHS, -1), self.tables, strict=True)
+        return torch.cat([table.index_select(0, part.flatten()).view(part.shape) for part, table in parts], -1)
+
+
+def _nearest(t: Tensor, of: Coordinates, eighths: Eighths) -> tuple[Tensor, Tensor]:
+    """Levels [..., D] uint8 of coordinates t [..., H, n, D] at the gain that fits best, of equals the first; and the weighted
+    square [...] of the length of what they stand for before the scale."""
+    tried = []
+    for gain in of.gains:
+        levels = eighths.levels(gain * t)
+        restored = eighths.centroids(levels)
+        weighted = restored * of.weights.unsqueeze(-2)
+        along, kept = (weighted * t).sum(-1), (weighted * restored).sum(-1)
+        tried.append((levels, kept, along.square() / kept))
+    levels, kept, fit = (torch.stack(parts) for parts in zip(*tried, strict=True))
+    best = fit.argmax(0, keepdim=True)
+    return levels.take_along_dim(best.unsqueeze(-1), 0)[0], kept.take_along_dim(best, 0)[0]
+
+
+@cache
+def eighths_of(columns: tuple[Column, ...], device: torch.device) -> Eighths:
+    """The tables of columns on a device, the same object each time."""
+    widths = widths_of(columns)
+    tables = tuple(cubic.centroids(bits).to(device) for bits in widths)
+    return Eighths(widths, tables, tuple(cubic.boundaries(bits).to(device) for bits in widths))
+
 
 PREFIX = "lr"
 COLUMNS = {
@@ -135,10 +185,10 @@ class LearnedFormat(RotatedFormat):
         self._bases = bases
         self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer]))
         transform = Transform(
-            lambda layer, _: bases[layer].forward.to(torch.bfloat16), True, self._coordinates,
+            lambda layer, _: bases[layer].forward.to(torch.bfloat16), self._coordinates,
             heads=bases[0].num_kv_heads,
         )  # fmt: skip
-        self._described = Description(self.head_dim, bits, self.head_dim, transform, (), (), COLUMNS[bits])
+        self._described = Description(self.head_dim, bits, transform, (), (), COLUMNS[bits])
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -174,13 +224,13 @@ class LearnedFormat(RotatedFormat):
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
-        by = self._levels(layer, x.device)
-        y, gamma = self._learned(x, by.of)
+        of = _coordinates_on(self, layer, x.device)
+        y, gamma = self._learned(x, of)
         rho = y.square().mean(-1, keepdim=True).sqrt()
-        best = by.best(torch.where(rho > 0, y / rho, 0.0))
-        length = gamma.squeeze(-1) * (y.square() * by.of.weights.unsqueeze(-2)).sum(-1).sqrt()
-        scale = torch.where(best.kept > 0, length / best.kept.sqrt(), 0.0)
-        return {"codes": self.pack(best.levels), "scale": stored_scale(scale)}
+        levels, kept = _nearest(torch.where(rho > 0, y / rho, 0.0), of, eighths_of(self.columns, x.device))
+        length = gamma.squeeze(-1) * (y.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
+        scale = torch.where(kept > 0, length / kept.sqrt(), 0.0)
+        return {"codes": self.pack(levels), "scale": stored_scale(scale)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         levels = self.levels(fields)
@@ -189,14 +239,11 @@ class LearnedFormat(RotatedFormat):
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         stored = self.rotated(fields)
-        of = self._levels(layer, stored.device).of
+        of = _coordinates_on(self, layer, stored.device)
         return stored @ of.rows + of.mean.unsqueeze(-2)
 
-    def _levels(self, layer: int, device: torch.device) -> Levels:
-        return _levels_on(self, layer, device)
-
     def squared_error(self, x: Tensor, fields: dict[str, Tensor], layer: int) -> Tensor:
-        of = self._levels(layer, x.device).of
+        of = _coordinates_on(self, layer, x.device)
         y, gamma = self._learned(x, of)
         return ((self.rotated(fields) - y * gamma).square() * of.weights.unsqueeze(-2)).sum(-1)
 
@@ -213,7 +260,7 @@ def coordinates(basis: Basis) -> Coordinates:
 
 
 @cache
-def _levels_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Levels:
+def _coordinates_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Coordinates:
     described = kv_format.description(kv_format.head_dim)
     assert described.transform.coordinates is not None, "learned formats have coordinates"
-    return Levels(described.transform.coordinates(layer).to(device), eighths_of(described.columns, device))
+    return described.transform.coordinates(layer).to(device)

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
-from haarkv.tq_ops.formats.columns import Column
-from haarkv.tq_ops.formats.packing import pack_planes, unpack_planes
+from haarkv.tq_ops.formats.packing import Column, pack_planes, unpack_planes
 from haarkv.tq_ops.formats.stretches import Turns
 
 
@@ -61,19 +60,17 @@ class Transform:
 
     Attributes:
         matrix: (layer, head_dim) -> [D, D] bf16, on the CPU; it is made once a layer and then kept.
-        per_layer: whether layers differ.
         coordinates: layer -> what levels stand for where KV heads differ, and `matrix` is [H, D, D] then; None of a rotation.
         heads: H, KV heads that differ; None where one rotation serves all.
     """
 
     matrix: Callable[[int, int], Tensor]
-    per_layer: bool
     coordinates: Callable[[int], Coordinates] | None = None
     heads: int | None = None
 
     def on(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
         """The matrix [D, D] as fp32 on a device, kept there. Do not write to it."""
-        return _matrix_on(self, layer if self.per_layer else 0, head_dim, device)
+        return _matrix_on(self, layer, head_dim, device)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ class Description:
     Attributes:
         head_dim: D, numbers of a vector.
         bits: of a level.
-        levels: of a vector: D.
         transform: the rotation.
         centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate; none where widths differ.
         boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}; none where widths differ.
@@ -97,7 +93,6 @@ class Description:
 
     head_dim: int
     bits: int
-    levels: int
     transform: Transform
     centroids: tuple[float, ...]
     boundaries: tuple[float, ...]
@@ -187,7 +182,7 @@ class RotatedFormat(KVFormat):
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         described = self.description(head_dim)
-        codes = Field(torch.uint8, (described.levels * self.bits // 8,))
+        codes = Field(torch.uint8, (described.head_dim * self.bits // 8,))
         return {"codes": codes, "scale": Field(torch.float16, ())}
 
     def pack(self, level: Tensor) -> Tensor:
@@ -197,10 +192,6 @@ class RotatedFormat(KVFormat):
     def unpack(self, codes: Tensor) -> Tensor:
         """Inverse of `pack`."""
         return unpack_planes(codes, self.bits)
-
-    def _of_levels(self, count: int) -> Description:
-        """The description of vectors of so many levels."""
-        return self.description(count)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
@@ -216,7 +207,7 @@ class RotatedFormat(KVFormat):
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         """The vectors [..., N] fp32 in the domain of the levels: `scale * c[level]`."""
         level = self.levels(fields)
-        centroids = numbers_on(self._of_levels(level.shape[-1]).centroids, level.device)
+        centroids = numbers_on(self.description(level.shape[-1]).centroids, level.device)
         return centroids_at(level, centroids) * fields["scale"].float().unsqueeze(-1)
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:

@@ -69,7 +69,7 @@ class TurboQuant(RotatedFormat):
 
     def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation, along: bool = False) -> None:
         super().__init__(f"tq{bits}", purpose, bits, self._described)
-        self._transform, self._along = Transform(rotation, per_layer=True), along
+        self._transform, self._along = Transform(rotation), along
 
     def _described(self, head_dim: int) -> Description:
         together = 8 // planes(self.bits)[-1]
@@ -80,7 +80,6 @@ class TurboQuant(RotatedFormat):
         return Description(
             head_dim=head_dim,
             bits=self.bits,
-            levels=head_dim,
             transform=self._transform,
             centroids=tuple(book.centroids.tolist()),
             boundaries=tuple(book.boundaries.tolist()),
@@ -110,7 +109,7 @@ class TurboQuant4Seed(KVFormat):
     purpose = "published Qwen3-14B layout"
 
     def __init__(self, rotation: Rotation = haar_rotation) -> None:
-        self._transform = Transform(rotation, per_layer=True)
+        self._transform = Transform(rotation)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"codes": Field(torch.uint8, (head_dim,)), "norm": Field(torch.float32, ())}

@@ -11,12 +11,10 @@ from torch import Tensor
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.kept import Kept
-from haarkv.tq_ops.kv.layer import LayerKV, Side
-from haarkv.tq_ops.kv.pages import fields_in
+from haarkv.tq_ops.kv.layer import LayerKV, Side, fields_in
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.recurrent import Recurrent, StateShape
+from haarkv.tq_ops.kv.recurrent import LayerState, Recurrent, StateShape
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, RING_CHUNK, KVShape, Place, Shapes, blocks_for, each
-from haarkv.tq_ops.kv.state import LayerState
 from haarkv.tq_ops.memory import ask_for_large_pages
 
 
@@ -43,7 +41,7 @@ class PagedKVCache:
             tail `KEPT_CHUNK`, unless given. A forward with a tail brings up to `chunk`, in `pieces`.
         block_size: tokens a block.
         device: where the tensors live.
-        pages: layer -> memory of another owner as `kv.pages` lays it out, [num_blocks, page_bytes] uint8, of those layers
+        pages: layer -> memory of another owner as `kv.layer` lays it out, [num_blocks, page_bytes] uint8, of those layers
             that this cache holds; it is left as it is.
         states: layer -> what else it remembers.
     Attributes:

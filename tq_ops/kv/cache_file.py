@@ -29,13 +29,11 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json, size_of
 from haarkv.tq_ops.kv.model_shape import ModelShape
-from haarkv.tq_ops.kv.packing import pack, unpack
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import MOST_VERSIONS, StateShape
-from haarkv.tq_ops.kv.safetensors_header import lacks, metadata_of, start_of
+from haarkv.tq_ops.kv.safetensors_header import digest_of, lacks, metadata_of, pack, start_of, unpack
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
 from haarkv.tq_ops.kv.stored import StoredSequence, in_blocks
-from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.memory import require_memory
 from haarkv.tq_ops.output_files import whole_file
 

@@ -29,8 +29,7 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
-from haarkv.tq_ops.kv.tensor_digest import digest_of
+from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of, read_promised
 
 VERSION = "4"
 _KEYS = {"haarkv_calibration", "model", "fingerprint", "context", "learned", "plan", "sha256"}

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.warn import warn
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from haarkv.tq_ops.npu.versions import installed, unpublished
 
 
-class Runner(Protocol):
+class Runner:
     """Calls programs.
 
     Attributes:
@@ -34,39 +34,38 @@ class Runner(Protocol):
 
     device: torch.device
     description: str
-    simulated: bool
-    most_vocab: int | None
-    keeps_programs: bool
-    on_program: Callable[[str], object]
-    compiled: dict[str, float]
+    simulated = False
+    most_vocab: int | None = None
+    keeps_programs = False
+
+    def __init__(self) -> None:
+        self.on_program: Callable[[str], object] = lambda _: None
+        self.compiled: dict[str, float] = {}
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Promise that a tensor on `device` will not change. Returns it."""
+        return tensor
 
     def call(self, program: Program, tensors: list[Tensor]) -> None:
         """Run a program on its tensors, in order; outputs are filled in place."""
+        raise NotImplementedError
 
     def refusals(self) -> AbstractContextManager[None]:
         """Within it, what the driver refuses long after a launch is an InputError of one line, too."""
+        return nullcontext()
 
 
-def _silent(name: str) -> None:
-    """Nobody wants to know."""
-
-
-class SimRunner:
+class SimRunner(Runner):
     """PyPTO's interpreter on the host: right numbers, no meaning in its time."""
 
     device = torch.device("cpu")
     description = "PyPTO's interpreter (no NPU): right numbers, its times mean nothing"
     simulated = True
     # The interpreter keeps every piece of a weight that a program looks at: 14 GB for the head of Qwen3-14B at once.
-    most_vocab: int | None = 16384
-    keeps_programs = False
+    most_vocab = 16384
 
     def __init__(self) -> None:
-        self.on_program: Callable[[str], object] = _silent
-        self.compiled: dict[str, float] = {}
+        super().__init__()
         self._simulator = Simulator()
 
     def constant(self, tensor: Tensor) -> Tensor:
@@ -75,11 +74,8 @@ class SimRunner:
     def call(self, program: Program, tensors: list[Tensor]) -> None:
         self._simulator.run(program, tensors, Mode.NUMBERS)
 
-    def refusals(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
-
-class NpuRunner:
+class NpuRunner(Runner):
     """An Ascend NPU. PyPTO compiles a program on its first call and keeps it for the process.
 
     Its `output` folder goes to the user's cache folder.
@@ -87,23 +83,17 @@ class NpuRunner:
     Written to PyPTO's documentation and never run: no NPU was at hand.
     """
 
-    simulated = False
-    most_vocab: int | None = None
     keeps_programs = True
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.device = torch.device("npu", index)
         self.description = f"Ascend NPU {index}"
-        self.on_program: Callable[[str], object] = _silent
-        self.compiled: dict[str, float] = {}
         self._kernels: dict[Program, Kernel] = {}
         npu = torch_npu()
         send_pypto_output_away()
         with in_one_line(f"opening npu:{index}", "npu"):
             npu.set_device(index)
-
-    def constant(self, tensor: Tensor) -> Tensor:
-        return tensor
 
     def call(self, program: Program, tensors: list[Tensor]) -> None:
         if program in self._kernels:

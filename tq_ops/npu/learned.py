@@ -16,8 +16,8 @@ from torch import Tensor
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import Column, widths_of
 from haarkv.tq_ops.formats.learned import GAINS
+from haarkv.tq_ops.formats.packing import Column, widths_of
 from haarkv.tq_ops.formats.rotated import Coordinates
 
 MEAN, WEIGHTS, LIFT, SHARED = range(4)

@@ -1,6 +1,6 @@
-"""How a format's side of a cache, K or V, lies before a program: which of its fields, as which numbers; no PyPTO here.
+"""How a cache lies before a program: fields of K and V, as which numbers, and places of tokens in BF16; no PyPTO here.
 
-To add a format: name it in `reads.py`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
+To add a format: name it in `READS`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.kept import Kept, token_sequences
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import misfit
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+from haarkv.tq_ops.kv.reads import Reads, misfit
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK
 from haarkv.tq_ops.npu.learned import TRIES, Layout, coordinates_of, domain_tensors, layout_of
-from haarkv.tq_ops.npu.program import Argument
-from haarkv.tq_ops.npu.reads import FORMAT, HEAD_DIM, READS
-from haarkv.tq_ops.npu.turns import turn_table
+from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
+
+FORMAT = formats.get("tq4")
+READS = Reads(
+    "its programs", head_dims=(64, HEAD_DIM, 256), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
+    kept=True, windows=True, learned=True,
+)  # fmt: skip
+"""What the programs read: a few formats, whose tables are built into them, and learned keys."""
 
 
 @dataclass(frozen=True)
@@ -155,3 +163,118 @@ def side_of(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Si
         return learned(kv_format, layer, head_dim)
     sides = fixed_sides(head_dim)
     return sides[kv_format.name if kv_format in READS.also else FORMAT.name]
+
+
+# -- Keys by stretches ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def turn_table(turns: Turns, device: torch.device) -> Tensor:
+    """[stretches, D] fp32: cos, then sin, of the angles at which stretches begin; the same tensor each time.
+
+    It holds all stretches that there may be, 2 MiB for a D of 128: a program is not compiled for a length.
+    """
+    return torch.cat(turns.table(MOST_POSITIONS // STRETCH, device), 1).contiguous()
+
+
+def turns_of_tokens(turns: Turns, positions: Tensor) -> Tensor:
+    """The rows [T, D] of that table by which keys at positions [T] are turned back."""
+    return turn_table(turns, positions.device)[positions // STRETCH]
+
+
+@cache
+def nothing_turned(device: torch.device, head_dim: int = HEAD_DIM) -> Tensor:
+    """What stands for those rows where keys are stored as they are: nobody reads it."""
+    return torch.zeros(1, head_dim, device=device)
+
+
+HIDDEN = -1e30
+"""What a logit gets added that nobody may see."""
+_ONE_TILE, _LINE = 256, 16
+MOST_PLACES, MOST_SINKS = 2048, 256
+"""Places that one step of attention takes, and sinks, which its first step of packed keys hides."""
+
+
+@dataclass(frozen=True)
+class KeptShape:
+    """Of K and V of a layer alike, as `tq_ops.kv.kept.Kept` has it.
+
+    Attributes:
+        tail: tokens that a query sees in BF16, the newest, itself among them.
+        sink: first tokens that every query sees in BF16.
+        ring: newest tokens there is room for.
+        seen: the newest tokens that a query sees at all, itself among them; None for all.
+    """
+
+    tail: int
+    sink: int
+    ring: int
+    seen: int | None = None
+
+    @property
+    def window(self) -> int:
+        """Places of one head of a sequence."""
+        return self.sink + self.ring
+
+    @property
+    def span(self) -> int:
+        """Places as the cube takes them: whole lines, or whole tiles of 256."""
+        whole = _LINE if self.window <= _ONE_TILE else _ONE_TILE
+        return -(-self.window // whole) * whole
+
+    @property
+    def tile(self) -> int:
+        """Places of one tile of the cube; divides the span."""
+        return min(self.span, _ONE_TILE)
+
+
+def kept_shape(plan: KVPlan, layer: int, chunk: int = KEPT_CHUNK, window: int | None = None) -> KeptShape | None:
+    """What a layer keeps in BF16 of K and of V, None where nothing.
+
+    Args:
+        chunk: of the cache.
+        window: of the layer.
+    """
+    k_format = plan.k(layer)
+    if not plan.keeps(k_format):
+        return None
+    return KeptShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a batch's tokens see and leave in BF16, each [T, …].
+
+    Attributes:
+        begin: int64, the row of a token's sequence and its first head among all rows of places.
+        seen: [T, span] fp32, 0 at places that a token's query sees and `HIDDEN` at all others.
+        token, place: int64, pairs of which token goes to which place of its sequence.
+    """
+
+    begin: Tensor
+    seen: Tensor
+    token: Tensor
+    place: Tensor
+
+
+def keeping(kept: Kept, shape: KeptShape, batch: Batch) -> Keeping:
+    """Of a layer's K or V, which are alike."""
+    positions, device = batch.positions, batch.positions.device
+    heads, window = kept.vectors.shape[1:3]
+    recent = positions.unsqueeze(1) - torch.arange(shape.tail, device=device)
+    first = torch.arange(shape.sink, device=device).expand(len(positions), -1)
+    oldest = (positions.unsqueeze(1) + 1 - shape.seen).clamp(min=0) if shape.seen else 0
+    there = torch.cat([recent >= oldest, (first <= positions.unsqueeze(1)) & (first >= oldest)], 1)
+    places = torch.cat([kept.places(recent.clamp(min=0)), first], 1)
+    seen = torch.full((len(positions), shape.span + 1), HIDDEN, device=device)
+    # What is not there goes to a column behind the last.
+    seen.scatter_(1, places.masked_fill(~there, shape.span), 0.0)
+    tokens = torch.arange(len(positions), device=device)
+    sinks = (positions < shape.sink).nonzero().flatten()
+    in_ring = tokens if shape.ring else tokens[:0]
+    return Keeping(
+        begin=batch.rows[token_sequences(batch)] * (heads * window),
+        seen=seen[:, : shape.span],
+        token=torch.cat([in_ring, sinks]),
+        place=torch.cat([kept.in_ring(positions[in_ring]), positions[sinks]]),
+    )

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor
 from torch.nn.functional import pad
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.npu.device import Runner
-from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.reads import READS
-from haarkv.tq_ops.npu.scopes import StoreProgram
-from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
+from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
+from haarkv.tq_ops.npu.sides import READS, TQ4, Side, nothing_turned, sides_of, turns_of_tokens
+
+
+@dataclass(frozen=True)
+class StoreProgram:
+    """Scope 2a: K and V [rows * Hkv, D] FP32, padded to a multiple of `rows` tokens, into the paged cache.
+
+    Attributes:
+        rows: tokens of a tile.
+        k, v: how K and V are stored.
+    """
+
+    num_kv_heads: int
+    rows: int = 16
+    name: str = "store_kv"
+    k: Side = TQ4
+    v: Side = TQ4
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        return (
+            *(Argument(name) for name in ("k", "v", "rotation", "slot", "back")),
+            *self.k.domain_arguments(),
+            *self.k.arguments("k"),
+            *self.v.arguments("v"),
+        )
+
+    def build(self, **options: dict[str, Any]) -> Kernel:
+        from haarkv.tq_ops.npu.kernels import sides
+
+        kernel: Kernel = sides.build(self, options)
+        return kernel
 
 
 class StoreByProgram:

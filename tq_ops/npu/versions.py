@@ -26,8 +26,6 @@ class Combination:
         torch_npu: torch's version -> the versions of torch-npu for it and this CANN.
         driver: the oldest one.
         python: of PyPTO, torch-npu and haarkv.
-        chips: in Huawei's words.
-        install: how PyPTO gets there.
     """
 
     pypto: str
@@ -35,15 +33,13 @@ class Combination:
     torch_npu: Mapping[str, tuple[str, ...]]
     driver: str
     python: tuple[str, ...]
-    chips: str
-    install: str
 
 
 PUBLISHED = (
     Combination(
         "0.2.0", "9.0.0",
         {"2.7.1": ("2.7.1.post4",), "2.8.0": ("2.8.0.post4",), "2.9.0": ("2.9.0.post2",), "2.10.0": ("2.10.0",)},
-        driver="25.5.0", python=("3.11", "3.12"), chips="Atlas A2 and A3", install="pip install 'haarkv[npu]'",
+        driver="25.5.0", python=("3.11", "3.12"),
     ),
     Combination(
         "0.2.1", "9.1",
@@ -52,13 +48,12 @@ PUBLISHED = (
             "2.10.0": ("2.10.0.post4", "2.10.0.post6"), "2.11.0": ("2.11.0", "2.11.0.post2"),
             "2.12.0": ("2.12.0", "2.12.0.post2"),
         },
-        driver="25.5.0", python=("3.11", "3.12"), chips="Atlas A2 and A3, Ascend 950",
-        install="it comes with CANN: source set_env.sh",
+        driver="25.5.0", python=("3.11", "3.12"),
     ),
 )  # fmt: skip
 """What PyPTO's releases r0.2.0 and v9.1.0 and torch-npu's version tables say (gitcode.com/Ascend/pytorch, read 2026-11).
 
-PyPTO of CANN 9.1.0 calls itself 0.2.1. Python is what haarkv and every one of them support.
+PyPTO of CANN 9.1.0, which brings it, calls itself 0.2.1. Python is what haarkv and every one of them support.
 """
 
 SIMULATED = "0.2.0"

@@ -19,17 +19,17 @@ from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
+from haarkv.models.qwen3_14b.npu.compile import KERNELS, written
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.npu.cpp_folder import KERNELS, written
 from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.tq_ops.npu.versions import sourced_from
+from haarkv.tq_ops.output_files import TemporaryFolder
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.tq_ops.temporary import TemporaryFolder
 from haarkv.validation import Report, validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.ladder import Found

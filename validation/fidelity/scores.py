@@ -18,8 +18,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
-from haarkv.tq_ops.kv.tensor_digest import digest_of
+from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of
 
 # Logits that are scored at a time: float64 copies of a whole window's would take gigabytes with a large vocabulary, and larger
 # slices than this fall out of the CPU's cache.

@@ -14,7 +14,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import Calibration, made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable

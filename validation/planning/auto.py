@@ -39,12 +39,13 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
-from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, bits_of
+from haarkv.tq_ops.formats.packing import widths_of
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import misfit
-from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.tq_ops.npu.program import HEAD_DIM
+from haarkv.tq_ops.npu.sides import READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
 from haarkv.validation.planning.calibrate import Subject
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format

@@ -32,13 +32,13 @@ from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
+from haarkv.tq_ops.formats.packing import widths_of
 from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
-from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops

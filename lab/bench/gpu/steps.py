@@ -25,10 +25,10 @@ from haarkv.models.fused import FusedModel, fuse
 from haarkv.tq_ops.cuda import ops
 from haarkv.tq_ops.cuda.layout import NO_FAULT
 from haarkv.tq_ops.cuda.ops import CudaFused
-from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.table import Heads
 from lab.bench import peers
 
 _SLOTS_LEFT = 4

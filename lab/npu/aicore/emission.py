@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.sim.simulator import Mode, Request, Simulator
+from haarkv.tq_ops.npu.sim.simulator import Mode
 from lab.npu.aicore.build import compile_leaves
 from lab.npu.aicore.leaf import Leaf, read_leaves
 from lab.npu.aicore.machine import Machine
 from lab.npu.aicore.schedule import Schedule, read_schedule
 from lab.npu.aicore.toolchain import Toolchain
+from lab.npu.cost import COST, CostSimulator
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,15 @@ class Emission:
         return {a.name: t for a, t in zip(self.program.arguments, arguments, strict=True) if a.output}
 
 
-class Recorder(Simulator):
+class Recorder(CostSimulator):
     """A simulator that can say how a call would be scheduled."""
 
     worker = "lab.npu.aicore.record"
 
     def schedule(self, program: Program, arguments: Sequence[Tensor]) -> Schedule:
         """The record of PyPTO's scheduler of a call."""
-        self.run(program, arguments, Mode.COST)
+        self.run(program, arguments, COST)
         return read_schedule(self._answer["schedule"])
-
-    def _call(self, request: Request) -> dict[str, Any]:
-        self._answer = super()._call(request)
-        return self._answer
 
 
 def emit(simulator: Recorder, program: Program, arguments: Sequence[Tensor]) -> Emission:

@@ -18,7 +18,7 @@ import pypto
 
 from haarkv.tq_ops.npu.program import Kernel
 from haarkv.tq_ops.npu.sim import worker
-from haarkv.tq_ops.npu.sim.simulator import Mode
+from lab.npu.cost import COST, add_cost
 
 _SOURCE = Path(__file__).with_name("csrc") / "record.c"
 # A function of PyPTO 0.2.0 that returns the pointers through which it logs.
@@ -60,11 +60,12 @@ def _library() -> Path:
 
 def serve(connection: Any) -> None:
     """As the worker that it is made of; an answer to COST has what the scheduler logged, as `schedule`."""
+    add_cost()
     kernel, collect = worker._kernel, worker._collect
 
-    def with_record(program: Any, mode: Mode) -> Kernel:
+    def with_record(program: Any, mode: Any) -> Kernel:
         plain = kernel(program, mode)
-        if mode is not Mode.COST:
+        if mode != COST:
             return plain
 
         def call(*tensors: Any) -> None:
@@ -75,7 +76,7 @@ def serve(connection: Any) -> None:
 
     def and_record(folder: Path, request: Any, tensors: Any, result: dict[str, Any]) -> None:
         collect(folder, request, tensors, result)
-        if request.mode is Mode.COST:
+        if request.mode == COST:
             result["schedule"] = Path("schedule.log").read_text(encoding="utf-8", errors="replace")
 
     worker._collect = and_record

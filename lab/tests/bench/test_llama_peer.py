@@ -17,7 +17,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 from lab.bench import gguf_file, peers
 from lab.bench.llama_process import LlamaError, LlamaKV, LlamaProcess
 

@@ -7,10 +7,10 @@ import torch
 from emitted_programs import compile_all
 from npu_programs import LookUp, Restored, needs_pypto
 
+from haarkv.models.qwen3_14b.npu.compile import written
 from haarkv.tq_ops.formats.learned import COLUMNS
-from haarkv.tq_ops.npu.cpp_folder import written
 from haarkv.tq_ops.npu.learned import Layout
-from haarkv.tq_ops.npu.reads import HEAD_DIM
+from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from lab.npu.checks import CAPACITY, RULES, check, main
 from lab.npu.text import UnknownTextError, parse

@@ -15,8 +15,7 @@ from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.npu.kept import kept_shape
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from lab.npu.aicore.emission import Recorder, emit
 

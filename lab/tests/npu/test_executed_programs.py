@@ -6,9 +6,7 @@ from functools import partial
 import pytest
 import torch
 from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_stores
-from npu_families import CONFIGS
-from npu_layers import LAYER, layer_call, worst_token
-from npu_learned import learned_spec
+from npu_layers import CONFIGS, LAYER, layer_call, learned_spec, worst_token
 from npu_programs import store_case
 from planted_programs import StridedWhere
 from small_models import SMALL, resized, small_model
@@ -19,9 +17,8 @@ from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from lab.npu.aicore.build import check_leaves
 from lab.npu.aicore.emission import Recorder, emit

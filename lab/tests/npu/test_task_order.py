@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from npu_learned import learned_spec
+from npu_layers import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
 from planted_programs import unordered
 from small_models import resized
@@ -12,10 +12,9 @@ from small_models import resized
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
-from haarkv.tq_ops.npu.kept import kept_shape
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.scopes import StoreProgram
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
+from haarkv.tq_ops.npu.store import StoreProgram
 from lab.npu.aicore.conflicts import conflicts
 from lab.npu.aicore.emission import Recorder, emit
 from lab.npu.aicore.schedule import Operand, Schedule, Task, roots

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.shapes import KVShape
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")

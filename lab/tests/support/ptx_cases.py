@@ -38,7 +38,7 @@ from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.pages import page_bytes
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.faults.states import small_hybrid

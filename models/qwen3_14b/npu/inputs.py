@@ -16,11 +16,8 @@ from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.npu.kept import HIDDEN, Keeping, KeptShape, keeping
 from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.reads import READS
-from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.tq_ops.npu.turns import nothing_turned, turns_of_tokens
+from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, KeptShape, keeping, nothing_turned, sides_of, turns_of_tokens
 from haarkv.tq_ops.weight import dense
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, Place, attend_step, softmaxes
-from haarkv.tq_ops.npu.kernels.kept import KeptSides, attend_kept, keep
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, KeptSides, Place, attend_kept, attend_step, keep, softmaxes
 from haarkv.tq_ops.npu.kernels.linear import (
     Tiles,
     gated_mlp,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from haarkv.models.config import Activation, Layer, ModelConfig, unknown_layer
+from haarkv.tq_ops.kv import reads
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import wrong_head_dim
-from haarkv.tq_ops.npu.kept import KeptShape
-from haarkv.tq_ops.npu.program import Argument, Kernel
-from haarkv.tq_ops.npu.reads import READS
-from haarkv.tq_ops.npu.scopes import AttentionShape, heads_at_once, with_tuned
-from haarkv.tq_ops.npu.sides import TQ4, Side, fixed_sides
+from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
+from haarkv.tq_ops.npu.program import Argument, AttentionShape, Kernel, heads_at_once, with_tuned
+from haarkv.tq_ops.npu.sides import MOST_PLACES, MOST_SINKS, READS, TQ4, KeptShape, Side, fixed_sides, kept_shape
 
 BLOCK = 128
 
@@ -210,8 +210,8 @@ def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProg
     )
 
 
-def unsupported(config: ModelConfig) -> str | None:
-    """None, or in one sentence why no program can be built for such a model."""
+def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
+    """None, or in one sentence why no program can be built for such a model, or such a cache of it."""
     if other := unknown_layer(config, KNOWN):
         return f"its programs are those of dense layers with attention, and {other}"
     if len({mixer.heads for mixer in config.attentions}) > 1:
@@ -223,4 +223,26 @@ def unsupported(config: ModelConfig) -> str | None:
         for size in sizes:
             if size % _MULTIPLE:
                 return f"its programs need a {name} that is a multiple of {_MULTIPLE}, not {size}"
+    if plan is None:
+        return None
+    shapes = config.kv_shapes[: len(plan.layers)]
+    return reads.unsupported(READS, plan, shapes) or _unkept(plan) or _unturned(plan, config.heads.head_dim)
+
+
+def _unkept(plan: KVPlan) -> str | None:
+    for layer, (k, v) in enumerate(plan.layers):
+        if plan.keeps(k) != plan.keeps(v):
+            return f"its programs keep tokens in BF16 beside both K and V, and {k.name} or {v.name} is stored as it is"
+        shape = kept_shape(plan, layer)
+        if shape and (shape.span > MOST_PLACES or shape.sink > MOST_SINKS):
+            most = MOST_PLACES - KEPT_CHUNK
+            return f"its programs keep up to {MOST_SINKS} sinks, and {most:,} tokens with the tail; leave some out"
+    return None
+
+
+def _unturned(plan: KVPlan, head_dim: int) -> str | None:
+    for layer, (k, _) in enumerate(plan.layers):
+        turns = k.turns(layer)
+        if turns and 2 * len(turns.inv_freq) != head_dim:
+            return f"its programs turn all {head_dim} numbers of a key, and {k.name} turns {2 * len(turns.inv_freq)} of them"
     return None

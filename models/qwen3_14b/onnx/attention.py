@@ -241,7 +241,7 @@ class AttentionScopes(LevelScopes):
             of_byte = np.stack([c[(byte >> shift) & (2**bits - 1)] for shift in range(0, 8, bits)], axis=-1)
             table = g.constant(f"centroids_of_byte_{name}", of_byte.astype(self.centroid_type))
             parts = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
-            return g.reshape(f"{side}_unpacked", parts, [0, 0, -1, described.levels])
+            return g.reshape(f"{side}_unpacked", parts, [0, 0, -1, described.head_dim])
         both = g.node(f"{side}_bytes", "Concat", past, new, axis=2)
         if described.columns:
             return self._cubic(g, f"{side}_unpacked", side, self._of_columns(g, side, both))
@@ -258,7 +258,7 @@ class AttentionScopes(LevelScopes):
 
         Levels of byte j are the coordinates j, j + D/n and so on of a vector, for n levels a byte.
         """
-        parts, count = self._parts_of_a_byte(side), self.described(side).levels
+        parts, count = self._parts_of_a_byte(side), self.described(side).head_dim
         if parts < 2:
             return x
         split = [count // parts, parts] if back else [parts, count // parts]
@@ -269,7 +269,7 @@ class AttentionScopes(LevelScopes):
         """Levels [.., D] uint8 from two planes of their bits."""
         described = self.described(side)
         widths = planes(described.bits)
-        cut = self._cut(g, f"{side}_plane", codes, [described.levels * width // 8 for width in widths])
+        cut = self._cut(g, f"{side}_plane", codes, [described.head_dim * width // 8 for width in widths])
         found = []
         for width, plane in zip(widths, cut, strict=True):
             name = f"{side}_plane_of_{width}"
@@ -282,7 +282,7 @@ class AttentionScopes(LevelScopes):
     def _of_columns(self, g: Graph, side: str, codes: str) -> str:
         """Levels [.., D] uint32 from columns of units."""
         described = self.described(side)
-        count, columns = described.levels // EIGHTHS, described.columns
+        count, columns = described.head_dim // EIGHTHS, described.columns
         cut = self._cut(g, f"{side}_column", codes, [count * column.nbytes for column in columns])
         eighths: dict[int, str] = {}
         for number, (column, octets) in enumerate(zip(columns, cut, strict=True)):

@@ -18,9 +18,8 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.columns import widths_of
 from haarkv.tq_ops.formats.learned import GAINS
-from haarkv.tq_ops.formats.packing import planes
+from haarkv.tq_ops.formats.packing import planes, widths_of
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
@@ -73,7 +72,7 @@ class LevelScopes:
     def code_bytes(self, side: str) -> int:
         """Bytes of a vector's codes."""
         described = self.described(side)
-        return described.levels * described.bits // 8
+        return described.head_dim * described.bits // 8
 
     def learned(self, side: str) -> bool:
         """Whether a side has learned coordinates in place of a rotation."""
@@ -256,12 +255,12 @@ class LevelScopes:
         octets = []
         for width, plane in zip((low, *others), parts, strict=True):
             count = 8 // width
-            cut = self._cut(g, f"parts_{width}", plane, [described.levels // count] * count)
+            cut = self._cut(g, f"parts_{width}", plane, [described.head_dim // count] * count)
             octets.append(self._together(g, f"byte_{width}", cut, range(0, 8, width)))
         return octets
 
     def _columns(self, g: Graph, level: str, described: Description) -> list[str]:
-        eighths = self._cut(g, "eighth", level, [described.levels // EIGHTHS] * EIGHTHS)
+        eighths = self._cut(g, "eighth", level, [described.head_dim // EIGHTHS] * EIGHTHS)
         octets = []
         for number, column in enumerate(described.columns):
             parts = [eighths[part.eighth] for part in column.parts]

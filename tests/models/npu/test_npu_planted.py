@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from npu_layers import LAYER, layer_call, worst_token
-from npu_learned import learned_spec
+from npu_layers import LAYER, layer_call, learned_spec, worst_token
 from npu_programs import needs_pypto
 from planted_programs import FAULTS, IN_STEPS, NOT_SHRUNK, STALE, Planted, PlantedSteps
 from small_models import SMALL, resized, small_model
@@ -15,8 +14,7 @@ from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.device import SimRunner
-from haarkv.tq_ops.npu.kept import kept_shape
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.rungs import long_decode
@@ -115,7 +113,7 @@ def spec_with_kept(kv, **kept):
 
 
 _AT = 32 * " "
-# Of what a program does with tokens in BF16; its own text is the layer's or that of `kernels.kept`.
+# Of what a program does with tokens in BF16; its own text is the layer's or that of `kernels.attention`.
 KEPT_FAULTS = {
     "what is seen in BF16 is seen packed as well": ("start - tail - t * step", "start - t * step"),
     "one token more is seen packed": ("start - tail - t * step", "start + 1 - tail - t * step"),

@@ -22,8 +22,18 @@ from haarkv.codebooks import haar_rotation
 from haarkv.engine.loading import load
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.onnx import export as onnx_export
-from haarkv.models.qwen3_14b.onnx.atc import ATC_OPSET, BUCKETS, AtcScopes, Bucket, atc_plan
-from haarkv.models.qwen3_14b.onnx.export import ABOUT, COMMANDS, WEIGHTS, Export, write_export
+from haarkv.models.qwen3_14b.onnx.export import (
+    ABOUT,
+    ATC_OPSET,
+    BUCKETS,
+    COMMANDS,
+    WEIGHTS,
+    AtcScopes,
+    Bucket,
+    Export,
+    atc_plan,
+    write_export,
+)
 from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.onnx.graph import TensorType

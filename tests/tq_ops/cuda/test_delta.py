@@ -17,7 +17,7 @@ import planted_kernels
 
 from haarkv.tq_ops.cuda import delta, ops
 from haarkv.tq_ops.cuda.layout import fault_place
-from haarkv.tq_ops.kv.rollback import Advance
+from haarkv.tq_ops.kv.stored import Advance
 from haarkv.validation.ops.delta import Delta
 
 CASE = Delta(1, 2, 16, 12, (0,), (1,))

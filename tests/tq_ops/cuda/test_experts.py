@@ -13,7 +13,7 @@ from at_length import MORE_CUDA, rest
 from block_weights import made
 from cuda_caches import DEVICE
 
-from haarkv.tq_ops.fused import Stack
+from haarkv.tq_ops.table import Stack
 from haarkv.tq_ops.weight import numbers_of
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")

@@ -24,7 +24,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.npu.reads import READS as NPU_READS
+from haarkv.tq_ops.npu.sides import READS as NPU_READS
 from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
 from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
 
@@ -55,7 +55,7 @@ def own_rotation(layer, head_dim):
 
 CENTROIDS = (*(-c for c in reversed(HALF)), *HALF)
 MADE_UP = replace(
-    formats.get("tq4").description(HEAD_DIM), transform=Transform(own_rotation, per_layer=True), centroids=CENTROIDS,
+    formats.get("tq4").description(HEAD_DIM), transform=Transform(own_rotation), centroids=CENTROIDS,
     boundaries=tuple((a + b) / 2 + 1e-4 for a, b in pairwise(CENTROIDS)),
 )  # fmt: skip
 LOPSIDED = replace(MADE_UP, centroids=tuple(c + 0.004 for c in CENTROIDS))
@@ -214,7 +214,7 @@ def test_a_backend_may_read_levels_in_several_planes():
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
     """Descriptions and declarations are all that the rooms know of each other."""
-    modules = "turboquant|blocks|manthan|plain"
+    modules = "turboquant|blocks|plain"
     class_of = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
     asked = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
     rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")

@@ -11,8 +11,8 @@ from levels import compare_levels
 from haarkv.codebooks import haar_rotation, lloyd_max
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.arithmetic import fwht, round_half_away, square_root, sum_in_order, sum_pairwise
-from haarkv.tq_ops.formats.kivi import Kivi
 from haarkv.tq_ops.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
+from haarkv.tq_ops.formats.plain import Kivi
 from haarkv.tq_ops.formats.rotated import choose_levels, exact_norm
 
 CPU = torch.device("cpu")
@@ -91,12 +91,6 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, side, head_dim)
         assert abs(scale - exact) <= max(2.0**-11 * exact * 1.001, 2.0**-25)
         back = scale * centroids @ rotation.double().T
         torch.testing.assert_close(restored[row], back, rtol=0, atol=float(exact) * centroids.norm().item() * 1e-6 + 1e-12)
-
-
-def test_tq4_is_still_the_layout_of_two_halves():
-    fields = formats.get("tq4").quantize(fresh_rows(128, 1), 0)
-    level = formats.get("tq4").levels(fields)
-    assert torch.equal(fields["codes"], level[:, :64] | (level[:, 64:] << 4))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -14,8 +14,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps, loads
 from haarkv.tq_ops.kv.model_shape import ModelShape
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
-from haarkv.tq_ops.kv.tensor_digest import digest_of
+from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of
 
 MADE_UP = calibration(layers=2, heads=2, dim=32)
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)

@@ -9,9 +9,8 @@ import torch
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.rollback import Advance
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.kv.stored import take
+from haarkv.tq_ops.kv.stored import Advance, take
 
 HEADS, DIM, BLOCK = 2, 64, 32
 SPECS = {

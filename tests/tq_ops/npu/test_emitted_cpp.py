@@ -8,9 +8,8 @@ import pytest
 from npu_programs import needs_pypto
 
 from haarkv.models.catalog import read_config
-from haarkv.models.qwen3_14b.npu.compile import compile_programs
+from haarkv.models.qwen3_14b.npu.compile import build_files, compile_flags, compile_programs
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.cpp_folder import build_files, compile_flags
 
 pytestmark = needs_pypto
 

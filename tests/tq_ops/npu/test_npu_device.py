@@ -13,6 +13,7 @@ from haarkv.tq_ops.npu.folders import DeviceError, in_one_line
 
 RUNNER = """
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from haarkv.tq_ops.errors import InputError
@@ -26,6 +27,7 @@ class Program:
         calls = []
         def kernel(*tensors):
             Path(os.environ["TILE_FWK_OUTPUT_DIR"], "kernel.o").touch()
+            time.sleep(0 if calls else 0.3)
             calls.append(tensors)
             if self.name == "refused" or (self.name == "breaks" and len(calls) == 2):
                 raise RuntimeError("\\n".join(["", "errCode: FB1002", *(f"frame {i}" for i in range(80))]))
@@ -58,6 +60,17 @@ def test_a_program_is_announced_and_compiled_once_and_its_output_goes_to_the_cac
     assert device("for _ in range(3): runner.call(Program('good'), [])\nprint(said)") == "['good']\n"
     (folder,) = (tmp_path / ".cache/haarkv/pypto_output").iterdir()
     assert [path.name for path in folder.iterdir()] == ["kernel.o"]
+
+
+def test_a_device_keeps_what_each_program_took_to_compile(device):
+    """The first call compiles; the others add nothing."""
+    code = """
+runner.call(Program("good"), [])
+first = dict(runner.compiled)
+for _ in range(2): runner.call(Program("good"), [])
+print(first, 0.3 <= first["good"] < 30, runner.compiled == first)
+"""
+    assert device(code).endswith(" True True\n")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ import torch
 from npu_programs import Levels, LookUp, Restored, needs_pypto
 
 from haarkv.codebooks import cubic
-from haarkv.tq_ops.formats.columns import unpack_columns
 from haarkv.tq_ops.formats.learned import COLUMNS
+from haarkv.tq_ops.formats.packing import unpack_columns
 from haarkv.tq_ops.npu.learned import Layout, cubic_of
-from haarkv.tq_ops.npu.reads import HEAD_DIM, READS
+from haarkv.tq_ops.npu.program import HEAD_DIM
+from haarkv.tq_ops.npu.sides import READS
 from haarkv.tq_ops.npu.sim.simulator import Mode
 
 pytestmark = needs_pypto

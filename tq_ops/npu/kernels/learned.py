@@ -11,7 +11,7 @@ from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
 from haarkv.tq_ops.npu.kernels.tq4 import LARGEST_FP16, LEAST_NORM, STEEP
 from haarkv.tq_ops.npu.learned import LEVEL_ROWS, LIFT, MEAN, SHARED, SPAN, TRIES, WEIGHTS, cubic_of, pieces
-from haarkv.tq_ops.npu.scopes import square_tile
+from haarkv.tq_ops.npu.program import square_tile
 
 VECTORS = 8  # of a vector tile of FP32
 # Adding and subtracting it rounds FP32 to whole numbers; FP16 to multiples of a step if it is that many steps.

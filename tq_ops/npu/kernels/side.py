@@ -27,7 +27,7 @@ class Domain:
     Attributes:
         rotation, rotation_fp16: [D, D] BF16 and FP16.
         forward, numbers, places, rows: of learned keys, as `tq_ops.npu.learned.domain_tensors` makes them.
-        turns: of keys by stretches, as `tq_ops.npu.turns.turn_table` makes it.
+        turns: of keys by stretches, as `tq_ops.npu.sides.turn_table` makes it.
     """
 
     rotation: object
@@ -265,3 +265,15 @@ class RotatedSide(CacheSide):
         plain = unrotate(half, self.domain.rotation_fp16, pypto.DT_FP32)
         pypto.set_vec_tile_shapes(16, self.head_dim)
         return pypto.cast(plain + beside, pypto.DT_BF16)
+
+
+class Plain(CacheSide):
+    """One side of a `bf16` cache: values [blocks * Hkv * 128, D] BF16, no scales, nothing rotated."""
+
+    def quantize(self, x, count):
+        """x [count, D] FP32 -> BF16."""
+        pypto.set_vec_tile_shapes(min(count, 32), self.head_dim)
+        return [pypto.cast(x, pypto.DT_BF16)]
+
+    def tiles(self, place, shape, scope):
+        return [self.gather(place, head, shape, "tile") for head in range(shape.heads_at_once)]

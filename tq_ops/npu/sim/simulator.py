@@ -1,4 +1,4 @@
-"""Runs PyPTO programs without an NPU, in a worker process: numbers, cost, emitted C++.
+"""Runs PyPTO programs without an NPU, in a worker process: numbers, emitted C++.
 
 PyPTO 0.2.0 keeps no compilation between calls in simulation: every call compiles anew. What makes a sim fast here is what is
 left out: numbers come from the tensor graph alone, before any pass, and the graph is not written as JSON; tensors cross
@@ -8,7 +8,6 @@ between the processes as files of a memory file system, constants only once.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -28,18 +27,16 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.folders import refusal
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.versions import installed, unsimulated
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 
 
 class Mode(Enum):
     """What a call is for.
 
-    NUMBERS: interpret the tensor graph with torch and fill the outputs. COST: every pass, then the cost model; numbers are not
-    computed. COMPILE: every pass, then the AICore C++.
+    NUMBERS: interpret the tensor graph with torch and fill the outputs. COMPILE: every pass, then the AICore C++.
     """
 
     NUMBERS = "numbers"
-    COST = "cost"
     COMPILE = "compile"
 
 
@@ -70,29 +67,15 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One task of a simulated run: on which kind of core, from which cycle to which, of which subgraph."""
-
-    core: str
-    begin: int
-    end: int
-    subgraph: int
-
-
-@dataclass(frozen=True)
 class Execution:
     """What a call gave.
 
     Attributes:
         seconds: wall time of the call in the worker.
-        cycles, report, tasks: of the cost model, in COST; relative figures, not a latency.
         sources: path -> C++, in COMPILE: kernel functions in `kernel_aicore/`, what they include in `kernel_aicpu/`.
     """
 
     seconds: float
-    cycles: int | None = None
-    report: str = ""
-    tasks: list[Task] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -118,11 +101,17 @@ class Simulator:
 
     Attributes:
         worker: the module whose `serve` is the process.
+        boot: the Python text that the process runs, with the worker and a descriptor as arguments.
     Raises:
         InputError: PyPTO or a compiler is missing.
     """
 
     worker = "haarkv.tq_ops.npu.sim.worker"
+    boot = (
+        "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
+        "from haarkv.tq_ops.npu.sim import quiet; quiet.load(); "
+        "import_module(sys.argv[1]).serve(Connection(int(sys.argv[2])))"
+    )
 
     def __init__(self) -> None:
         if reason := unavailable():
@@ -174,10 +163,7 @@ class Simulator:
             for file in stored:
                 if not file.constant:
                     Path(file.path).unlink(missing_ok=True)
-        return Execution(
-            answer["seconds"], answer["cycles"], answer["report"],
-            [Task(*task) for task in answer["tasks"]], answer["sources"],
-        )  # fmt: skip
+        return Execution(answer["seconds"], answer["sources"])
 
     def _take_outputs(
         self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], answer: dict[str, Any]
@@ -220,22 +206,27 @@ class Simulator:
             work.mkdir(exist_ok=True)
             with (self._folder / "log").open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, self.worker, str(theirs.fileno())],
-                    cwd=work, env=_environment(self._tools()), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    [sys.executable, "-c", self.boot, self.worker, str(theirs.fileno())],
+                    cwd=work, env=self._environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     pass_fds=[theirs.fileno()], start_new_session=True,
                 )  # fmt: skip
             theirs.close()
             self._connection = ours
         return self._connection
 
-    def _tools(self) -> Path:
-        """A folder with the `python3` that PyPTO calls to draw a swimlane, which takes longer than the run: it draws none."""
-        folder = self._folder / "bin"
-        folder.mkdir(exist_ok=True)
-        shim = folder / "python3"
-        shim.write_text(_PYTHON3.format(shlex.quote(sys.executable)), encoding="utf-8")
-        shim.chmod(0o755)
-        return folder
+    def _environment(self) -> dict[str, str]:
+        """Of the worker, whole: PyPTO takes a set ASCEND_HOME_PATH for an installed toolkit, so nothing is inherited."""
+        return {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", os.defpath]),
+            "HOME": str(Path.home()),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TILE_FWK_DEVICE_ID": "0",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            # The compiler's complaints come to our log instead of to files in the user's home.
+            "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
+            "ASCEND_GLOBAL_LOG_LEVEL": "3",
+        }
 
     def _log(self) -> str:
         """What the worker has printed."""
@@ -252,29 +243,3 @@ class Simulator:
 
 
 _TAIL = 120  # characters of the log that fit into a line
-_BOOT = (
-    "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
-    "from haarkv.tq_ops.npu.sim import quiet; quiet.load(); "
-    "import_module(sys.argv[1]).serve(Connection(int(sys.argv[2])))"
-)
-
-
-_PYTHON3 = """#!/bin/sh
-case "$1" in */print_swim_lane.py | */draw_*.py) exit 0 ;; esac
-exec {} "$@"
-"""
-
-
-def _environment(tools: Path) -> dict[str, str]:
-    """The worker's whole environment: PyPTO takes a set ASCEND_HOME_PATH for an installed toolkit, so nothing is inherited."""
-    return {
-        "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), "/usr/local/bin", os.defpath]),
-        "HOME": str(Path.home()),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TILE_FWK_DEVICE_ID": "0",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        # The compiler's complaints come to our log instead of to files in the user's home.
-        "ASCEND_SLOG_PRINT_TO_STDOUT": "1",
-        "ASCEND_GLOBAL_LOG_LEVEL": "3",
-    }

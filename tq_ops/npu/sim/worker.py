@@ -1,4 +1,4 @@
-"""The process in which PyPTO interprets, costs and compiles programs without an NPU.
+"""The process in which PyPTO interprets and compiles programs without an NPU.
 
 A process of its own because PyPTO keeps global state, writes into its working directory, prints as it pleases, and a bad
 kernel can take the process down. Started by `tq_ops.npu.sim.simulator`, whose docstrings describe the requests.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -32,9 +30,8 @@ from pypto.frontend.parser import entry
 
 from haarkv.tq_ops.npu.folders import cache_folder
 from haarkv.tq_ops.npu.program import Kernel, Program
-from haarkv.tq_ops.npu.sim import quiet
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor
-from haarkv.tq_ops.temporary import TemporaryFolder
+from haarkv.tq_ops.output_files import TemporaryFolder
 
 _DTYPES = {
     "DT_FP32": torch.float32, "DT_FP16": torch.float16, "DT_BF16": torch.bfloat16, "DT_INT8": torch.int8,
@@ -98,8 +95,6 @@ def _patch() -> None:
 
 def _options(mode: Mode) -> dict[str, dict[str, Any]]:
     stage = pypto.CompStage
-    if mode is Mode.COST:
-        return {"runtime_options": _SIM}
     if mode is Mode.COMPILE:
         return {"runtime_options": _SIM, "host_options": {"compile_stage": stage.CODEGEN_INSTRUCTION}}
     # What there is a golden for is dumped all the same. All tensors are 5,700 files, 140 MB, in a prefill of SmolLM2's layer.
@@ -128,17 +123,13 @@ def _run(request: Request) -> dict[str, Any]:
         goldens = [t if a.output else None for t, a in zip(tensors, program.arguments, strict=True)]
         pypto.set_verify_golden_data(goldens=goldens)
     began = time.perf_counter()
-    # The cost model reads the graph that is written.
-    with (
-        quiet.graphs_written(Path(pypto.__file__).parent, mode is not Mode.NUMBERS),
-        _fake_toolchain() if mode is Mode.COMPILE else nullcontext(),
-    ):
+    with _fake_toolchain() if mode is Mode.COMPILE else nullcontext():
         _kernel(program, mode)(*tensors)
     seconds = time.perf_counter() - began
     # The verifier's files are C streams, which are otherwise flushed at exit only.
     ctypes.CDLL(None).fflush(None)
     folders = sorted(Path("output").glob("output_*"), key=lambda p: p.stat().st_mtime_ns)
-    result = {"seconds": seconds, "filled": [], "cycles": None, "report": "", "tasks": [], "sources": {}}
+    result = {"seconds": seconds, "filled": [], "report": "", "sources": {}}
     for folder in folders[-1:]:
         _collect(folder, request, tensors, result)
     shutil.rmtree("output", ignore_errors=True)
@@ -171,15 +162,6 @@ def _collect(folder: Path, request: Request, tensors: list[torch.Tensor], result
         exceptions = brief.parent / "verify_exception.log"
         if exceptions.exists():
             result["report"] = exceptions.read_text(encoding="utf-8", errors="replace")
-    simulated = folder / "CostModelSimulationOutput"
-    if (simulated / "_simulate.stat.report.txt").exists():
-        result["report"] = (simulated / "_simulate.stat.report.txt").read_text(encoding="utf-8")
-        found = re.search(r"Total Cycles\.*:\s*(\d+)", result["report"])
-        result["cycles"] = int(found[1]) if found else None
-        cores = json.loads((simulated / "_simulate.swim.json").read_text(encoding="utf-8"))
-        result["tasks"] = [
-            (core["coreType"], t["execStart"], t["execEnd"], t["subGraphId"]) for core in cores for t in core["tasks"]
-        ]
     # The kernel functions include a header of the control flow: all sources, each in its place.
     sources = folder.glob("kernel_*/*") if request.mode is Mode.COMPILE else ()
     for source in sorted(p for p in sources if p.suffix in (".cpp", ".h")):

@@ -33,9 +33,8 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.safetensors_header import metadata_of, read_promised
+from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of, read_promised
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
-from haarkv.tq_ops.kv.tensor_digest import digest_of
 from haarkv.tq_ops.weight import Blocks, Weight, memory_of, rounding_to
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.parts import Stored
