@@ -69,7 +69,7 @@ def load(
     options = {"kv": kv, "calibration": calibration, "tail": tail, "sink": sink, "skip_layers": tuple(skip_layers) or None}
 
     def choose(loss: float) -> KVSpec:
-        how = {"layers": layers, "executor": executor, "dtype": dtype, "device": "cpu", "on_choice": on_choice}
+        how: dict[str, Any] = {"layers": layers, "executor": executor, "dtype": dtype, "device": "cpu", "on_choice": on_choice}
         return cache_for(str(model), loss=loss, **how)
 
     asked = {name: name for name, value in options.items() if value is not None}
@@ -104,7 +104,10 @@ def _spec(
             raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
         if auto:
             return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
-        return plan_file.load(plan) if plan is not None else kv
+        if plan is not None:
+            return plan_file.load(plan)
+        assert isinstance(kv, KVSpec)
+        return kv
     assert default is not None
     if isinstance(calibration, Path | str):
         calibration = calibration_file.load(calibration)
@@ -155,7 +158,7 @@ def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:
     # What another executor runs is chosen here on what can show its keys and queries.
     said = list[str]()
     with scoring(steps(model, layers)) as on_step:
-        how = {"executor": executor, "dtype": given.get("dtype"), "device": "cpu", "on_choice": said.append}
+        how: dict[str, Any] = {"executor": executor, "dtype": given.get("dtype"), "device": "cpu", "on_choice": said.append}
         spec = cache_for(model, loss=loss, layers=layers, on_step=on_step, **how)
     for line in said:
         say(line)

@@ -120,12 +120,13 @@ def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import parse_list
+    from tq.loading import named_plans
 
     spec = KVSpec() if given["calibration"] is None else calibration_file.load(given["calibration"]).spec
     if spec.calibration and not given["kvs"]:
         raise click.UsageError("--calibration is for formats lr2 to lr5; name them with --kv")
     caches = {name: replace(spec, kv=name) for name in parse_list(given["kvs"], spec.calibration)}
-    return caches | options.named_plans(given["plan_files"], caches, "caches")
+    return caches | named_plans(given["plan_files"], caches, "caches")
 
 
 def _latency(bench: Workbench) -> Found:

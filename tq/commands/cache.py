@@ -111,9 +111,10 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.tq_ops.kv.stored import requantized
     from haarkv.tq_ops.output_files import check_writable
+    from tq.loading import kv_spec
 
     check_writable(out)
-    spec = options.kv_spec(others)
+    spec = kv_spec(others)
     stored, origin = cache_file.load(file)
     shape, layers = origin.shape, dict(enumerate(origin.layers))
     # Learned formats of the file, if it has any, are of the calibration that is given.

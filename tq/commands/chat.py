@@ -17,7 +17,8 @@ import click
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.words import counted
 from tq import options
-from tq.groups import Assignment, Command
+from tq.groups import Command
+from tq.options import Assignment
 from tq.output import err, say, warn
 
 if TYPE_CHECKING:

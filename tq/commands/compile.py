@@ -69,13 +69,14 @@ def _cache(model: str, given: dict[str, Any]) -> KVSpec:
     from haarkv.models.catalog import read_config
     from haarkv.validation.planning.auto import LOSS
     from haarkv.validation.planning.remembered import chosen_before, default_cache, file_for, fixed_cache
+    from tq.loading import kv_spec
 
     fixed = fixed_cache(read_config(model), "npu")
     if all(value in (None, ()) for value in given.values()):
         return chosen_before(file_for(model, LOSS, executor="npu")) or default_cache(model, executor="npu") or fixed
     if all(given[name] is None for name in ("kv", "calibration", "kv_plan", "kv_loss")):
         given = {**given, "kv": fixed.kv}
-    return options.kv_spec({"model": model, "executor": "npu", **given})
+    return kv_spec({"model": model, "executor": "npu", **given})
 
 
 def _row(program: Compiled) -> dict[str, object]:

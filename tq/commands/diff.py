@@ -69,9 +69,10 @@ def command(
         from haarkv.models.balance import describe
         from haarkv.validation.fidelity.contenders import default_dtype, load_contenders, parse_contender, resolve_contenders
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
+        from tq.loading import kv_spec
 
         options.set_threads(threads)
-        spec = options.kv_spec(kv)
+        spec = kv_spec(kv)
         sides = parse_contender(spec_a), parse_contender(spec_b)
         side_a, side_b = resolve_contenders(model, *sides, spec, device=device, dtype=dtype, layers=layers)
         dtype = dtype or default_dtype(side_a, side_b)

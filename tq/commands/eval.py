@@ -69,13 +69,14 @@ def command(
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
     from haarkv.validation.fidelity.plot import require_matplotlib, svg
     from haarkv.validation.fidelity.setup import load_setup, parse_list
+    from tq.loading import kv_spec, named_plans
 
     if plot_file is not None:
         require_matplotlib()
     options.set_threads(threads)
-    spec = options.kv_spec(kv)
+    spec = kv_spec(kv)
     names = parse_list(kvs, spec.calibration)
-    plans = options.named_plans(plan_files, names, "rows")
+    plans = named_plans(plan_files, names, "rows")
     options.say_if_interpreted(executor, device=device)
     with loading(model) as progress:
         setup = load_setup(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
-from tq.groups import Command, IntRange
+from tq.groups import Command
+from tq.options import IntRange
 from tq.output import print_sentence, print_table
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import click
 
 from haarkv.tq_ops.output_files import check_writable
 from tq import options
-from tq.groups import Command, IntRange
+from tq.groups import Command
+from tq.options import IntRange
 from tq.output import loading, print_table, scoring, warn
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tq import options
 from tq.output import comparing, compiling, loading, warn
 
 if TYPE_CHECKING:
@@ -53,10 +52,11 @@ def validated(
         from haarkv.validation.layers.replay.case import OneRun
         from haarkv.validation.layers.report import joined
         from haarkv.validation.layers.runner import count_rows, validate
+        from tq.loading import kv_spec
 
         config = read_config(model, layers)
         chosen_for = {"model": model, "layers": layers, "dtype": dtype, "executor": executor}
-        spec, split = options.kv_spec(chosen_for | others), Split(config, ranks.rank, ranks.size)
+        spec, split = kv_spec(chosen_for | others), Split(config, ranks.rank, ranks.size)
         part, plan, plan_here = split.part, plan_for(spec, config), plan_for(spec, config, split)
         reference = select(reference, config, [plan], dtype=dtype).name  # a slip in the name is refused first
         selected = select(executor, part, [plan_here], device=device, dtype=dtype)
