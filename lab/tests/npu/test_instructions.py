@@ -4,13 +4,16 @@ import re
 
 import pytest
 import torch
-from npu_programs import LookUp, Restored, needs_pypto
+from npu_programs import needs_pypto
 
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.npu.learned import Layout
 from haarkv.tq_ops.npu.reads import HEAD_DIM
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from lab.npu.text import parse
+
+pytest.importorskip("pypto", reason="PyPTO is not installed")
+from look_up_kernel import LookUp, Restored
 
 pytestmark = needs_pypto
 
