@@ -14,7 +14,7 @@ from samplers import Sampler
 import tq
 from haarkv.engine.draft_choice import SELF, DraftSpec, Target, choose, shared_bytes
 from haarkv.engine.draft_models import ModelSource
-from haarkv.engine.draft_pace import Experience, Pace
+from haarkv.engine.draft_pace import Pace
 from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, judged, looked_up
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampling
@@ -81,31 +81,6 @@ def drafting(session, spec):
     return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
 
 
-class Wrong:
-    """Drafts tokens that the model does not like best, after one that it does."""
-
-    name, shared_bytes, experience = "wrong", 0, Experience()
-
-    def follow(self, sequences, max_context):
-        return None
-
-    def __init__(self, texts):
-        self._texts = texts
-
-    def cache_bytes(self, sequences, max_context):
-        return 0
-
-    def begin(self, beginning):
-        return self
-
-    def behind(self, texts):
-        return 0
-
-    def propose(self, texts, most):
-        right = {row: self._texts[row][len(text) : len(text) + 1] for row, text in texts.items()}
-        return {row: Proposal((right[row] + [9, 8, 7, 6])[: most[row]]) for row in texts}
-
-
 def same(one, other):
     return one.tensors.keys() == other.tensors.keys() and all(torch.equal(t, other.tensors[n]) for n, t in one.tensors.items())
 
@@ -156,16 +131,6 @@ def test_a_draft_that_did_not_pay_reads_no_prompt(tiny, monkeypatch):
     monkeypatch.setattr("haarkv.engine.draft_models.prefill_in_chunks", lambda *given: read.append(given))
     session.generate(PROMPTS, max_new_tokens=5, sampling=Sampling())
     assert not read
-
-
-def test_wrong_drafts_change_nothing_but_the_time(tiny, expected):
-    texts = [[*ids, *c.token_ids] for ids, c in zip(tiny.encode(PROMPTS), expected.completions, strict=True)]
-    result = replace(tiny, draft=Wrong(texts), draft_tokens=5).generate(
-        PROMPTS, max_new_tokens=NEW, keep=True, sampling=Sampling()
-    )
-    assert [c.token_ids for c in result.completions] == [c.token_ids for c in expected.completions]
-    assert all(map(same, result.stored, expected.stored))
-    assert 0 < result.drafting.acceptance < 0.5
 
 
 @pytest.mark.parametrize("stop", [{"stop": "("}, {"max_context": 30}, {"max_new_tokens": 7}, {"max_new_tokens": 1}])

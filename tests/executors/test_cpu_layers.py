@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,17 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
     return found, [field for i in layers for of in (cache.k_fields(i), cache.v_fields(i)) for field in of.values()]
 
 
+def require_same_bits(model: DecoderModel, run: Callable, kv: KVSpec) -> None:
+    """In one call and op by op, by the plainest instructions and the newest."""
+    for isa in library.isas()[:1] + library.isas()[1:][-1:]:
+        whole = CpuExecutor(model, isa)
+        spent = whole.whole.spent = torch.zeros(len(library.PARTS), dtype=torch.int64)
+        ours, stored = run(whole, kv)
+        theirs, expected = run(one_by_one(CpuExecutor(model, isa)), kv)
+        assert all(torch.equal(a, b) for a, b in zip([*ours, *stored], [*theirs, *expected], strict=True))
+        assert (spent > 0).all()
+
+
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
     ("config", "kv", "dtype"),
@@ -73,14 +85,7 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
     ids=lambda of: getattr(of, "model_type", str(of)),
 )
 def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype):
-    for isa in library.isas()[:1] + library.isas()[1:][-1:]:
-        model = small_model(config, dtype=dtype)
-        whole = CpuExecutor(model, isa)
-        assert whole.whole is not None
-        ours, stored = forwards(whole, kv)
-        theirs, expected = forwards(one_by_one(CpuExecutor(model, isa)), kv)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(stored, expected, strict=True))
+    require_same_bits(small_model(config, dtype=dtype), forwards, kv)
 
 
 def gemma_model(config: ModelConfig, dtype: torch.dtype) -> DecoderModel:
@@ -119,15 +124,7 @@ def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor],
     ids=lambda of: getattr(of, "model_type", str(of)),
 )
 def test_layers_of_several_kinds_have_the_bits_of_the_ops_one_by_one(config, kv, dtype):
-    model = gemma_model(config, dtype)
-    for isa in library.isas()[:1] + library.isas()[1:][-1:]:
-        whole = CpuExecutor(model, isa)
-        spent = whole.whole.spent = torch.zeros(len(library.PARTS), dtype=torch.int64)
-        ours, stored = past_windows(whole, kv)
-        theirs, expected = past_windows(one_by_one(CpuExecutor(model, isa)), kv)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(stored, expected, strict=True))
-        assert (spent > 0).all()
+    require_same_bits(gemma_model(config, dtype), past_windows, kv)
 
 
 def test_a_model_with_windows_is_the_references():
@@ -267,13 +264,7 @@ def model_in_blocks(dtype: torch.dtype, config: ModelConfig = IN_BLOCKS, leave: 
 @pytest.mark.parametrize("leave", ["", "k_proj"])
 def test_layers_in_blocks_run_in_one_call_to_the_bits_of_the_ops_one_by_one(dtype, leave):
     model = model_in_blocks(dtype, leave=leave)
-    for isa in library.isas()[:1] + library.isas()[1:][-1:]:
-        whole = CpuExecutor(model, isa)
-        assert whole.whole is not None
-        ours, stored = forwards(whole, TAIL)
-        theirs, expected = forwards(one_by_one(CpuExecutor(model, isa)), TAIL)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(stored, expected, strict=True))
+    require_same_bits(model, forwards, TAIL)
 
 
 def test_the_block_behind_what_is_not_finite_is_named():

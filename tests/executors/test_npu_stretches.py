@@ -7,24 +7,20 @@ import pytest
 import torch
 from npu_layers import CONFIG as SHORT
 from npu_layers import error_of_layer, filled, learned_spec
-from npu_programs import needs_pypto, with_pypto
+from npu_programs import with_pypto
 from planted_programs import PlantedKeys
-from small_models import cache_tensors, random_tokens, resized, small_model
+from small_models import cache_tensors, resized
 
-from haarkv.executors import catalog
 from haarkv.executors.npu import NpuExecutor
-from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import wanted
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.device import open_runner
 from haarkv.tq_ops.npu.sides import sides_of, turn_table, turns_of_tokens
 from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.validation.bounds import NPU_LAYER_ADDED
-from haarkv.validation.layers.runner import validate
 
 CONFIG = resized(SHORT, max_position_embeddings=4096)
 SMALLER = resized(CONFIG, num_heads=4)
@@ -164,29 +160,3 @@ def test_a_fault_in_what_queries_meet_is_far_beyond_the_bound(name):
     print(f"{name}: {error:.1e}")
     assert not wrong
     assert error > 5 * NPU_LAYER_ADDED
-
-
-# -- As `tq validate` runs ---------------------------------------------------------------------------------------------------
-def validated():
-    config = resized(SMALLER, num_layers=1)
-    model, plan = small_model(config, dtype=torch.bfloat16), spec_of(config=config).plan(1)
-    candidate = catalog.create("npu", model, plan, "sim")
-    prompts = [random_tokens(config, STRETCH + 3, 1), random_tokens(config, 5, 2)]
-    return validate(ReferenceExecutor(model), candidate, model, prompts, 1, plan, modes=("teacher-forced",))
-
-
-@needs_pypto[1]
-@pytest.mark.npu_long
-@pytest.mark.parametrize(
-    ("spoil", "fault", "stage"),
-    [
-        *((spoil_turns, fault, "attention_mlp") for fault in OF_QUERIES.values()),
-        *((spoil_back, fault, "store_kv.k") for fault in OF_KEYS.values()),
-    ],
-    ids=[*OF_QUERIES, *OF_KEYS],
-)
-def test_a_validation_finds_each_fault_at_its_stage(monkeypatch, spoil, fault, stage):
-    spoil(monkeypatch, fault)
-    report = validated()
-    assert not report.passed
-    assert (report.first_divergence.stage, report.first_divergence.reason) == (stage, "fault")

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.npu.learned import Layout, coordinates_of
-from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
+from haarkv.tq_ops.npu.learned import coordinates_of
 from haarkv.tq_ops.npu.sides import nothing_turned, side_of, turns_of_tokens
 from haarkv.tq_ops.npu.sim.simulator import unavailable
 from haarkv.tq_ops.npu.store import StoreProgram
@@ -139,46 +138,3 @@ class Broken:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
-
-
-@dataclass(frozen=True)
-class LookUp:
-    """Codes of `tq4`, [rows, width / 2] INT8, to the centroids they stand for, [rows, width] FP16."""
-
-    rows: int
-    width: int = HEAD_DIM
-    name: str = "look_up"
-    arguments: tuple = (Argument("codes"), Argument("out", output=True))
-
-    def build(self, **options):
-        import look_up_kernel
-
-        return look_up_kernel.build_look_up(self, options)
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Codes [128, bytes] INT8 of learned keys to centroids by coordinate, [width, 128] FP16."""
-
-    layout: Layout
-    name: str = "restored"
-    arguments: tuple = (Argument("codes"), Argument("out", output=True))
-
-    def build(self, **options):
-        import look_up_kernel
-
-        return look_up_kernel.build_restored(self, options)
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Numbers [rows, 128] FP32 to their levels, FP32."""
-
-    rows: int = 16
-    name: str = "levels"
-    arguments: tuple = (Argument("x"), Argument("out", output=True))
-
-    def build(self, **options):
-        import look_up_kernel
-
-        return look_up_kernel.build_levels(self, options)

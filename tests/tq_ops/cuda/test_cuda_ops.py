@@ -16,13 +16,8 @@ from learned_slow import other_than_golden
 from op_tables import LAYER, Case, filled, poisoned_cache, relative
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.reads import unsupported
-from haarkv.tq_ops.kv.shapes import KVShape
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import choices, ops
@@ -171,14 +166,8 @@ def new_tokens(case: Case):
     return poisoned_cache(case, DEVICE), poisoned_cache(case, torch.device("cpu")), batch, k, v
 
 
-STORES = [
-    Case("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
-    Case("tq4", 64, 1, 3, 8, (60, 2), (11, 4), window=12),
-    Case("tq4", 256, 1, 1, 24, (0,), (5,)),
-    Case("k=tq5,v=tq6", 128, 1, 1, 16, (0,), (4,), pages=True),
-    Case("k=lr3,v=tq3", 128, 1, 2, 16, (3,), (4,), pages=True),
-]
-"""Formats and head_dims are the contract's."""
+STORES = [Case("tq4", 64, 1, 3, 8, (60, 2), (11, 4), window=12), Case("tq4", 256, 1, 1, 24, (0,), (5,))]
+"""What the contract has no case of: lengths beyond FP16 and denormal ones. Formats and head_dims are the contract's."""
 
 
 @pytest.mark.parametrize("case", STORES, ids=str)
@@ -205,7 +194,7 @@ def test_the_golden_bytes_of_learned_keys_are_stored(golden, bits):
 )  # fmt: skip
 def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(refused, kept):
     side, value = refused
-    ours, theirs, batch, k, v = new_tokens(replace(STORES[2], **kept))
+    ours, theirs, batch, k, v = new_tokens(replace(STORES[1], **kept))
     before = as_bytes(ours)
     (k if side == "k" else v)[2, 0, 127] = value
     with pytest.raises(NonFiniteError) as wanted:
@@ -220,9 +209,9 @@ def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stor
 @pytest.mark.parametrize(
     ("case", "most", "error", "says"),
     [
-        (STORES[0], None, IndexError, "slots must lie in"),
-        (replace(STORES[2], tail=3), 4, ValueError, "at most 4 new tokens"),
-        (replace(STORES[2], window=3), 4, ValueError, "at most 4 new tokens"),
+        (STORES[1], None, IndexError, "slots must lie in"),
+        (replace(STORES[1], tail=3), 4, ValueError, "at most 4 new tokens"),
+        (replace(STORES[1], window=3), 4, ValueError, "at most 4 new tokens"),
     ],
     ids=["a slot outside the cache", "more than a tail has room for", "more than a ring has room for"],
 )
@@ -238,7 +227,7 @@ def test_places_that_there_are_not_are_refused(case, most, error, says):
 
 def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():
     """`append` alone, which does not wait: all vectors but that one are there."""
-    case = replace(STORES[2], tail=3, sink=2)
+    case = replace(STORES[1], tail=3, sink=2)
     ours, theirs, batch, k, v = new_tokens(case)
     reference.store_kv(k, v, theirs, LAYER, batch)
     k[3, 0, 7] = torch.nan
@@ -251,19 +240,3 @@ def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():
     ring[3] = torch.nan
     assert torch.equal(k_window.vectors.cpu().view(torch.uint8), theirs_k.vectors.view(torch.uint8))
     assert torch.equal(v_window.vectors.cpu().view(torch.uint8), theirs_v.vectors.view(torch.uint8))
-
-
-# -- What they read -----------------------------------------------------------------------------------------------------
-def test_what_the_kernels_cannot_read_is_said_in_one_sentence():
-    def reason(kv: str | KVSpec, head_dim: int = 128) -> str | None:
-        return unsupported(READS, (KVSpec(kv) if isinstance(kv, str) else kv).plan(2), KVShape(1, head_dim, 512))
-
-    read = ("tq4", "tq2", "tq3", "tq5", "tq6", "tq8", "k=tq2,v=tq8")
-    assert [reason(kv) for kv in read] == [None] * len(read)
-    assert reason("tq4", 64) is reason("tq4", 256) is reason("k=tq3,v=tq4", 64) is None
-    assert "not bf16" in reason("k=tq4,v=bf16")
-    assert "not manthan3" in reason("manthan3")
-    assert "head_dim of 64, 128 or 256, not 96" in reason("tq4", 96)
-    assert reason(KVSpec("tq4", tail=8, sink=4)) is None
-    learned = made_up.calibration(2, 1, 128)
-    assert {reason(KVSpec(f"k=lr{bits},v=tq3", calibration=learned)) for bits in (2, 3, 4, 5)} == {None}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from npu_programs import Levels, LookUp, Restored, needs_pypto
+from npu_programs import needs_pypto
 
 from haarkv.codebooks import cubic
 from haarkv.tq_ops.formats.learned import COLUMNS
@@ -11,6 +11,9 @@ from haarkv.tq_ops.npu.learned import Layout, cubic_of
 from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.tq_ops.npu.sim.simulator import Mode
+
+pytest.importorskip("pypto", reason="PyPTO is not installed")
+from look_up_kernel import Levels, LookUp, Restored
 
 pytestmark = needs_pypto
 
