@@ -42,24 +42,6 @@ def test_balance_is_said_on_stderr_and_can_be_left_out(run, folder):
     assert "balanced" not in err
 
 
-def test_eval_measures_what_generate_would_use(run, folder, tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text(text()[:1500], encoding="utf-8")
-
-    def kl(model, *options):
-        arguments = ("--text", file, "--kv", "tq4", "--tokens", 200, "--greedy-prompts", 0, "--json")
-        code, out, err = run("eval", "--model", model, *arguments, *options)
-        assert code == 0, err
-        return json.loads(out)["rows"][0]["kl_mean"], err
-
-    planted_kl, said = kl(folder)
-    assert "balanced K of layers 0 to 5" in said
-    even, silent = kl("tiny")
-    assert silent == ""
-    assert planted_kl < 1.5 * even
-    assert kl(folder, "--balance", "off")[0] > 50 * even
-
-
 def test_a_file_is_saved_with_the_balance_that_it_is_loaded_with(run, folder, tmp_path):
     prompt = GENERATE[1]
     code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", tmp_path / "balanced")

@@ -105,14 +105,6 @@ def test_what_is_chosen_for_npu_is_what_its_programs_read(chosen, share):
     assert NpuExecutor.supports(config, plan_for(chosen.spec, config))
 
 
-def test_where_nothing_that_npu_reads_holds_all_stays_in_bf16(chosen):
-    names = auto.names_for("npu")
-    costs = {place: {name: by_name[name] for name in names[place[1]]} for place, by_name in chosen.costs.items()}
-    plan = auto.smallest(costs, chosen.config, 0, chosen.file.calibration)
-    assert {pair.name for layer in plan.layers for pair in layer} == {"bf16"}
-    assert auto._predicted(costs, plan) == 0
-
-
 def test_a_choice_for_npu_is_remembered_apart(at_home):
     files = [remembered.file_for("tiny", LOSS, executor=name) for name in (None, "auto", "cpu", "npu")]
     assert len(set(files[:3])) == 1
