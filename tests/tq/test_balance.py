@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2
 
 import tq
 from haarkv.models.catalog import TINY
-from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from tq.hf.config import moments_of
-from tq.hf.store import SideStore
 
 
 @pytest.fixture(scope="module")
@@ -170,18 +168,3 @@ def test_weights_of_other_names_are_left_as_they_are():
     model = GPT2LMHeadModel(config)
     assert moments_of(model, config) == {}
     assert tq.TQCache(config, "tq4", model=model).uneven == ()
-
-
-@pytest.mark.parametrize("name", ["tq4", "tq8", "kivi4"])
-def test_scaled_channels_come_back_as_they_were(name):
-    kv_format = formats.get(name)
-    group = kv_format.group_tokens
-    x = torch.randn(1, 2, 2 * group, 128, generator=torch.Generator().manual_seed(0))
-    scales = torch.ones(2, 128)
-    scales[1, 5], scales[0, 9] = 2.0**-6, 2.0**4
-    side = SideStore("K", kv_format, 0, sink=0, tail=group - 1, like=x[:, :, :0], scales=scales)
-    side.keep(side.prepare(x))
-    by_hand = x * scales.unsqueeze(1)
-    by_hand = by_hand.unflatten(2, (-1, group)) if group > 1 else by_hand
-    expected = kv_format.dequantize(kv_format.quantize(by_hand, 0), 0).reshape(x.shape) / scales.unsqueeze(1)
-    assert torch.equal(side.read(2 * group, torch.float32), expected)

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from checkpoints import END_OF_TEXT, byte_pieces, byte_tokenizer, saying, write_checkpoint
+from checkpoints import END_OF_TEXT, TEMPLATE, byte_pieces, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
 from tokenizers import AddedToken
 
@@ -16,9 +16,6 @@ from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "eos_token_id": 256}
 
 
