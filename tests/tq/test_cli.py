@@ -165,13 +165,6 @@ def test_json_has_the_promised_keys_and_consistent_numbers(tq, checkpoint):
     }
 
 
-def test_kv_names_what_was_used_for_k_and_v(tq, checkpoint):
-    kv = tq("generate", "--model", checkpoint, "--prompt", "a", "--kv", "k=bf16,v=tq4", "--max-new-tokens", 1, "--json").json
-    assert kv["kv"]["format"] == "k=bf16,v=tq4"
-    assert kv["kv"]["bytes_per_token"] == 2 * 2 * (64 + 18)
-    assert kv["decode_ms_per_token"] is None
-
-
 def test_a_prompt_file_and_stdin_are_read_as_they_are(tq, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_bytes("é\r\n".encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("€\n\n".encode())))
