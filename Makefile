@@ -56,7 +56,7 @@ test:
 		else echo "vLLM cannot be installed here: its tests are skipped" >&2; fi
 
 fuzz: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) $(if $(REAL),--real "$(REAL)") tests/tq tests/engine
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) $(if $(REAL),--real "$(REAL)") tests/tq tests/engine tests/models
 
 test-long: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m long

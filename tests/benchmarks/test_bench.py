@@ -65,12 +65,6 @@ def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
     assert "speed_up" not in ours.as_json([ours, *elsewhere])
 
 
-def test_copies_exceed_every_cache_but_are_no_more_than_the_rotations():
-    assert cases.copies(2**20) == 64
-    assert cases.copies(4 * 2**20) * 4 * 2**20 >= 128 * 2**20
-    assert cases.copies(2**40) == 1
-
-
 @pytest.mark.parametrize("kv", ["tq4", "fp32"])
 def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""

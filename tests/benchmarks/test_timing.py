@@ -107,14 +107,6 @@ def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_o
     assert seen == 3 * list(range(timing.MOST_COPIES))  # one turn warms up
 
 
-@pytest.mark.parametrize("name", ["cuda", "npu"])
-def test_every_device_beside_the_host_has_one_path(monkeypatch, name):
-    module = SimpleNamespace()
-    monkeypatch.setattr(torch, name, module, raising=False)
-    assert timing.accelerator(SimpleNamespace(type=name)) is module
-    assert timing.accelerator(torch.device("cpu")) is None
-
-
 @pytest.mark.long
 def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
     class Compiling(ReferenceExecutor):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import transformers
+from at_length import rest
 from chat_template_forms import FORMS
 from checkpoints import byte_tokenizer
 from gguf_files import byte_vocabulary, pieces
@@ -160,6 +162,32 @@ def test_a_template_of_a_folder_sees_what_transformers_lets_it_see(name, tmp_pat
             theirs.encode(text, add_special_tokens=False)
         )
         assert render(ours._template(with_tools=bool(arguments)), [[USER]], ours._words.special, arguments) == [text]
+
+
+# Such as people bring. A fifth is among the ordinary tests, the rest runs with `make fuzz`.
+PUBLIC = json.loads((Path(__file__).parent / "public_inputs.json").read_text(encoding="ascii"))["tokenizer_configs"]
+
+
+@pytest.mark.parametrize(
+    "settings", rest(pytest.mark.fuzz, PUBLIC, lambda index, _: index % 5 == 0), ids=lambda settings: json.dumps(settings)[:70]
+)
+def test_a_template_of_a_public_folder_is_rendered_as_transformers_does_or_refused(tmp_path, settings):
+    folder = folder_with(tmp_path, {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **settings}})
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for turns in CONVERSATIONS.values():
+        refusal = ""
+        try:
+            ids = ours_of(HFFolder(folder).words()).encode_chat([turns])[0]
+        except InputError as error:
+            ids, refusal = None, str(error)
+        assert "\n" not in refusal
+        if "chat template" in refusal and "cannot be used" not in refusal:
+            continue  # there is none, or of several none for this; or a system message would be lost in silence
+        try:
+            right = theirs.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception:  # whatever jinja raises
+            right = None
+        assert ids == (None if right is None else byte_tokenizer().encode(right, add_special_tokens=False).ids)
 
 
 def test_one_template_is_the_template_and_of_several_one_must_be_the_default(tmp_path):

@@ -3,13 +3,19 @@
 import json
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
+import bounds
 import pytest
+import torch
 import transformers
-from checkpoints import CONFIG
+from at_length import rest
+from checkpoints import CONFIG, write_checkpoint
 from family_models import HYBRIDS, MODELS, saved
 from small_models import dense_config
+from transformers_judge import worst_error
 
+from haarkv.models.catalog import load_model
 from haarkv.models.catalog import read_config as of_folder
 from haarkv.models.hf_config import read_hf_config
 from haarkv.tq_ops.errors import InputError
@@ -129,6 +135,38 @@ def test_a_config_that_cannot_be_built_is_refused_with_the_reason_and_the_file(s
         read_config(tmp_path, raw | entries)
     assert "config.json" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+# Such as people bring. A fifth is among the ordinary tests, the rest runs with `make fuzz`.
+PUBLIC = json.loads((Path(__file__).parent / "public_inputs.json").read_text(encoding="ascii"))["configs"]
+PROMPT = torch.tensor([list(b"for spam in eggs: print(spam)")])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("public") / "m")
+
+
+@pytest.mark.parametrize(
+    "edit", rest(pytest.mark.fuzz, PUBLIC, lambda index, _: index % 5 == 0), ids=lambda edit: json.dumps(edit)[:70]
+)
+def test_a_public_config_means_what_it_means_to_transformers_or_is_refused(whole, tmp_path, edit):
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(whole / name)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | edit))
+    refusal = ""
+    try:
+        model = load_model(tmp_path)
+    except InputError as error:
+        refusal = str(error)
+    assert "\n" not in refusal
+    if refusal:
+        return
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    except Exception:  # it refuses such an entry, each in its own way: to us it says nothing
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager")
+    assert worst_error(theirs.eval(), model, "fp32", PROMPT, steps=4)[0] <= bounds.TRANSFORMERS_LOGITS
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '"qwen3"', "[" * 100_000])

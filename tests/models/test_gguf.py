@@ -294,7 +294,7 @@ def test_a_type_that_gguf_cannot_restore_is_refused(folder_of, tmp_path):
 # -- Wherever a model is named ----------------------------------------------------------------------------------------------
 
 
-def test_every_command_takes_a_file(folder_of, tmp_path, capsys):
+def test_a_file_says_how_its_model_is_sampled(folder_of, tmp_path, capsys):
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
     path = convert(folder_of("llama"), tmp_path / "m.gguf", extra=sampled, vocabulary=byte_vocabulary())
     model, few = ["--model", str(path)], ["--prompt", "Spam and eggs, and then spam.", "--executor", "cpu"]
@@ -302,10 +302,6 @@ def test_every_command_takes_a_file(folder_of, tmp_path, capsys):
     assert main(["info", str(path)]) == 0, capsys.readouterr().err
     assert main(["generate", *model, *few, "--max-new-tokens", "3"]) == 0, capsys.readouterr().err
     assert "temperature 0.5, top-k 7 from m.gguf" in " ".join(capsys.readouterr().err.split())
-    assert main(["validate", *model, *few, "--steps", "1"]) == 0, capsys.readouterr().err
-    (tmp_path / "text.txt").write_text("spam and eggs " * 20)
-    scored = ["--text", str(tmp_path / "text.txt"), "--window", "64", "--kv", "tq4"]
-    assert main(["eval", *model, *scored]) == 0, capsys.readouterr().err
 
 
 # -- Folders of models that read more than text -------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from refusals import assert_refused
 
 from haarkv.models.catalog import source_of
 from haarkv.models.source import Source
-from haarkv.models.words import LINEAR
 from haarkv.tq_ops.errors import InputError
 
 GRAMS = ("Ġ t", "h e", "Ġt he", "1 2", "12 3", "' s", "Ġ Ġ", "Ċ Ċ", "! !", "a b", "ab c", "Ġ a", "Ġa b", "Ã ¤", "Ġ 1")
@@ -198,17 +197,3 @@ def test_a_vocabulary_that_cannot_be_is_refused(tmp_path, entries, words_said):
     with pytest.raises(InputError, match=r"m\.gguf") as refused:
         words(tmp_path / "m.gguf", entries)
     assert_refused((2, "", f"tq: {refused.value}\n"), words_said)
-
-
-def test_no_pattern_is_watched_and_all_are_quick():
-    """Each looks at a text of one kind of character in a time that grows with its length."""
-    import time
-
-    from tokenizers import Regex, pre_tokenizers
-
-    for pattern in LINEAR:
-        cut = pre_tokenizers.Split(Regex(pattern), "isolated")
-        for character in ("a", " ", "\n", "1", "!", "ä", " \n", "' s"):
-            begin = time.monotonic()
-            cut.pre_tokenize_str(character * 100_000 + "\0")
-            assert time.monotonic() - begin < 5, (pattern, character)

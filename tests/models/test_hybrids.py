@@ -40,16 +40,6 @@ def test_ranks_refuse_a_state():
         Split(read_config("random:qwen3.5-0.8b"), 0, 2)
 
 
-def test_validate_judges_a_checkpoint(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = saved("qwen3_5")[0]
-    command = ["validate", "--model", str(folder), "--executor", "cpu", "--prompt", "ab", "--prompt", "c", "--steps", "1"]
-    assert main([*command, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["passed"]
-    assert {row["layer"] for row in said["rows"] if row["state_err"] is not None} == {0, 1, 2}
-
-
 def test_info_tells_a_state_from_k_and_v(capsys):
     assert main(["info", "random:qwen3.5-0.8b"]) == 0
     said = capsys.readouterr().out

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.rope import extended, inverse_frequencies, yarn_attention_factor
+from haarkv.models.rope import extended, inverse_frequencies
 from haarkv.tq_ops.errors import InputError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -110,17 +110,6 @@ def test_positions_that_nobody_asks_for_take_no_memory(tmp_path):
     assert cos.shape == (1, 64)
     with pytest.raises(InputError, match="cos and sin of 2,147,483,648 positions"):
         table_of(config).whole()
-
-
-def test_scalings_differ(tmp_path):
-    """The comparison above would see one taken for another, and an attention factor left out."""
-    same = {"yarn_one_mscale"}  # as transformers has it, one alone changes nothing
-    tables = [table_of(configs(tmp_path, rope, False)[1]) for name, rope in SCALINGS.items() if name not in same]
-    rows = [table.at(torch.tensor([500])) for table in tables]
-    for i, (cos, sin) in enumerate(rows):
-        for other_cos, other_sin in rows[i + 1 :]:
-            assert max((cos - other_cos).abs().max(), (sin - other_sin).abs().max()) > 1e-3
-    assert yarn_attention_factor(4.0) == pytest.approx(1.1386294)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import bounds
 import pytest
 import torch
+import vllm_paged
 from op_tables import relative
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -52,9 +53,7 @@ def batches(forwards: list[tuple[int, ...]], shape: Shape = SHAPES["d128"]) -> l
 
 def qkv(batch: Batch, shape: Shape, dtype: torch.dtype, padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, K and V of a forward, and of tokens that pad it."""
-    generator, tokens = torch.Generator().manual_seed(seed), len(batch.positions) + padding
-    shapes = [(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    return tuple((2 * torch.randn(s, generator=generator)).to(dtype) for s in shapes)
+    return vllm_paged.qkv(len(batch.positions) + padding, seed, dtype, shape)
 
 
 def batch_from(common: CommonAttentionMetadata) -> Batch:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import bounds
 import pytest
 import torch
+import vllm_paged
 from op_tables import relative
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -88,9 +89,7 @@ class Runner:
 
 
 def qkv(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(tokens, heads, SHAPE.head_dim) for heads in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)]
-    return [(2 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
+    return vllm_paged.qkv(tokens, seed, dtype, SHAPE)
 
 
 def forward(worker: Worker, runner: Runner, common: CommonAttentionMetadata, tensors, metadata=None):

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import KVCacheLayout, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_worker import Worker as VllmsWorker
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, Worker, configuration, described, in_forward, plain_spec
+from vllm_paged import Shape, Worker, configuration, described, in_forward, plain_spec, qkv
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.fingerprint import fingerprint
@@ -55,12 +55,6 @@ def batches():
     paging = PagedSequences(SHAPE.num_blocks, SHAPE.block_size, torch.randperm(12, generator=torch.Generator()).tolist())
     a, b, c = (paging.add() for _ in range(3))
     return [paging.batch([a, b], [33, 7]), paging.batch([b, c], [1, 20])]
-
-
-def qkv(tokens: int, seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(tokens, heads, SHAPE.head_dim) for heads in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)]
-    return [(2 * torch.randn(shape, generator=generator)).bfloat16() for shape in shapes]
 
 
 def metadata_of(batch) -> RotatedMetadata:

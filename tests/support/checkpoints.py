@@ -28,6 +28,9 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": END_OF_TEXT_ID,
 }  # fmt: skip
 
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 

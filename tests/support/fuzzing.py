@@ -3,9 +3,8 @@
 import io
 import mmap
 import resource
-import shutil
 import signal
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from checkpoints import write_checkpoint
@@ -84,21 +83,9 @@ class Place:
         self.folder, self.model = folder, folder / "m"
         write_checkpoint(self.model, generation={"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": 256},
                          tokenizer_config={"chat_template": TEMPLATE, "eos_token": {"content": "<|endoftext|>"}})  # fmt: skip
-        self.whole = folder / "whole"
-        shutil.copytree(self.model, self.whole)
         write_checkpoint(folder / "sharded", shards=2)
         (folder / "text.txt").write_text(TEXT * 3, encoding="utf-8")
         self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    def put(self, name, content):
-        """Give the checkpoint another file, or another content of one."""
-        (self.model / name).unlink(missing_ok=True)
-        (self.model / name).write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
-
-    def restore(self, name):
-        (self.model / name).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            shutil.copyfile(self.whole / name, self.model / name)
 
     def run(self, *args, code=(0, 2)):
         """Run a command that must be taken or refused, and change nothing."""

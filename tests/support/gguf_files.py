@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from checkpoints import byte_tokenizer
 from safetensors.torch import load_file
 
 ARCHITECTURES = {
@@ -262,6 +263,15 @@ def byte_vocabulary(pre="gpt-2", merges=("a b", "ab c", "Ġ a", "Ġa b", "1 2", 
     said = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": list(merges)}
     said["eos_token_id"] = len(tokens) - len(special)
     return {f"tokenizer.ggml.{key}": value for key, value in (said | entries).items()}
+
+
+def plain_bytes(**entries):
+    """The vocabulary of `checkpoints.byte_tokenizer`, one of its bytes given up for the one merge that a file must have."""
+    tokens = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
+    tokens[1] = "ab"
+    said = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * len(tokens), "merges": ["a b"]}
+    said["eos_token_id"] = len(tokens) - 1
+    return {f"tokenizer.ggml.{key}": value for key, value in said.items()} | entries
 
 
 def pieces(words=("▁", "a", "b", "c", "bc", "ab", "ca", "▁a", "bca"), own=("\n\n", "  "), **entries):

@@ -60,6 +60,16 @@ def configuration(layers: int = 6, shape: Shape | None = None, ranks: int = 1, *
     )  # fmt: skip
 
 
+def qkv(
+    tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16, shape: Shape | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, K and V of tokens, drawn."""
+    shape, generator = shape or Shape(), torch.Generator().manual_seed(seed)
+    shapes = [(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    q, k, v = ((2 * torch.randn(of, generator=generator)).to(dtype) for of in shapes)
+    return q, k, v
+
+
 def spec_of(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:
     """What a layer of the model asks for, packed by the backend."""
     return RotatedAttentionBackend.customize_spec(plain_spec(shape, dtype))

@@ -108,32 +108,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat, endless, tmp_path):
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
 
 
-def test_an_answer_that_was_stopped_stays_in_the_conversation(chat, endless, tmp_path):
-    with chat(endless, "--session", "talk", "--max-new-tokens", 4) as terminal:
-        terminal.type("hi\n")
-        terminal.until("xy\r\nx")
-        terminal.until("> ")
-        terminal.type("/exit\n")
-        assert terminal.end() == 0
-    with chat(endless, "--session", "talk", "--max-new-tokens", 25_000) as terminal:
-        terminal.type("more\n")
-        terminal.until("xy\r\nxy\r\nxy")
-        terminal.type(CTRL_C)
-        terminal.until("> ")
-        terminal.type("/exit\n")
-        assert terminal.end() == 0
-    messages = json.loads(read_note(tmp_path / "talk"))
-    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    assert messages[3]["content"].startswith("xy\nxy")
-    with chat(endless, "--session", "talk", "--max-new-tokens", 4) as terminal:
-        terminal.type("and?\n")
-        terminal.until("xy\r\nx")
-        terminal.until("> ")
-        terminal.type("/cost\n")
-        computed = int(terminal.until(" computed").split("prompt ")[1].split()[0])
-        assert computed == len("\n\nand?\n")  # the last token of what was stopped, and what is new
-
-
 def test_what_does_not_fit_is_said_and_the_conversation_goes_on(chat, alphabet):
     with chat(alphabet) as terminal:
         terminal.type("a" * 1100 + "\n")

@@ -82,14 +82,6 @@ def test_the_picture_is_the_same_each_time_and_names_what_it_shows():
     assert "fp32" not in words  # saves nothing
 
 
-def test_names_in_the_picture_do_not_cover_each_other():
-    pytest.importorskip("matplotlib")
-    crowd = [row(f"format{i}", 64 + i % 2, 0.1 * 1.02**i) for i in range(5)]
-    root = ElementTree.fromstring(svg(crowd, "tiny"))
-    at = [e.get("transform") for e in root.iter("{http://www.w3.org/2000/svg}text") if (e.text or "").startswith("format")]
-    assert len(at) == len(set(at)) == 5
-
-
 # -- The command ------------------------------------------------------------------------------------------------------------
 
 

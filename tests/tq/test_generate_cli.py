@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from checkpoints import END_OF_TEXT, byte_pieces, byte_tokenizer, saying, write_checkpoint
+from checkpoints import END_OF_TEXT, TEMPLATE, byte_pieces, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
 from tokenizers import AddedToken
 
@@ -16,9 +16,6 @@ from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "eos_token_id": 256}
 
 
@@ -98,14 +95,6 @@ def test_the_library_takes_the_models_sampling_unless_another_is_given(sampled):
     session = tq.load(sampled)
     assert session.generate("ab", max_new_tokens=2).sampling == Sampling(0.6, 20, 0.95)
     assert session.generate("ab", max_new_tokens=2, sampling=Sampling()).sampling == Sampling()
-
-
-def test_diff_stays_greedy(sampled, capsys):
-    args = ["diff", "--model", str(sampled), "--a", "tq4", "--b", "tq4", "--prompt", "ab", "--json"]
-    assert main([*args, "--max-new-tokens", "8"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["prompts"]
-    greedy = tq.load(sampled).generate("ab", max_new_tokens=8, sampling=Sampling()).completions[0].token_ids
-    assert row["a"]["token_ids"] == greedy
 
 
 def test_tiny_is_greedy_as_its_own_file_says(capsys):
@@ -192,16 +181,6 @@ def test_a_gguf_file_ends_where_llama_cpp_ends(tmp_path, kind, said):
 def test_a_name_that_ends_a_part_of_an_answer_does_not_end_it(tmp_path, named, more, template, text):
     """As in llama.cpp: beside <|return|> and <|call|>, <|end|> closes what a model thinks."""
     assert text_of(in_gguf(tmp_path, 3, named, template, more=more)) == text
-
-
-def test_a_template_is_rendered_when_ends_are_asked_for_first(tmp_path, monkeypatch):
-    rendered = []
-    monkeypatch.setattr("haarkv.models.text.render", lambda *given: rendered.append(given) or [""])
-    folder = hi(tmp_path / "m", tokenizer_config={"chat_template": TURNS})
-    tokenizer = load_tokenizer(folder, read_config(folder))
-    tokenizer.decode(tokenizer.encode("a"))
-    assert not rendered
-    assert [tokenizer.eos_token_ids, tokenizer.eos_token_ids, len(rendered)] == [(256,), (256,), 1]
 
 
 def test_a_row_that_a_gguf_file_fills_up_with_is_no_token(tmp_path):

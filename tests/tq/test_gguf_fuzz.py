@@ -11,9 +11,9 @@ from pathlib import Path
 
 import gguf
 import pytest
-from checkpoints import byte_tokenizer, write_checkpoint
+from checkpoints import write_checkpoint
 from fuzzing import TEMPLATE, Place, taking_at_most, tried
-from gguf_files import convert
+from gguf_files import convert, plain_bytes
 from hypothesis import assume
 from hypothesis import strategies as st
 from mutations import damaged
@@ -299,11 +299,7 @@ def place_of(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     made = Place(folder)
     write_checkpoint(folder / "heads", config={"head_dim": 64})  # which the CPU's kernels take
-    tokens = sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])
-    words = {"model": "gpt2", "pre": "gpt-2", "tokens": [token for token, _ in tokens], "token_type": [1] * len(tokens),
-             "merges": ["a b"], "eos_token_id": len(tokens) - 1}  # fmt: skip
-    words["tokens"][1] = "ab"
-    words = {f"tokenizer.ggml.{key}": value for key, value in words.items()} | {"tokenizer.chat_template": TEMPLATE}
+    words = plain_bytes(**{"tokenizer.chat_template": TEMPLATE})
     path = convert(folder / "heads", folder / "whole.gguf", "Q8_0", vocabulary=words)
     made.file = File.at(path)
     assert made.file.changed() == path.read_bytes()

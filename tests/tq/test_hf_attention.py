@@ -139,8 +139,8 @@ def test_modes_of_inference_may_change_between_steps(options, counts, calls):
     model = build(dtype=torch.bfloat16)
     model.set_attn_implementation(IMPLEMENTATION)
     cache, mask = tq.TQCache(model.config, **options), padded(*counts)
-    with torch.no_grad():
-        model(PROMPTS, attention_mask=mask, past_key_values=cache)
+    model(PROMPTS, attention_mask=mask, past_key_values=cache)  # with gradients, which nothing keeps
+    assert not any(tensor.requires_grad for layer in cache.layers for side in layer.sides for tensor in side.tensors())
     for step in range(120):
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         with torch.inference_mode() if step % 3 else torch.no_grad():

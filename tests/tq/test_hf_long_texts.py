@@ -3,7 +3,6 @@
 import copy
 from functools import cache
 
-import pytest
 import torch
 from bases import calibration
 from hf_models import COMMON, built
@@ -84,33 +83,6 @@ def test_tokens_kept_beside_packed_ones_are_met_by_the_query_as_it_is():
         with packed_attention(llama()):
             found = fed(packed, step)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0.01)
-
-
-@pytest.mark.parametrize("options", [{}, {"tail": 3, "sink": 2}], ids=["packed", "kept"])
-@pytest.mark.parametrize("left", [700, 1023, 1025, 1200])
-def test_what_follows_a_crop_is_stored_where_it_stands(left, options):
-    tokens, others = ids(1, TOKENS), ids(1, 400, 1)
-    cropped, straight = new(**options), new(**options)
-    fed(cropped, tokens)
-    cropped.crop(left - TOKENS)
-    # Of what was cropped the tail had left BF16 already: so it has here, too.
-    fed(straight, tokens[:, : left + 8])
-    straight.crop(-8)
-    assert cropped.get_seq_length() == straight.get_seq_length() == left
-    for begin in (0, 390):
-        assert_near(fed(cropped, others[:, begin : begin + 390]), fed(straight, others[:, begin : begin + 390]))
-
-
-def test_rows_in_another_order_go_on_as_they_would_have():
-    tokens, steps = ids(2, TOKENS), ids(2, 3, 1)
-    order = torch.tensor([1, 0, 1])
-    moved, straight = new(), new()
-    fed(moved, tokens)
-    moved.reorder_cache(order)
-    fed(straight, tokens[order])
-    for step in range(3):
-        new_tokens = steps[:, step : step + 1][order]
-        torch.testing.assert_close(fed(moved, new_tokens), fed(straight, new_tokens), rtol=0, atol=1e-4)
 
 
 def test_padding_on_the_left_costs_nothing():

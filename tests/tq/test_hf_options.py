@@ -59,19 +59,6 @@ def test_layers_may_differ():
     assert [layer.tail for layer in cache.layers] == [(0, 0), (0, 0), (0, 0), (31, 0), (0, 0)]
 
 
-def test_memory_outlives_an_inference_mode_and_gradients_are_not_kept():
-    model = built(LLAMA)
-    cache = tq.TQCache(model.config, "tq4", tail=2)
-    with torch.inference_mode():
-        model(IDS, past_key_values=cache, use_cache=True)
-        cache.reorder_cache(torch.tensor([0]))
-    model(IDS[:, :1], past_key_values=cache, use_cache=True)
-    for layer in cache.layers:
-        for tensor in (t for side in layer.sides for t in side.tensors()):
-            assert not tensor.requires_grad
-            assert not tensor.is_inference()
-
-
 def test_autocast_does_not_reach_the_format():
     x = torch.randn(1, 2, 40, 128)
     plain, cast = layer_of(formats.get("tq4")), layer_of(formats.get("tq4"))

@@ -1,42 +1,51 @@
 """The notebooks of `examples/` are notebooks, run from the first cell to the last, and hold what their cells gave."""
 
-import re
+import ast
+import io
+import json
+from contextlib import redirect_stdout
 
-import notebooks
 import pytest
 from places import ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
-def test_there_is_one():
-    assert "first_steps.ipynb" in {path.name for path in NOTEBOOKS}
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_has_the_form_of_one(path):
-    notebook = notebooks.read(path)
-    assert notebook.keys() == {"cells", "metadata", "nbformat", "nbformat_minor"}
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    ids = [cell["id"] for cell in notebook["cells"]]
-    assert len(set(ids)) == len(ids)
+def run(notebook):
+    """Run the code cells one after the other; what each printed, and the value of its last expression or None."""
+    scope, seen = {}, []
     for cell in notebook["cells"]:
-        code = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
-        assert cell.keys() == {"cell_type", "id", "metadata", "source"} | code
-        assert cell["cell_type"] in ("code", "markdown")
-        assert all(isinstance(line, str) for line in cell["source"])
-        assert re.fullmatch(r"[a-zA-Z0-9-_]{1,64}", cell["id"])
+        if cell["cell_type"] != "code":
+            continue
+        body = ast.parse("".join(cell["source"]), cell["id"]).body
+        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(ast.Module(body, []), cell["id"], "exec"), scope)
+            value = eval(compile(ast.Expression(last.value), cell["id"], "eval"), scope) if last else None
+        seen.append((printed.getvalue(), value))
+    return seen
+
+
+def outputs(printed, value):
+    """A cell's outputs as a notebook keeps them."""
+    found = []
+    if printed:
+        found.append({"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)})
+    if value is not None:
+        data = {"text/plain": repr(value).splitlines(keepends=True)}
+        found.append({"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
+    return found
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     """On another CPU a text may differ; how many lines a cell prints, and of what, does not."""
     monkeypatch.chdir(tmp_path)
-    notebook = notebooks.read(path)
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    for cell, (printed, value) in zip(cells, notebooks.run(notebook), strict=True):
+    for cell, (printed, value) in zip(cells, run(notebook), strict=True):
         assert printed or value is not None or cell["id"] == "step-1", cell["id"]
-        fresh = notebooks.outputs(printed, value)
+        fresh = outputs(printed, value)
         assert [(each["output_type"], each.keys()) for each in cell["outputs"]] == [
             (each["output_type"], each.keys()) for each in fresh
         ], cell["id"]

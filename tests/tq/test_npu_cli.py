@@ -10,44 +10,29 @@ import pytest
 from calibration_files import write_calibration
 from npu_layers import KV, learned_spec
 from npu_programs import with_pypto
+from refusals import assert_refused
 
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu.compile import wanted
 from haarkv.validation.planning import remembered
-from tq.cli import main
 from tq.commands import bringup
-
-
-def run(capfd, *args):
-    code = main(list(args))
-    out, err = capfd.readouterr()
-    return code, out, err
-
-
-def refused(capfd, *args):
-    code, out, err = run(capfd, *args)
-    assert (code, out) == (2, "")
-    assert err.startswith("tq: ")
-    assert err.count("\n") == 1
-    return err
-
 
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
 
 
 @pytest.mark.npu_long
 @with_pypto
-def test_generate_says_where_it_ran(capfd):
-    code, out, err = run(capfd, *GENERATE, "--executor", "npu", "--device", "sim")
+def test_generate_says_where_it_ran(run):
+    code, out, err = run(*GENERATE, "--executor", "npu", "--device", "sim")
     assert code == 0
     assert out.strip()
     assert "no NPU" in err
 
 
 @with_pypto
-def test_compile_writes_the_sources_and_lists_them(capfd, tmp_path):
+def test_compile_writes_the_sources_and_lists_them(run, tmp_path):
     target = tmp_path / "cpp"
-    code, out, _ = run(capfd, "dev", "compile", "--program", "head", "--cpp", str(target), "--json")
+    code, out, _ = run("dev", "compile", "--program", "head", "--cpp", str(target), "--json")
     assert code == 0
     (row,) = json.loads(out)["programs"]
     assert row["program"] == "head"
@@ -63,13 +48,12 @@ def test_compile_writes_the_sources_and_lists_them(capfd, tmp_path):
     assert subprocess.run(make, capture_output=True, text=True).stderr == ""
 
 
-def test_compile_takes_a_calibration_and_refuses_what_it_cannot_do_with_it(capfd, tmp_path):
+def test_compile_takes_a_calibration_and_refuses_what_it_cannot_do_with_it(run, tmp_path):
     file = str(write_calibration(tmp_path / "made.safetensors"))
     said = "nothing to compile: its programs read tq4, tq4_seed and bf16, not tq3"
-    assert said in refused(capfd, "dev", "compile", "--kv", "k=lr3,v=tq3", "--calibration", file)
-    assert "made for another model" in refused(
-        capfd, "dev", "compile", "--model", "random:14b", "--kv", "k=lr3,v=tq4", "--calibration", file
-    )
+    assert_refused(run("dev", "compile", "--kv", "k=lr3,v=tq3", "--calibration", file), said)
+    other = ("--model", "random:14b", "--kv", "k=lr3,v=tq4", "--calibration", file)
+    assert_refused(run("dev", "compile", *other), "made for another model")
 
 
 def test_layers_that_store_alike_share_a_program():
@@ -83,10 +67,10 @@ def test_layers_that_store_alike_share_a_program():
 
 @with_pypto
 @pytest.mark.npu_long
-def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(capfd, tmp_path):
+def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(run, tmp_path):
     file = write_calibration(tmp_path / "made.safetensors")
     given = ("--kv", KV, "--calibration", str(file), "--kv-skip-layers", "5")
-    code, out, _ = run(capfd, "dev", "compile", "--program", "decode", *given, "--cpp", str(tmp_path / "cpp"), "--json")
+    code, out, _ = run("dev", "compile", "--program", "decode", *given, "--cpp", str(tmp_path / "cpp"), "--json")
     assert code == 0
     rows = json.loads(out)["programs"]
     assert [(row["program"], row["layers"]) for row in rows] == [("decode-layer0", [0, 1, 2, 3, 4]), ("decode-layer5", [5])]

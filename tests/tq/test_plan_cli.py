@@ -82,21 +82,6 @@ def test_without_another_text_the_second_half_judges(tq, tmp_path):
     assert whole["verified_tokens"] == len(TEXT) - 1
 
 
-def test_the_tail_is_the_one_whose_plan_is_nearest_as_a_whole(tq, tmp_path):
-    (tmp_path / "long.txt").write_text(TEXT * 9, encoding="utf-8")
-    (tmp_path / "other.txt").write_text(UNSEEN * 9, encoding="utf-8")
-    files = ("--text", "long.txt", "--verify", "other.txt", "--context", len(TEXT) * 9 - 1)
-    for tails in ("0,8", "8,0"):
-        code, out, _ = plan(tq, *files, "--budget", 4.2, "--tails", tails, "--json")
-        assert code == 0
-        found = json.loads(out)
-        rows = {row["kv"]: row["kl_mean"] for row in found["calibration"]}
-        assert len(rows) == len(set(rows.values())) == 2
-        chosen = plan_file.load(tmp_path / "new.json").plan(2)
-        assert chosen.describe() == min(rows, key=lambda kv: rows[kv])
-        assert all(row["bits_per_value"] <= 4.2 for row in found["calibration"])
-
-
 def test_what_beats_no_uniform_format_is_written_by_force_only(tq, tmp_path):
     code, out, err = plan(tq, "--candidates", "tq2")
     assert (code, err) == (1, "")

@@ -5,8 +5,6 @@ import html
 import json
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -277,41 +275,6 @@ def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_p
     code, _, err = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
     assert (code, err) == (130, "tq: interrupted\n")
     assert names_in(tmp_path) == []
-
-
-def piped(*args, reader="head -1", before=""):
-    """A shell's pipe from a command, whose output nobody reads to the end: (exit code of tq, what was read, stderr)."""
-    command = shlex.join(map(str, args))
-    code = f"{before}from tq.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
-    # The reader is gone before anything is printed.
-    script = (
-        f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} {command} | {reader}; exit ${{PIPESTATUS[0]}}"
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=300)
-    return done.returncode, done.stdout, done.stderr
-
-
-PLANT = (
-    "from haarkv.executors import catalog; from haarkv.executors.reference import ReferenceExecutor; "
-    "from haarkv.validation.faults.layer import planted; class_of = catalog.class_of; "
-    "catalog.class_of = lambda name: class_of('reference' if name == 'faulty' else name); "
-    "catalog.NAMES += ('faulty',); catalog.EXECUTORS['faulty'] = catalog.ExecutorInfo(lambda model, device: ReferenceExecutor("
-    "model, next(f for f in planted(model, 1) if f.name == 'zero output').table())); "
-)
-
-
-@pytest.mark.parametrize(
-    ("executor", "code", "reader", "flag"),
-    [("reference", 0, "head -1", "--json"), ("faulty", 1, "true", "--verbose")],
-)
-def test_a_reader_that_leaves_early_changes_neither_files_nor_verdict(checkpoint, tmp_path, executor, code, reader, flag):
-    files = ("--csv", tmp_path / "rows.csv", "--html", tmp_path / "page.html")
-    args = ("--model", checkpoint, "--executor", executor, "--prompt", "spam " * 40, "--steps", 1, flag, *files)
-    got, out, err = piped("validate", *args, reader=reader, before=PLANT)
-    assert (got, err) == (code, "")
-    assert out.count("\n") == (reader != "true")
-    assert names_in(tmp_path) == ["page.html", "rows.csv"]
-    assert (tmp_path / "page.html").read_text(encoding="utf-8").endswith("</html>\n")
 
 
 def test_the_page_names_model_command_prompt_versions_machine_and_date(validate, checkpoint, tmp_path):

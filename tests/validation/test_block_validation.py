@@ -19,7 +19,7 @@ from haarkv.tq_ops.weight import Blocks, numbers_of, rounding_to
 from haarkv.validation import validate
 from haarkv.validation.faults.model import block_faults
 from haarkv.validation.layers.null import half_steps
-from haarkv.validation.layers.reference import Reference, remembering
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.replay.case import OneRun, judged
 from haarkv.validation.layers.replay.file import dumps, loads, replay_of
 from haarkv.validation.layers.self_test import WholeLayers
@@ -146,17 +146,6 @@ def test_half_a_step_is_what_the_kernels_round_by():
     most = half @ numbers_of(weight).double().abs().T
     assert (off <= most + 1e-6 * exact.abs().max()).all()
     assert off.max() > most.max() / 100  # and it is no more than is needed
-
-
-def test_what_is_restored_once_is_what_is_restored_each_time():
-    model = MODELS[torch.float32]
-    weight, x = model.weights.layers[0].matrix("q_proj"), torch.randn(3, 256)
-    assert isinstance(weight, Blocks)
-    once = remembering(reference)
-    for _ in range(2):
-        assert torch.equal(once.linear(x, weight), reference.linear(x, weight))
-    other = replace(weight, data=weight.data.flip(0))
-    assert torch.equal(once.linear(x, other), reference.linear(x, other))
 
 
 @pytest.mark.parametrize("table", CPU, ids=lambda table: table.name)

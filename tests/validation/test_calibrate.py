@@ -85,14 +85,6 @@ def test_moments_are_those_of_all_vectors_at_once(layer):
         torch.testing.assert_close(sums.spread(sums.k.mean)[head], expected)
 
 
-def test_a_spread_around_another_mean():
-    moments, x = Moments.empty(1, 4), torch.randn(1, 30, 4, dtype=torch.float64)
-    moments.add(x)
-    other = torch.randn(1, 4, dtype=torch.float64)
-    centred = x - other.unsqueeze(1)
-    torch.testing.assert_close(moments.spread(other), centred.mT @ centred / 30)
-
-
 def test_recording_changes_nothing():
     hidden, window = MODEL.embed(WINDOWS[0]), Recorded()
     plain, seen = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, window)))

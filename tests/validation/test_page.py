@@ -4,10 +4,11 @@
 """
 
 import math
+import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from browser import chromium, opened
 from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
@@ -37,8 +38,30 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def browser():
-    with chromium() as started:
+    """The Chromium that is installed, or the one that playwright brings."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
+    installed = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_api.sync_playwright() as playwright:
+        try:
+            started = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"no browser here: {str(error).splitlines()[0]}")
         yield started
+        started.close()
+
+
+@contextmanager
+def opened(browser, path, width, *, dark=False):
+    """A page of a file in a window so many pixels wide. It asks for nothing but itself, and its scripts do not fail."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
+    errors, asked = [], []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(path.as_uri())
+    yield page
+    page.close()
+    assert errors == []
+    assert asked == [path.as_uri()]
 
 
 @pytest.fixture(scope="module")

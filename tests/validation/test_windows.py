@@ -24,14 +24,12 @@ from haarkv.validation.faults.base import DRIVES, Layer, reordered, table_with
 from haarkv.validation.faults.layer import slips
 from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
-from haarkv.validation.layers.parts import load, new_cache, put, quantized, read_as, snapshot, take
+from haarkv.validation.layers.parts import load, new_cache, read_as, snapshot
 from haarkv.validation.layers.replay.case import OneRun
 from haarkv.validation.layers.replay.file import dumps, loads, replay_of
 from haarkv.validation.layers.two_parts import Parts
 from haarkv.validation.layers.windows import (
-    LONG,
     NOWHERE,
-    SHORT,
     SLIDES_LONG,
     SLIDES_SHORT,
     TWICE,
@@ -146,19 +144,6 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
     assert torch.equal(reference.paged_attention(q, cache_, AT, batch, 0.1), expected)
 
 
-def test_a_batch_goes_to_its_places_and_comes_back():
-    cache_, batch = stored()
-    k, v = torch.randn(2, 1, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
-    made = quantized(cache_, AT, batch, k, v)
-    put(cache_, AT, batch, made)
-    again = take(cache_, AT, batch)
-    assert list(again) == ["k", "v", "window.k", "window.v", "sink.k", "sink.v"]
-    assert torch.equal(again["window.k"]["data"], k.bfloat16())
-    assert len(again["sink.k"]["data"]) == 0
-    for part, of in made.items():
-        assert all(torch.equal(again[part][name], tensor) for name, tensor in of.items())
-
-
 # The rest runs with `make test-judge`.
 @pytest.mark.parametrize(
     ("name", "drive"),
@@ -206,20 +191,6 @@ def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(mo
     if spec.kv == "tq4":
         monkeypatch.setattr(windows, "_behind", lambda *_: None)
         assert not found().fails
-
-
-def test_what_must_not_be_read_drowns_all_else():
-    cache_, batch = stored()
-    q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
-    right = reference.paged_attention(q, cache_, AT, batch, 0.1)
-    readable = without_unread(cache_, AT, snapshot(cache_, AT), batch, batch.seq_lens, q)
-    quiet = edges(reference, q, cache_, AT, batch, 0.1)
-    load(cache_, AT, readable)
-    loud = edges(reference, q, cache_, AT, batch, 0.1)
-    assert list(loud) == [SHORT, LONG, TWICE, NOWHERE]
-    for change, usual in ((loud[name], quiet[name]) for name in (SHORT, LONG, TWICE)):
-        assert (usual.norm(dim=-1) < right.norm(dim=-1)).all()
-        assert (change.norm(dim=-1) > 10 * right.norm(dim=-1)).all()
 
 
 # -- Where a window ends -----------------------------------------------------------------------------------------------------

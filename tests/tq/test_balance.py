@@ -1,5 +1,6 @@
-"""`tq.TQCache` of models with planted faults: balanced by their weights, told of by layer, or refused."""
+"""Models with planted faults, by commands and as caches of transformers: balanced and said in a line, or refused."""
 
+import json
 import re
 import warnings
 
@@ -7,14 +8,76 @@ import outliers
 import pytest
 import torch
 from planted import save_tiny, text, tiny, tiny_qwen2
+from refusals import assert_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import tq
 from haarkv.models.catalog import TINY
-from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from tq.hf.config import moments_of
-from tq.hf.store import SideStore
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(outliers.outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
+
+
+GENERATE = ("--prompt", "def main(argv):\n    return len(argv) + sum(map(len, argv))\n", "--max-new-tokens", 4)
+
+
+def test_balance_is_said_on_stderr_and_can_be_left_out(run, folder):
+    code, balanced, err = run("generate", "--model", folder, *GENERATE)
+    assert code == 0
+    said = [line for line in err.splitlines() if "balanced" in line]
+    assert len(said) == 1
+    assert "K of layers 0 to 5" in said[0]
+    assert run("generate", "--model", "tiny", *GENERATE)[1] == balanced
+    refused = run("generate", "--model", folder, *GENERATE, "--balance", "off")
+    assert_refused(refused, "text would be garbage: K of layers 0 to 5", "leave balance on", "--allow-collapse")
+    code, _, err = run("generate", "--model", folder, *GENERATE, "--balance", "off", "--allow-collapse")
+    assert code == 0
+    assert "tq: warning: K of layers 0 to 5 suffers in tq4" in err
+    assert "balanced" not in err
+
+
+def test_a_file_is_saved_with_the_balance_that_it_is_loaded_with(run, folder, tmp_path):
+    prompt = GENERATE[1]
+    code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", tmp_path / "balanced")
+    assert code == 0
+    assert "balanced K of layers 0 to 5" in err
+    off, file = ("--balance", "off", "--allow-collapse"), tmp_path / "off"
+    refused = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off[:2])
+    assert_refused(refused, "text would be garbage", "leave balance on", "--allow-collapse")
+    assert not file.exists()
+    code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off)
+    assert code == 0
+    assert "balanced" not in err
+    more = ("generate", "--model", folder, "--prompt", prompt + "#", "--max-new-tokens", 2, "--json")
+    for name, options in (("balanced", ()), ("off", off)):
+        code, out, err = run(*more, *options, "--load-cache", tmp_path / name)
+        assert code == 0, err
+        assert json.loads(out)["reused_tokens"] > 10
+    for name, options, words in (("balanced", off, "leave out --balance off"), ("off", (), "give --balance off")):
+        code, out, err = run(*more, *options, "--load-cache", tmp_path / name)
+        assert (code, out) == (2, "")
+        assert words in err.splitlines()[-1]
+
+
+def test_the_format_of_a_file_is_judged_before_its_balance(run, folder, tmp_path):
+    prompt, file = GENERATE[1], tmp_path / "exact"
+    assert run("cache", "save", "--model", folder, "--prompt", prompt, "--kv", "bf16", "--out", file).code == 0
+    refused = run("generate", "--model", folder, "--prompt", prompt, "--kv", "tq4", "--load-cache", file)
+    assert refused.code == 2
+    assert "stores layer 0 in bf16, and this run in tq4" in refused.err.splitlines()[-1]
+
+
+def test_a_small_gain_of_balance_is_not_worth_a_warning(run, folder, monkeypatch):
+    for least, said in ((1e9, False), (2.0, True)):
+        monkeypatch.setattr("haarkv.engine.plans.WORTH_SAYING", least)
+        assert ("balanced" in run("generate", "--model", folder, *GENERATE).err) == said
+
+
+# -- TQCache --------------------------------------------------------------------------------------------------------------
 
 PLANTED = {
     "outliers": lambda: outliers.outlier_channels(tiny(), 30),
@@ -105,18 +168,3 @@ def test_weights_of_other_names_are_left_as_they_are():
     model = GPT2LMHeadModel(config)
     assert moments_of(model, config) == {}
     assert tq.TQCache(config, "tq4", model=model).uneven == ()
-
-
-@pytest.mark.parametrize("name", ["tq4", "tq8", "kivi4"])
-def test_scaled_channels_come_back_as_they_were(name):
-    kv_format = formats.get(name)
-    group = kv_format.group_tokens
-    x = torch.randn(1, 2, 2 * group, 128, generator=torch.Generator().manual_seed(0))
-    scales = torch.ones(2, 128)
-    scales[1, 5], scales[0, 9] = 2.0**-6, 2.0**4
-    side = SideStore("K", kv_format, 0, sink=0, tail=group - 1, like=x[:, :, :0], scales=scales)
-    side.keep(side.prepare(x))
-    by_hand = x * scales.unsqueeze(1)
-    by_hand = by_hand.unflatten(2, (-1, group)) if group > 1 else by_hand
-    expected = kv_format.dequantize(kv_format.quantize(by_hand, 0), 0).reshape(x.shape) / scales.unsqueeze(1)
-    assert torch.equal(side.read(2 * group, torch.float32), expected)
