@@ -278,7 +278,6 @@ class DecodeStep:
     Sequences that are not there are dead: their slot is -1, so nothing is stored, and their length 0, so nothing is read.
 
     Args:
-        size: sequences, as `bucket_of` gives them.
         cache: whose tensors the step reads and writes; with a graph, for as long as the graph lives.
         max_context: tokens of a sequence at most, which the block table has room for.
         pool: memory that graphs share; None runs the step as it is, without a graph.

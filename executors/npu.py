@@ -72,7 +72,6 @@ class NpuExecutor:
 
     @property
     def compiled(self) -> dict[str, float]:
-        """What its runner has compiled so far."""
         return self._runner.compiled
 
     @property

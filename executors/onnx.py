@@ -60,7 +60,6 @@ class Provider:
     """Where ONNX Runtime runs a graph.
 
     Attributes:
-        package: the Python package that brings it.
         device: where torch keeps tensors for it.
         memory: ONNX Runtime's word for that memory.
     """

@@ -252,9 +252,6 @@ def resolve_contenders(
     """Both sides with an executor in place of `auto`: the fastest that reads the formats of all sides that left it open.
 
     One executor for both, so that two formats are not told apart by who ran them.
-
-    Raises:
-        InputError: as `executors.catalog.select`.
     """
     sides = (side_a, side_b)
     if not (open_sides := [side for side in sides if side.executor == catalog.AUTO]):

@@ -111,11 +111,7 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
 
 
 def basis_of(sums: Sums, layer: int, turns: Turns | None) -> Basis:
-    """The coordinates of a layer's keys, from its sums.
-
-    Raises:
-        NonFiniteError: a sum is not finite.
-    """
+    """The coordinates of a layer's keys, from its sums."""
     try:
         found = learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
         return replace(found, inv_freq=torch.tensor(turns.inv_freq, dtype=torch.float64)) if turns else found
@@ -156,11 +152,9 @@ class Subject:
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model."""
         return self.model.config
 
     def learn(self, windows: Sequence[Tensor], held_back: Sequence[Tensor], **how: Any) -> Learning:
-        """As `learn_model`."""
         return learn_model(self.model, self.ops, windows, held_back, **how)
 
     def file_of(self, learning: Learning, learned: Mapping[str, Any]) -> CalibrationFile:

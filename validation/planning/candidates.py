@@ -153,11 +153,7 @@ def rivals_of(
 def verify(
     setup: Setup, unseen: Workload, plan: KVPlan, rivals: Mapping[str, KVPlan], on_step: OnStep = lambda *_: None
 ) -> Verified:
-    """A plan and its rivals on a text that it was not chosen by.
-
-    Raises:
-        NonFiniteError: a cache gave a logit that is not finite.
-    """
+    """A plan and its rivals on a text that it was not chosen by."""
     caches = {name: cache_of(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
     partial = Partial()
     chosen, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)

@@ -120,11 +120,7 @@ class Probes:
         self._estimator = Estimator(model, base, self._entering[-1][self.first :])
 
     def cost(self, place: Place, name: str, learned: Calibration | None = None) -> float:
-        """Mean KL in nats a token behind those that every query sees in BF16.
-
-        Raises:
-            InputError: the executor cannot run it.
-        """
+        """Mean KL in nats a token behind those that every query sees in BF16."""
         layer, _ = place
         side = cache_of(self._base, with_format(self._base.plan, place, name, learned))
         hidden = self._changed(side.plan, layer)[self.first :]
@@ -192,9 +188,6 @@ class Judge:
     """What caches lose on the worst of several texts.
 
     The first cache is run on all of them. A text on which it loses less than `share` of the most is not asked again.
-
-    Args:
-        share: of the loss on the worst text.
     """
 
     def __init__(self, texts: Mapping[str, Whole], share: float, on_step: Callable[[str, int], None], layers: int) -> None:
