@@ -14,6 +14,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from haarkv.executors.base import Executor
 from haarkv.executors.reference import blame, not_finite_among_ranks
 from haarkv.models import fused
 from haarkv.models.base import DecoderModel, tables_of
@@ -62,7 +63,7 @@ class _Forward(NamedTuple):
     cache: ReferenceType[PagedKVCache]
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
     A model that `models.fused` takes runs in few launches on one rank. Others, and parts of a model on several ranks, run op
@@ -84,10 +85,8 @@ class CudaExecutor:
     """
 
     name = "cuda"
-    batches_alike = False
-    blocks: tuple[str, ...] = ()
-    decode_step = None
     compiled: Mapping[str, float] = MappingProxyType({})
+    ops: OpTable
 
     def __init__(self, model: DecoderModel, device: str | None = None, *, interpreted: bool = False) -> None:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
@@ -96,7 +95,7 @@ class CudaExecutor:
         from haarkv.tq_ops.cuda import delta, experts, nvrtc, ops
 
         self.config = model.config
-        self.ops: OpTable = cast(OpTable, ops)
+        self.ops = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
         slower = None if interpreted else nvrtc.missing()
         self.description = f"cuda ({name})" if slower is None else f"cuda ({name}; decode attention by Triton: {slower})"
@@ -160,9 +159,6 @@ class CudaExecutor:
                 self._run.head(self._run.forward(tokens, batch, cache)[-1:])
         if count:
             self.compiled = {f"{count} kernels": time.perf_counter() - began}
-
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
-        return None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
