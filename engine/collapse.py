@@ -35,12 +35,7 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class Measure:
-    """A way to say how much is lost.
-
-    Attributes:
-        suffers: from what amount on text suffers.
-        garbage: from what amount on it collapses.
-    """
+    """A way to say how much is lost."""
 
     suffers: float
     garbage: float
@@ -60,7 +55,6 @@ class Loss:
     """What a cache loses of K or V of one layer, in its worst KV head.
 
     Attributes:
-        side: "K" or "V".
         of_sinks: the first tokens alone are to blame.
     """
 

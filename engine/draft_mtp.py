@@ -32,12 +32,7 @@ READ = 32
 
 @dataclass(frozen=True, kw_only=True)
 class MTPSource(DraftSource):
-    """Drafts by the layer that a model has for it.
-
-    Attributes:
-        plan: of its K and V.
-        target: runs the model.
-    """
+    """Drafts by the layer that a model has for it."""
 
     mtp: MTP
     executor: Executor
@@ -104,7 +99,6 @@ class MTPDrafter:
 
     # -- Looking on ----------------------------------------------------------------------------------------------------
     def watching(self, executor: Executor) -> Executor:
-        """The same executor, whose forwards are noted."""
         return _Watched(executor, self._note)
 
     def _note(self, batch: Batch, hidden: Tensor) -> None:
@@ -246,7 +240,6 @@ class _Watched:
         return hidden
 
     def over(self, wrap: Any) -> Any:
-        """As the executor's own."""
         wrapped = copy(self)
         wrapped.executor = self.executor.over(wrap)
         return wrapped

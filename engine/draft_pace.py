@@ -220,7 +220,6 @@ class Pace:
             known.gap = GAPS[0] if paid or not known.gap else min(2 * known.gap, GAPS[1])
 
     def describe(self) -> str:
-        """What was chosen, in words."""
         if not self._experience.tried:
             return "" if self._asked else "not tried: so short a text does not pay for a trial"
         best = self._experience.best(self._most)
@@ -288,11 +287,9 @@ class DraftReport:
         return plain / ours if plain and ours else None
 
     def as_json(self) -> dict[str, Any]:
-        """By name, for `--json`."""
         return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
 
     def describe(self) -> str:
-        """In one line."""
         parts = [self._taken(), self.pace, self._gain()]
         if not self.same_text:
             parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")

@@ -111,7 +111,6 @@ class DraftSource:
         return None
 
     def begin(self, beginning: Beginning) -> Drafter:
-        """A drafter for one `generate`."""
         raise NotImplementedError
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
@@ -271,7 +270,6 @@ class Speculation:
     def _checked(
         self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing], proposed: Sequence[Proposal]
     ) -> list[list[int]]:
-        """The model's step over what was drafted."""
         began = time.perf_counter()
         new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]
         token_ids = uploaded(torch.tensor([token for one in new for token in one]), self._cache.device)

@@ -55,8 +55,6 @@ class Timing:
         prefill_s: all prompts, up to and with the first sampled tokens.
         decode_s: all decode steps, with what was drafted for them.
         decode_steps: forwards of one token a sequence, or with drafts of several.
-        prefill_tokens: tokens of all prompts that were computed.
-        decode_tokens: tokens that the decode steps gave, of all sequences.
     """
 
     prefill_s: float = 0.0

@@ -110,7 +110,6 @@ class Needed:
         return self.own + self.weights.kept
 
     def describe(self) -> str:
-        """The sum in words."""
         parts = [(self.weights.own, "weights"), (self.kv, "KV cache and states"), (self.work, "what a forward computes with")]
         own = " + ".join(f"{count / 2**30:,.2f} {what}" for count, what in parts if count)
         kept = self.weights.kept

@@ -218,11 +218,7 @@ class Session:
     def _begins(
         self, given: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: Chat
     ) -> list[list[int]]:
-        """Token ids that `generate` continues: of the prompts given, or without one of the stored sequence.
-
-        Raises:
-            InputError: there is neither, or one of them does not fit.
-        """
+        """Token ids that `generate` continues: of the prompts given, or without one of the stored sequence."""
         if not given and stored is None:
             raise InputError("no prompt was given")
         if keep or stored is not None:

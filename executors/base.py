@@ -32,32 +32,25 @@ class Executor(Protocol):
         blocks: types of quantised blocks, by name, for whose products it rounds x to 16-bit integers (`CpuOps.linear`). With
             other weights in blocks its products are those of the restored ones.
         weights: of the model, as they are on its device; a draft may share them.
+        ops: the op table it runs, so that a recorder can wrap it; None if its layers are fused programs.
     """
 
     name: str
     config: ModelConfig
     device: torch.device
     description: str
-    simulated: bool
+    simulated: bool = False
+    batches_alike: bool = False
+    decode_step: int | None = None
+    blocks: tuple[str, ...] = ()
+    ops: OpTable | None = None
 
     @property
-    def compiled(self) -> Mapping[str, float]: ...
-
-    @property
-    def batches_alike(self) -> bool: ...
-
-    @property
-    def decode_step(self) -> int | None: ...
-
-    @property
-    def blocks(self) -> tuple[str, ...]: ...
+    def compiled(self) -> Mapping[str, float]:
+        return {}
 
     @property
     def weights(self) -> Weights: ...
-
-    @property
-    def ops(self) -> OpTable | None:
-        """The op table it runs, so that a recorder can wrap it; None if its layers are fused programs."""
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         """None, or in one sentence why this executor cannot run such a model with such a cache. An executor of the catalog
@@ -65,6 +58,7 @@ class Executor(Protocol):
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
         """This executor with its op table wrapped, to look on as its ops run; None where it does not run op by op."""
+        return None
 
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         """Hidden states [T, hidden] after all layers, of T new tokens [T] int64, which all are stored: prefill, decode, and

@@ -14,6 +14,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from haarkv.executors.base import Executor
 from haarkv.executors.reference import blame, not_finite_among_ranks
 from haarkv.models import fused
 from haarkv.models.base import DecoderModel, tables_of
@@ -61,7 +62,7 @@ class _Forward(NamedTuple):
     cache: ReferenceType[PagedKVCache]
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
     A model that `models.fused` takes runs in few launches on one rank. Others, and parts of a model on several ranks, run op
@@ -83,10 +84,8 @@ class CudaExecutor:
     """
 
     name = "cuda"
-    batches_alike = False
-    blocks: tuple[str, ...] = ()
-    decode_step = None
     compiled: Mapping[str, float] = MappingProxyType({})
+    ops: OpTable
 
     def __init__(self, model: DecoderModel, device: str | None = None, *, interpreted: bool = False) -> None:
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
@@ -95,7 +94,7 @@ class CudaExecutor:
         from haarkv.tq_ops.cuda import available, delta, experts, ops
 
         self.config = model.config
-        self.ops: OpTable = cast(OpTable, ops)
+        self.ops = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
         slower = None if interpreted else available.nvrtc_missing()
         self.description = f"cuda ({name})" if slower is None else f"cuda ({name}; decode attention by Triton: {slower})"
@@ -159,9 +158,6 @@ class CudaExecutor:
                 self._run.head(self._run.forward(tokens, batch, cache)[-1:])
         if count:
             self.compiled = {f"{count} kernels": time.perf_counter() - began}
-
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
-        return None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -277,7 +273,6 @@ class DecodeStep:
     Sequences that are not there are dead: their slot is -1, so nothing is stored, and their length 0, so nothing is read.
 
     Args:
-        size: sequences, as `bucket_of` gives them.
         cache: whose tensors the step reads and writes; with a graph, for as long as the graph lives.
         max_context: tokens of a sequence at most, which the block table has room for.
         pool: memory that graphs share; None runs the step as it is, without a graph.

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
@@ -21,10 +22,9 @@ from haarkv.tq_ops.kv.shapes import KEPT_ROOM
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.program import AttentionShape
 from haarkv.tq_ops.npu.sides import kept_shape, sides_of
-from haarkv.tq_ops.table import OpTable
 
 
-class NpuExecutor:
+class NpuExecutor(Executor):
     """Runs a bf16 model of dense layers whose cache is in formats that programs read: one program a layer, one for the head.
 
     Of one of several ranks a layer is two programs, attention and MLP, and the sums over ranks stand between.
@@ -36,10 +36,7 @@ class NpuExecutor:
     """
 
     name = "npu"
-    ops = None
-    batches_alike = False
-    blocks: tuple[str, ...] = ()
-    decode_step: int | None = programs.DECODE_STEP
+    decode_step = programs.DECODE_STEP
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
@@ -69,7 +66,6 @@ class NpuExecutor:
 
     @property
     def compiled(self) -> dict[str, float]:
-        """What its runner has compiled so far."""
         return self._runner.compiled
 
     @property
@@ -94,9 +90,6 @@ class NpuExecutor:
         for tokens in (2, 1):
             batch = paging.batch([sequence], [tokens]).to(self.device)
             self.head(self.forward(torch.zeros(tokens, dtype=torch.int64, device=self.device), batch, cache))
-
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
-        return None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import onnxruntime as ort
 import torch
 from onnx import TensorProto
 from torch import Tensor
 
+from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.model import UNSTORED, build
@@ -34,7 +34,7 @@ from haarkv.models.qwen3_14b.onnx.spec import (
     weight_values,
 )
 from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
-from haarkv.models.weights import EMBEDDING
+from haarkv.models.weights import EMBEDDING, Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
@@ -44,7 +44,6 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.onnx.graph import StoredWeights
 from haarkv.tq_ops.onnx.reads import READS
-from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks, dense, rows_of
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
@@ -59,7 +58,6 @@ class Provider:
     """Where ONNX Runtime runs a graph.
 
     Attributes:
-        package: the Python package that brings it.
         device: where torch keeps tensors for it.
         memory: ONNX Runtime's word for that memory.
     """
@@ -94,7 +92,7 @@ def open_provider(word: str | None) -> Provider:
     return provider
 
 
-class OnnxExecutor:
+class OnnxExecutor(Executor):
     """Runs a model whose cache is `tq2` to `tq8` or, of keys, `lr2` to `lr5`, with a tail and sinks in BF16 or none.
 
     Args:
@@ -104,12 +102,6 @@ class OnnxExecutor:
     """
 
     name = "onnx"
-    ops = None
-    simulated = False
-    batches_alike = False
-    blocks: tuple[str, ...] = ()
-    decode_step = None
-    compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __init__(self, model: DecoderModel, provider: str | None = None) -> None:
         if reason := graphs_unsupported(model.config):
@@ -121,7 +113,7 @@ class OnnxExecutor:
         # Other providers are not known to have the operator's kernels: they are given restored weights.
         on_cpu = self.device.type == "cpu"
         there = model if on_cpu else replace(model, weights=model.weights.placed(dense)).to(self.device)
-        self.weights = there.weights
+        self._model_weights = there.weights
         coded = coded_weights(there.weights.named())
         # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
         self._coded = {
@@ -135,12 +127,13 @@ class OnnxExecutor:
         self._sessions: dict[GraphSpec, _Session] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
 
+    @property
+    def weights(self) -> Weights:
+        return self._model_weights
+
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         return graphs_unsupported(config) or unsupported(READS, plan, config.kv_shapes)
-
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
-        return None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

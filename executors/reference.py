@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(Executor):
     """Runs a model op by op, in the model's dtype: fp32, or bf16 rounded where the device rounds.
 
     Args:
@@ -33,11 +32,7 @@ class ReferenceExecutor:
     """
 
     name = "reference"
-    simulated = False
-    batches_alike = False
-    blocks: tuple[str, ...] = ()
-    decode_step = None
-    compiled: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    ops: OpTable
     device = torch.device("cpu")
     description = "the reference (plain torch on the CPU)"
 

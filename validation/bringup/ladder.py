@@ -72,7 +72,6 @@ class Result:
     log: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For a JSON file."""
         return asdict(self)
 
 
@@ -197,8 +196,6 @@ def ladder(
     Args:
         latency: the highest rung; measuring is another room's.
         any_versions: versions that nobody published together do not fail the lowest rung.
-    Raises:
-        InputError: whatever `bench` raises.
     """
     from haarkv.validation.bringup.environment import environment, versions
 

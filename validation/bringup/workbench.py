@@ -146,7 +146,6 @@ class Workbench:
 
     @property
     def new_tokens(self) -> int:
-        """Of each greedy text."""
         return self.request.new_tokens or (_SIMULATED_NEW_TOKENS if self.simulated else _NEW_TOKENS)
 
     @property
@@ -169,7 +168,6 @@ class Workbench:
 
     @cached_property
     def first_layer(self) -> DecoderModel:
-        """The model with its first layer alone."""
         weights = replace(self.model.weights, layers=self.model.weights.layers[:1])
         return replace(self.model, config=self.config.with_layers(1), weights=weights)
 
@@ -185,11 +183,9 @@ class Workbench:
 
     @property
     def dtype(self) -> str:
-        """Of the model."""
         return str(self.model.dtype).removeprefix("torch.")
 
     def token_ids(self) -> list[list[int]]:
-        """Of the prompts."""
         tokenizer = load_tokenizer(self.request.model, self.config)
         return [tokenizer.encode(prompt) for prompt in self.prompts]
 

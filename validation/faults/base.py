@@ -139,9 +139,7 @@ class Fault:
     Attributes:
         layer: the first layer in which it shows; None for what is around them.
         stage: the op that is wrong, as a recorded op table shows it.
-        ops: what replaces the reference's ops.
         model: what replaces the model, where its shapes or tables are wrong.
-        head: the KV head that is wrong, if it is one.
         also: other stages that may be named where several are wrong.
         whole: as in `Mistaken`.
     """
@@ -161,7 +159,6 @@ class Fault:
         return next((shown for shown, wrong in SEEN_AS.items() if self.stage in wrong), self.stage)
 
     def table(self) -> OpTable:
-        """The reference's op table with this fault in it."""
         return table_with(self.ops)
 
     def executor(self, model: DecoderModel, drive: str = "ops") -> Executor:
@@ -192,7 +189,6 @@ class Layer:
 
     @property
     def last_head(self) -> int:
-        """The last KV head."""
         return self.model.config.heads.num_kv_heads - 1
 
     def instead(self, op: str, wrong: Wrong) -> Table:
@@ -210,9 +206,7 @@ class Layer:
         return self.weighing(name, weight, lambda call: spoil(call.again()))
 
     def attending(self, name: str, attend: Wrong, head: int | None = None) -> Fault:
-        """Attention is wrong."""
         return Fault(name, self.index, "paged_attention", self.instead("paged_attention", attend), head=head)
 
     def storing(self, name: str, where: str, store: Wrong, head: int | None = None) -> Fault:
-        """Storing is wrong."""
         return Fault(name, self.index, where, self.instead("store_kv", store), head=head)

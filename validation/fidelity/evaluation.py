@@ -77,9 +77,7 @@ class Workload:
 
     Attributes:
         tokens: [n] int64, the whole text.
-        windows: which parts of it are scored.
         prompts: parts of it that are continued greedily, all of one length.
-        new_tokens: how many tokens follow each prompt.
     """
 
     tokens: Tensor
@@ -182,8 +180,6 @@ def evaluate(
     Window by window, the baseline's logits are computed once and every cache is scored against them; then all continue
     the prompts greedily.
 
-    Returns:
-        one row a cache, in their order.
     Raises:
         NonFiniteError: a cache gave a logit that is not finite.
     """
@@ -204,8 +200,6 @@ def score_all(
 
     Args:
         caches: by name, each with the first layer in which it is not the baseline's: there it begins.
-    Raises:
-        NonFiniteError: a cache gave a logit that is not finite.
     """
     scores: dict[str, list[Scores]] = {name: [] for name in caches}
     for number, window in enumerate(plan.windows):

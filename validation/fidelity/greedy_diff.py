@@ -64,7 +64,6 @@ class Fidelity:
     """How well B repeats A over many positions, teacher-forced.
 
     Attributes:
-        positions: how many were scored.
         top1_agreement: share of them at which both like the same token best.
         kl_mean, kl_median, kl_p999: of KL(A || B) in nats. The 99.9 % figure is the smallest value that at least 99.9 % of
             the positions do not exceed (nearest rank): with fewer than 1,000 positions, the largest.
@@ -292,8 +291,6 @@ def teacher_forced(
         fed: token ids that follow each prompt, possibly none.
     Returns:
         for each prompt the `len(fed) + 1` positions after it and after each token that follows.
-    Raises:
-        NonFiniteError: a logit is infinite or NaN.
     """
     scored: list[list[Scored]] = [[] for _ in prompts]
     for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):

@@ -149,26 +149,21 @@ class Partial:
                 raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
 
     def scores(self, name: str, window: int) -> Scores | None:
-        """What is known of one window of a cache."""
         found = {field.name: self._tensors.get(f"{window} {field.name} {name}") for field in fields(Scores)}
         return None if None in found.values() else Scores(**cast(dict[str, Tensor], found))
 
     def keep_scores(self, name: str, window: int, scores: Scores) -> None:
-        """Remember one window of a cache."""
         self._tensors |= {f"{window} {field} {name}": tensor for field, tensor in vars(scores).items()}
         self._changed()
 
     def matches(self, name: str) -> list[int] | None:
-        """What is known of a cache's greedy tokens."""
         return self._caches.get(name, {}).get("matches")
 
     def keep_matches(self, name: str, matches: list[int]) -> None:
-        """Remember a cache's greedy matches."""
         self._caches.setdefault(name, {})["matches"] = matches
         self._changed()
 
     def flush(self) -> None:
-        """Save what is not saved yet."""
         if self._save and self._unsaved:
             self._save(resumable(_KIND, _VERSION, self._run, self._tensors, {"caches": json.dumps(self._caches)}))
             self._unsaved, self._saved_at = False, time.monotonic()

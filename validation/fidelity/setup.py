@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
-from haarkv.models.balance import Balanced
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -252,9 +252,6 @@ def resolve_contenders(
     """Both sides with an executor in place of `auto`: the fastest that reads the formats of all sides that left it open.
 
     One executor for both, so that two formats are not told apart by who ran them.
-
-    Raises:
-        InputError: as `executors.catalog.select`.
     """
     sides = (side_a, side_b)
     if not (open_sides := [side for side in sides if side.executor == catalog.AUTO]):
@@ -294,23 +291,22 @@ def load_contenders(
     Raises:
         InputError: whatever of this does not exist or does not fit together.
     """
-    loaded: dict[tuple[str, ...], DecoderModel] = {}
-    tokenizer = load_tokenizer(model, read_config(model, layers))
+    tokenizer, spec = load_tokenizer(model, read_config(model, layers)), spec or KVSpec()
     only_reference = {side_a.executor, side_b.executor} == {"reference"}
-    spec = spec or KVSpec()
-    balanced: dict[tuple[str, tuple[str, ...]], Balanced] = {}
+
+    @cache
+    def loaded(kept: tuple[str, ...]) -> DecoderModel:
+        return load_model(model, dtype, layers, progress, keep_blocks=kept)
+
+    @cache
+    def balanced(kv: str, kept: tuple[str, ...]) -> tuple[KVPlan, balancing.Balanced]:
+        plan = plan_for(replace(spec, kv=kv), loaded(kept).config)
+        return plan, balanced_for(loaded(kept), plan, spec, balance)
 
     def session(side: Contender) -> Session:
-        kept = catalog.info(side.executor).block_types()
-        if kept not in loaded:
-            loaded[kept] = load_model(model, dtype, layers, progress, keep_blocks=kept)
-        config = loaded[kept].config
-        plan = plan_for(replace(spec, kv=side.kv), config)
-        if (side.kv, kept) not in balanced:
-            balanced[side.kv, kept] = balanced_for(loaded[kept], plan, spec, balance)
-        balanced_model = balanced[side.kv, kept]
+        plan, found = balanced(side.kv, catalog.info(side.executor).block_types())
         where = device if only_reference or side.executor != "reference" else None
-        executor = catalog.create(side.executor, balanced_model.model, plan, where)
-        return Session(model, config, executor, tokenizer, plan, uneven=balanced_model.uneven)
+        executor = catalog.create(side.executor, found.model, plan, where)
+        return Session(model, found.model.config, executor, tokenizer, plan, uneven=found.uneven)
 
     return session(side_a), session(side_b)

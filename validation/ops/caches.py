@@ -35,7 +35,6 @@ class CacheCase:
         kv: formats, as `--kv` takes them; `lrB` of made-up coordinates.
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
-        tail, sink: tokens that stay in BF16.
         window: tokens that a query sees, of a layer with a sliding window, whose cache keeps a ring; 0 for all.
     """
 
@@ -59,7 +58,6 @@ class CacheCase:
 
     @property
     def shape(self) -> KVShape:
-        """Of its layers' K and V."""
         return KVShape(self.kv_heads, self.head_dim, self.window or None)
 
     @property
@@ -168,12 +166,10 @@ class _OnCache:
 
     @property
     def plan(self) -> KVPlan:
-        """Of its cache."""
         return self.cache.plan
 
     @property
     def head_dim(self) -> int:
-        """Of its cache."""
         return self.cache.head_dim
 
 
@@ -194,7 +190,6 @@ class Attention(_OnCache):
         return q, cache, LAYER, batch, self.cache.head_dim**-0.5
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
-        """The output of each KV head's queries."""
         arguments = self.arguments(device)
         before = arguments[0].clone()
         stored = [tensor.clone() for tensor in _tensors(arguments[1])]

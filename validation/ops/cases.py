@@ -122,7 +122,6 @@ class Plain:
         return (*random(*rows, 2 * last, dtype=FP32).chunk(2, dim=-1), self.dtype)
 
     def expected(self) -> Tensor:
-        """The formula in float64."""
         a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (*self.arguments(torch.device("cpu")), None)[:3])
         if self.op == "rms_norm":
             return a * torch.rsqrt((a * a).mean(-1, keepdim=True) + c) * b

@@ -31,7 +31,6 @@ class Delta:
     """`gated_delta` of new tokens over states that have seen others.
 
     Attributes:
-        key_heads, value_heads, key_dim, value_dim, taps: of the mixer.
         stored, new: tokens of each sequence, before the call and in it.
     """
 
@@ -54,7 +53,6 @@ class Delta:
 
     @property
     def channels(self) -> int:
-        """Of q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def inputs(self, tokens: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +66,6 @@ class Delta:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """conv, a_log and dt_bias."""
         generator = torch.Generator().manual_seed(5)
         conv = torch.randn(self.channels, 1, self.taps, generator=generator) / 2
         a_log, dt_bias = torch.randn(2, self.value_heads, generator=generator)
@@ -103,7 +100,6 @@ class Delta:
         return made, paging, paging.batch(ids, self.new).to(device)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """What the op is given."""
         made, _, batch = self.batches(device)
         given = (tensor.to(device) for tensor in (*self.inputs(self.new, 2), *self.weights))
         return *given, made, LAYER, batch

@@ -33,8 +33,6 @@ class Table:
 
     Attributes:
         interpreted: it runs, but slowly: in Triton's interpreter.
-        missing: None, or why it cannot run here.
-        open: the table itself, where it can run.
         reads: None, or why it cannot read a cache of this plan and shape.
         blocks: types of quantised blocks, by name, that cases multiply with; the interpreter of `cuda` would take minutes.
     """

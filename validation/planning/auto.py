@@ -132,8 +132,6 @@ def names_for(executor: str | None) -> Names:
 def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> Chosen:
     """Choose a cache for a model.
 
-    Args:
-        on_step: told what has been done, and how many tokens it took, counted once in each layer that they went through.
     Raises:
         InputError: a bound that is none.
     """
@@ -169,11 +167,7 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
 
 
 def require_loss(loss: float) -> float:
-    """The bound.
-
-    Raises:
-        InputError: it is none.
-    """
+    """The bound."""
     if not 0 < loss < math.inf:
         raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
     return loss
@@ -312,11 +306,7 @@ def spec_of(plan: KVPlan, calibration: Calibration) -> KVSpec:
 
 
 def steps(model: str, num_layers: int | None = None) -> int:
-    """What `on_step` is told of, at most: tokens, counted once in each layer that they go through, as that is what takes time.
-
-    Raises:
-        InputError: no such model.
-    """
+    """What `on_step` is told of, at most: tokens, counted once in each layer that they go through."""
     config = read_config(model, num_layers)
     alike = kinds(config)
     layers = config.num_layers

@@ -36,15 +36,12 @@ from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
 from haarkv.tq_ops.formats.packing import widths_of
 from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
-from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.fidelity.scores import resumable, resumed_from
-from haarkv.validation.layers.parts import new_cache
+from haarkv.validation.planning.candidates import one_layer
 from haarkv.validation.planning.moments import Recorded, Sums, recording
 
 OnStep = Callable[[str, int], None]
@@ -99,23 +96,14 @@ def learn_model(
 @torch.inference_mode()
 def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tensor:
     """What leaves a layer [T, hidden] of what enters it, from an empty cache of that layer alone."""
-    config, blocks = model.config, blocks_for(len(hidden))
-    plan = KVSpec("bf16").plan(config.num_layers)
-    shape = config.layers[layer].attention.kv_shape
-    page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
-    pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
-    cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages)
-    paging = PagedSequences(blocks, cache.block_size, num_rows=1)
+    plan = KVSpec("bf16").plan(model.config.num_layers)
+    cache, paging = one_layer(plan, model.config, layer, len(hidden), hidden.device)
     batch = paging.batch([paging.add()], [len(hidden)]).to(hidden.device)
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
 
 
 def basis_of(sums: Sums, layer: int, turns: Turns | None) -> Basis:
-    """The coordinates of a layer's keys, from its sums.
-
-    Raises:
-        NonFiniteError: a sum is not finite.
-    """
+    """The coordinates of a layer's keys, from its sums."""
     try:
         found = learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
         return replace(found, inv_freq=torch.tensor(turns.inv_freq, dtype=torch.float64)) if turns else found
@@ -156,11 +144,9 @@ class Subject:
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model."""
         return self.model.config
 
     def learn(self, windows: Sequence[Tensor], held_back: Sequence[Tensor], **how: Any) -> Learning:
-        """As `learn_model`."""
         return learn_model(self.model, self.ops, windows, held_back, **how)
 
     def file_of(self, learning: Learning, learned: Mapping[str, Any]) -> CalibrationFile:

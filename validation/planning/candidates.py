@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from haarkv.engine.plans import plan_for
 from haarkv.engine.session import Session
 from haarkv.models.config import ModelConfig
@@ -12,11 +14,14 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, bits_of
-from haarkv.tq_ops.kv.cache import cache_bytes
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
+from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
 from haarkv.validation.fidelity.scores import Partial
+from haarkv.validation.layers.parts import new_cache
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format a number of bits, so that no place is given the luckier of two equals."""
@@ -100,6 +105,17 @@ def cache_of(base: Session, plan: KVPlan) -> Session:
     return replace(base, plan=plan)
 
 
+def one_layer(
+    plan: KVPlan, config: ModelConfig, layer: int, tokens: int, device: torch.device
+) -> tuple[PagedKVCache, PagedSequences]:
+    """An empty cache of one layer alone for a sequence of so many tokens, and its bookkeeping."""
+    shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(tokens)
+    page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
+    pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=device)}
+    cache = new_cache(plan, config, blocks, num_rows=1, device=device, pages=pages)
+    return cache, PagedSequences(blocks, cache.block_size, num_rows=1)
+
+
 # -- A chosen plan on another text -------------------------------------------------------------------------------------
 SAME_BYTES = 1.05
 """A uniform format of at most so many times the plan's bytes counts as one of the same bytes."""
@@ -153,11 +169,7 @@ def rivals_of(
 def verify(
     setup: Setup, unseen: Workload, plan: KVPlan, rivals: Mapping[str, KVPlan], on_step: OnStep = lambda *_: None
 ) -> Verified:
-    """A plan and its rivals on a text that it was not chosen by.
-
-    Raises:
-        NonFiniteError: a cache gave a logit that is not finite.
-    """
+    """A plan and its rivals on a text that it was not chosen by."""
     caches = {name: cache_of(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
     partial = Partial()
     chosen, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)

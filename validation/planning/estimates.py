@@ -23,9 +23,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.weight import rows_of
 from haarkv.validation.fidelity.evaluation import (
     CHUNK,
@@ -37,8 +36,7 @@ from haarkv.validation.fidelity.evaluation import (
     run_span,
     score_window,
 )
-from haarkv.validation.layers.parts import new_cache
-from haarkv.validation.planning.candidates import Place, cache_of, with_format
+from haarkv.validation.planning.candidates import Place, cache_of, one_layer, with_format
 
 DRAWS = 32
 """Tokens a position, with replacement."""
@@ -65,10 +63,10 @@ class Estimator:
         hidden: [n, hidden] of the baseline after all layers.
     """
 
-    def __init__(self, model: DecoderModel, side: Session, hidden: Tensor, seed: int = 0) -> None:
+    def __init__(self, model: DecoderModel, side: Session, hidden: Tensor) -> None:
         self._model, self._side = model, side
         self._exact = self._normed(hidden)
-        generator = torch.Generator(hidden.device).manual_seed(seed)
+        generator = torch.Generator(hidden.device).manual_seed(0)
         drawn = [
             torch.multinomial(head_of(model, side, some).softmax(-1), DRAWS, replacement=True, generator=generator)
             for some in torch.split(hidden, CHUNK)
@@ -120,11 +118,7 @@ class Probes:
         self._estimator = Estimator(model, base, self._entering[-1][self.first :])
 
     def cost(self, place: Place, name: str, learned: Calibration | None = None) -> float:
-        """Mean KL in nats a token behind those that every query sees in BF16.
-
-        Raises:
-            InputError: the executor cannot run it.
-        """
+        """Mean KL in nats a token behind those that every query sees in BF16."""
         layer, _ = place
         side = cache_of(self._base, with_format(self._base.plan, place, name, learned))
         hidden = self._changed(side.plan, layer)[self.first :]
@@ -136,12 +130,8 @@ class Probes:
 
     def _changed(self, plan: KVPlan, layer: int) -> Tensor:
         """What leaves one layer [T, hidden], in a cache of that layer alone."""
-        entering, config = self._entering[layer], self._base.config
-        shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(len(entering))
-        page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
-        pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=self._device)}
-        cache = new_cache(plan, config, blocks, num_rows=1, device=self._device, pages=pages)
-        paging = PagedSequences(blocks, cache.block_size, num_rows=1)
+        entering = self._entering[layer]
+        cache, paging = one_layer(plan, self._base.config, layer, len(entering), self._device)
         sequence, pieces = paging.add(), []
         for some in torch.split(entering, cache.most_new_tokens or len(entering)):
             batch = paging.batch([sequence], [len(some)]).to(self._device)
@@ -192,9 +182,6 @@ class Judge:
     """What caches lose on the worst of several texts.
 
     The first cache is run on all of them. A text on which it loses less than `share` of the most is not asked again.
-
-    Args:
-        share: of the loss on the worst text.
     """
 
     def __init__(self, texts: Mapping[str, Whole], share: float, on_step: Callable[[str, int], None], layers: int) -> None:

@@ -37,7 +37,6 @@ class Moments:
 
     @classmethod
     def empty(cls, heads: int, dim: int) -> Moments:
-        """Of no vectors."""
         shapes = ((heads,), (heads, dim), (heads, dim, dim))
         return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
@@ -102,7 +101,6 @@ class Recorded:
         self._q: list[Tensor] = []
 
     def add_kv(self, k: Tensor, v: Tensor) -> None:
-        """Keep K [T, H, D] of some tokens."""
         self._k.append(k.to("cpu", torch.float64).transpose(0, 1))
 
     def add_q(self, q: Tensor) -> None:
@@ -111,7 +109,6 @@ class Recorded:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
         return sum(k.shape[1] for k in self._k)
 
     def of_stretches(self, turns: Turns | None) -> tuple[Tensor, Tensor]:

@@ -89,8 +89,6 @@ def measure(
         calibration: the text and its windows; greedy prompts are not run.
     Returns:
         nats a token, in the order of the places and candidates.
-    Raises:
-        NonFiniteError: a cache gave a logit that is not finite.
     """
     partial = partial or Partial()
     caches = changed_caches(setup.base, candidates, learned)

@@ -50,9 +50,6 @@ def default_cache(model: str, layers: int | None = None, executor: str | None = 
     Models that are there to try the product, random ones and those of fewer than `TOY` weights, take `tq4`: nothing that they
     say depends on it. For models of more than `CHOSEN_UP_TO` nobody waits unasked: a choice takes the forwards of
     some 30,000 tokens.
-
-    Raises:
-        InputError: no such model.
     """
     config = read_config(model, layers)
     if path_of(model) is None or num_parameters(config) < TOY:
@@ -79,8 +76,6 @@ def file_for(model: str, loss: float, layers: int | None = None, executor: str |
 
     Args:
         executor: it is chosen for; one that reads few formats has a choice of its own.
-    Raises:
-        InputError: no such model.
     """
     source, declaration = source_of(model), shape_of(read_config(model, layers)).declaration
     files = [] if source is None else source.files()
