@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +29,8 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor, verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config, weights_of
-from haarkv.models.config import ModelConfig
-from haarkv.models.rope import extended
+from haarkv.models.config import Attention, Layer, ModelConfig
+from haarkv.models.rope import YarnScaling, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import hand_back
@@ -73,6 +73,31 @@ class Request:
     def plan(self) -> KVPlan:
         """Of the cache."""
         return plan_for(KVSpec(self.kv), self.config)
+
+
+def extended(config: ModelConfig, positions: int) -> ModelConfig:
+    """The same model with room for so many positions, by YaRN from those it has; itself if it has them.
+
+    Layers with a sliding window never look further than that, and stay as they are.
+
+    Raises:
+        InputError: a layer is scaled already.
+    """
+    trained = config.max_position_embeddings
+    if positions <= trained:
+        return config
+    factor = positions / trained
+    scaling = YarnScaling(factor, trained, yarn_attention_factor(factor))
+
+    def stretched(layer: Layer) -> Layer:
+        mixer = layer.mixer
+        if not isinstance(mixer, Attention) or mixer.window is not None:
+            return layer
+        if mixer.rope.scaling is not None:
+            raise InputError(f"the model's {trained:,} positions are scaled already, and {positions:,} are asked for")
+        return replace(layer, mixer=replace(mixer, rope=replace(mixer.rope, scaling=scaling)))
+
+    return replace(config, layers=tuple(map(stretched, config.layers)), max_position_embeddings=positions)
 
 
 class Held:

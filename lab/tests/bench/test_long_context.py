@@ -8,9 +8,10 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from lab.bench.__main__ import main
-from lab.bench.long_context import Held, Request, loaded, measure, memory_row
+from lab.bench.long_context import Held, Request, extended, loaded, measure, memory_row
 
 SMALL = {"head_dim": 64, "max_position_embeddings": 256}
 
@@ -92,3 +93,13 @@ def test_what_cannot_be_measured_is_refused(request_of, capsys):
     for args in (["--contexts", "a"], ["--steps", "0"]):
         assert main(["long-context", *args]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_a_model_of_too_few_positions_is_extended_once():
+    plain = read_config("random:0.6b", 1)
+    longer = extended(plain, plain.max_position_embeddings + 1)
+    assert longer.max_position_embeddings == plain.max_position_embeddings + 1
+    assert longer.common.attention.rope.scaling.factor == pytest.approx(1, abs=1e-4)
+    assert extended(plain, plain.max_position_embeddings) is plain
+    with pytest.raises(InputError, match="scaled already"):
+        extended(longer, longer.max_position_embeddings + 1)
