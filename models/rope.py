@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.models.config import Attention, Layer, ModelConfig, Rope
-from haarkv.tq_ops.errors import InputError
+from haarkv.models.config import Rope
 from haarkv.tq_ops.memory import require_memory
 
 
@@ -110,31 +109,6 @@ def inverse_frequencies(rope: Rope) -> Tensor:
     exponent = torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims
     inv_freq: Tensor = 1.0 / (rope.theta**exponent)
     return rope.scaling.scaled(inv_freq, rope.theta) if rope.scaling else inv_freq
-
-
-def extended(config: ModelConfig, positions: int) -> ModelConfig:
-    """The same model with room for so many positions, by YaRN from those it has; itself if it has them.
-
-    Layers with a sliding window never look further than that, and stay as they are.
-
-    Raises:
-        InputError: a layer is scaled already.
-    """
-    trained = config.max_position_embeddings
-    if positions <= trained:
-        return config
-    factor = positions / trained
-    scaling = YarnScaling(factor, trained, yarn_attention_factor(factor))
-
-    def stretched(layer: Layer) -> Layer:
-        mixer = layer.mixer
-        if not isinstance(mixer, Attention) or mixer.window is not None:
-            return layer
-        if mixer.rope.scaling is not None:
-            raise InputError(f"the model's {trained:,} positions are scaled already, and {positions:,} are asked for")
-        return replace(layer, mixer=replace(mixer, rope=replace(mixer.rope, scaling=scaling)))
-
-    return replace(config, layers=tuple(map(stretched, config.layers)), max_position_embeddings=positions)
 
 
 _SPAN = 1024

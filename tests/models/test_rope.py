@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.rope import extended, inverse_frequencies
+from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops.errors import InputError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -66,7 +66,6 @@ def test_frequencies_and_tables_equal_transformers(tmp_path, name, old, head_dim
 
 @pytest.mark.parametrize("factor", [1.5, 2.0, 4.0, 6.25, 16.0])
 def test_yarn_equals_transformers_as_far_as_it_reaches(tmp_path, factor):
-    """And the very same comes of a plain model that is extended to as many positions."""
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
     theirs, ours = configs(tmp_path, rope, False, max_position_embeddings=32768)
     rotary, table = Qwen3RotaryEmbedding(theirs), table_of(ours)
@@ -77,11 +76,6 @@ def test_yarn_equals_transformers_as_far_as_it_reaches(tmp_path, factor):
     slack = 2e-6 + positions[:, None] * (inverse_frequencies(ours.common.attention.rope) - rotary.inv_freq).abs() * 2
     for mine, expected in zip(table.at(positions), (cos, sin), strict=True):
         assert ((mine - expected).abs() <= slack).all()
-    plain = configs(tmp_path, {"rope_type": "default"}, False, max_position_embeddings=32768)[1]
-    assert extended(plain, last + 1) == ours
-    assert extended(plain, 32768) is plain
-    with pytest.raises(InputError, match="scaled already"):
-        extended(ours, last + 2)
 
 
 def test_rows_are_those_of_the_whole_table_whoever_asks(tmp_path):

@@ -176,11 +176,7 @@ class KVPlan:
         for name, _ in counted[1:]:
             at = ", ".join(str(layer) for layer, other in enumerate(names) if other == name)
             parts.append(f"layer{'s' * (', ' in at)} {at}: {name}")
-        if self.recent is not None:
-            parts.append(f"tail {self.recent}")
-        if self.sink:
-            parts.append(f"sink {self.sink}")
-        return "; ".join(parts)
+        return "; ".join([*parts, *self._kept()])
 
     def summary(self) -> str:
         """For people, in one line: as `describe` where few layers differ, else how many take each format of K and of V."""
@@ -191,15 +187,16 @@ class KVPlan:
             f"{side}: " + ", ".join(f"{counted[name]} {name}" for name in sorted(counted))
             for side, counted in zip("kv", sides, strict=True)
         ]
-        parts += [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
-        return "; ".join(parts)
+        return "; ".join([*parts, *self._kept()])
 
     def gist(self) -> str:
         """In a few words: as `summary`, but of layers that differ no more than that they do."""
         if len({formats.describe(*pair) for pair in self.layers}) <= 1:
             return self.summary()
-        kept = [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
-        return "; ".join(["by layer", *kept])
+        return "; ".join(["by layer", *self._kept()])
+
+    def _kept(self) -> list[str]:
+        return [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
 
 
 def _token_bytes(shape: KVShape, pair: tuple[KVFormat, KVFormat]) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -83,37 +85,35 @@ def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:
 def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
     """None, or in one sentence why a backend cannot read a format; a head_dim that it is not made for is left out of it."""
     try:
-        kv_format.fields(head_dim)
-        found = kv_format.description(head_dim)
+        if _takes(reads, kv_format, head_dim):
+            return None
     except InputError as error:
         return str(error)
+    *others, last = readable(reads)
+    names = f"{', '.join(others)} and {last}" if others else last
+    return f"{reads.kernels} read {names}, not {kv_format.name}{ELSEWHERE}"
+
+
+def _takes(reads: Reads, kv_format: KVFormat, head_dim: int) -> bool:
+    """Whether kernels read a format.
+
+    Raises:
+        InputError: it has no layout for this head_dim.
+    """
+    kv_format.fields(head_dim)
+    found = kv_format.description(head_dim)
     if kv_format in reads.also or kv_format.plain in reads.plain:
-        return None
-    if found is None or not _is_of_kind(reads, found, head_dim):
-        *others, last = readable(reads)
-        names = f"{', '.join(others)} and {last}" if others else last
-        return f"{reads.kernels} read {names}, not {kv_format.name}{ELSEWHERE}"
-    return None
-
-
-def _is_of_kind(reads: Reads, found: Description, head_dim: int) -> bool:
-    """Whether the kernels could read it at all, whatever its tables."""
-    if found.transform.coordinates:
-        return reads.learned
+        return True
+    if found is None or found.transform.coordinates:
+        return found is not None and reads.learned
     return found.bits in reads.bits and (reads.only is None or found == reads.only.description(head_dim))
 
 
 def readable(reads: Reads) -> list[str]:
     """Names of the formats that a backend reads, at some head_dim at least."""
-    return [name for name in formats.names() if any(_readable_at(reads, name, head_dim) for head_dim in reads.head_dims)]
-
-
-def _readable_at(reads: Reads, name: str, head_dim: int) -> bool:
-    kv_format = formats.get(name)
-    if kv_format in reads.also or kv_format.plain in reads.plain:
-        return True
-    try:
-        found = kv_format.description(head_dim)
-    except InputError:  # it has no layout for this head_dim
-        return False
-    return found is not None and _is_of_kind(reads, found, head_dim)
+    found = dict[str, None]()
+    for name, head_dim in product(formats.names(), reads.head_dims):
+        with suppress(InputError):
+            if _takes(reads, formats.get(name), head_dim):
+                found[name] = None
+    return list(found)
