@@ -50,12 +50,6 @@ def spec_from(options: Mapping[str, Any]) -> KVSpec:
     return _spec(*_asked(options))
 
 
-def words_of(vllm_config: VllmConfig) -> str:
-    """The cache that is asked for, in a few words."""
-    options = vllm_config.additional_config
-    return f"the KV cache of {options[PLAN]}" if options.get(PLAN) else f"a {options.get(FORMAT, KV)} KV cache"
-
-
 def plan_of(vllm_config: VllmConfig) -> KVPlan:
     """How all KV heads of the model's own layers are stored; those with a sliding window are vLLM's, in BF16.
 

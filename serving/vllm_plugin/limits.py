@@ -21,8 +21,8 @@ from haarkv.models.balance import Moments, Scales, Scaling
 from haarkv.models.catalog import read_config, stream_tensors
 from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.models.parallel import kv_heads_of
-from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, HOST_MEMORY
-from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, state_layers, words_of
+from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, HOST_MEMORY, KV, PLAN
+from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, state_layers
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import STRETCH
@@ -57,7 +57,9 @@ def require_supported(vllm_config: VllmConfig) -> None:
     """
     model = vllm_config.model_config
     if model is not None and (reason := _model(vllm_config) or _options(vllm_config) or _cache(vllm_config)):
-        raise ValueError(f"{words_of(vllm_config)} cannot serve {model.model}: {reason}")
+        options = vllm_config.additional_config
+        cache = f"the KV cache of {options[PLAN]}" if options.get(PLAN) else f"a {options.get(FORMAT, KV)} KV cache"
+        raise ValueError(f"{cache} cannot serve {model.model}: {reason}")
 
 
 def reads_here() -> Reads:

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -155,27 +155,20 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 # -- Kernels ----------------------------------------------------------------------------------------------------------------
 
 
-class Kernels(NamedTuple):
-    """Attention over packed codes on one kind of device: its op table, and what that reads."""
-
-    ops: OpTable
-    reads: Reads
-
-
 @cache
-def kernels_on(device: str) -> Kernels | None:
-    """The kernels for tensors on a kind of device; None where there are none, or they are not built."""
+def kernels_on(device: str) -> tuple[OpTable, Reads] | None:
+    """The op table for tensors on a kind of device, and what it reads; None where there is none, or it is not built."""
     if device == "cpu":
         from haarkv.tq_ops.cpu.ops import CpuOps
 
         try:
-            return Kernels(CpuOps(), cpu_layout.READS)
+            return CpuOps(), cpu_layout.READS
         except KernelsMissingError:
             return None
     if device == "cuda" and unavailable() is None:
         from haarkv.tq_ops.cuda import ops
 
-        return Kernels(cast(OpTable, ops), cuda_layout.READS)
+        return cast(OpTable, ops), cuda_layout.READS
     return None
 
 
@@ -230,7 +223,7 @@ class Reader:
         kernels = kernels_on(q.device.type)
         assert kernels is not None, "kernels that could read the layer are gone"
         batch = self._padded_batch(padding, seen) if any(padding) else self._batch(len(q), seen)
-        out = kernels.ops.paged_attention(asked, cache, self._layer, batch, softmax_scale)
+        out = kernels[0].paged_attention(asked, cache, self._layer, batch, softmax_scale)
         return _unscaled(out.unsqueeze(2), v.scales).transpose(1, 2)
 
     def _view(self) -> PagedKVCache:
@@ -313,12 +306,12 @@ def readable(sides: Sequence[SideStore]) -> bool:
     kernels = kernels_on(sides[0].device.type)
     if kernels is None:
         return False
-    head_dim, dtype = sides[0].head_dim, sides[0].dtype
+    reads, head_dim, dtype = kernels[1], sides[0].head_dim, sides[0].dtype
     kept = any(side.keeps for side in sides)
     return (
         all(side.head_dim == head_dim for side in sides)
-        and wrong_head_dim(kernels.reads, head_dim) is None
-        and all(misfit(kernels.reads, side.packed.kv_format, head_dim) is None for side in sides)
+        and wrong_head_dim(reads, head_dim) is None
+        and all(misfit(reads, side.packed.kv_format, head_dim) is None for side in sides)
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
         and (dtype == torch.bfloat16 or (dtype == torch.float32 and not kept))
     )

@@ -209,8 +209,6 @@ class Packed:
     fewer tokens that still count are remembered.
 
     Args:
-        kv_format: how the vectors are stored.
-        layer: chooses the rotation.
         like: [B, Hkv, 0, D]; gives shapes and device.
         front: groups left free before the first, for tokens that are kept elsewhere: so a token lies at its position.
     Raises:
