@@ -8,7 +8,7 @@ from lab.ptx.memory import SHARED_AT, Fault, Window, gather, scatter
 from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
 from lab.ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 
-SPACES = ("global", "shared", "param")
+SPACES = ("global", "shared", "local", "param")
 _HINTS = {"nc", "ca", "cg", "L1__no_allocate"}
 
 
@@ -68,6 +68,15 @@ def write_shared(s: Lanes, lanes: np.ndarray, address: np.ndarray, values: np.nd
     scatter(s.shared, offset, values)
 
 
+def local_offset(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
+    """[n] offsets in all of `s.local` of addresses [n] in the memory of threads [n] alone."""
+    size = s.local.shape[1]
+    if (wrong := (address % np.uint64(width) != 0) | (address > np.uint64(max(size - width, 0)))).any():
+        place = int(np.argmax(wrong))
+        raise Fault(f"{width} bytes at byte {int(address[place])} of local memory, which has {size}", int(lanes[place]))
+    return address.astype(np.int64) + lanes * size
+
+
 def windows_of(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> list[tuple[Window, np.ndarray, np.ndarray]]:
     """The windows of global accesses: window, which of the accesses, offsets."""
     try:
@@ -101,6 +110,8 @@ def read(s: Lanes, space: str, lanes: np.ndarray, address: np.ndarray, width: in
     """[n, width] uint8 of a space."""
     if space == "shared":
         return read_shared(s, lanes, address, width)
+    if space == "local":
+        return gather(s.local.reshape(-1), local_offset(s, lanes, address, width), width)
     if space == "param":
         if (address > len(s.params) - width).any():
             raise Fault("a load behind the parameters", int(lanes[0]))
@@ -114,6 +125,8 @@ def write(s: Lanes, space: str, lanes: np.ndarray, address: np.ndarray, values: 
         write_shared(s, lanes, address, values)
     elif space == "global":
         write_global(s, lanes, address, values)
+    elif space == "local":
+        scatter(s.local.reshape(-1), local_offset(s, lanes, address, values.shape[1]), values)
     else:
         raise Fault(f"a store to {space} memory", int(lanes[0]))
 

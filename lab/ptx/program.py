@@ -109,11 +109,12 @@ def _laid_out(arrays: list[Array], begin: int, dynamic: int) -> tuple[dict[str, 
 
 @dataclass
 class Layout:
-    """What every program of a launch shares: where arrays and parameters lie."""
+    """What every program of a launch shares: where arrays and parameters lie, and how many bytes of its own a thread has."""
 
     symbols: dict[str, tuple[str, int]]
     params: np.ndarray
     shared_end: int
+    local_bytes: int
 
 
 def layout_of(program: Program, args: Sequence[object], memory: Memory, dynamic: int) -> Layout:
@@ -121,11 +122,10 @@ def layout_of(program: Program, args: Sequence[object], memory: Memory, dynamic:
     arrays = [*program.arrays, *program.entry.arrays]
     symbols = {name: ("param", offset) for name, offset in offsets.items()}
     shared, shared_end = _laid_out([array for array in arrays if array.space == "shared"], SHARED_AT, dynamic)
-    symbols |= {name: ("shared", at) for name, at in shared.items()}
+    local, local_bytes = _laid_out([array for array in arrays if array.space == "local"], 0, 0)
+    symbols |= {name: ("shared", at) for name, at in shared.items()} | {name: ("local", at) for name, at in local.items()}
     for array in arrays:
-        if array.space == "local":
-            raise Unknown(f"local memory: {array.name}")
         if array.space in ("global", "const"):
             values = np.frombuffer(array.values + bytes(array.size - len(array.values)), np.uint8).copy()
             symbols[array.name] = (array.space, memory.place(array.name, values))
-    return Layout(symbols, params, shared_end)
+    return Layout(symbols, params, shared_end, local_bytes)

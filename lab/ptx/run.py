@@ -92,6 +92,7 @@ class Together:
         self.s = Lanes(
             count, threads, len(numbers), memory, fresh(program.entry, count), specials(block, grid, numbers), layout.symbols,
             layout.params, np.full(stride * len(numbers), 0xFF, np.uint8), stride, layout.shared_end,
+            np.full((count, layout.local_bytes), 0xFF, np.uint8),
             np.ones(count, np.bool_), races=races, copies=Copies(count), products=Products(count), clock=history.clock,
         )  # fmt: skip
         self.waiting: dict[int, np.ndarray] = {}

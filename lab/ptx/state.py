@@ -41,6 +41,7 @@ class Lanes:
         mask: [count] bool, whose registers the instruction at hand writes; None for all that live.
         special: [count] uint32 or uint64 by name.
         shared: [programs * shared_stride] uint8.
+        local: [count, bytes of a thread's own memory] uint8.
         clock: instructions so far.
         races, copies, products: who wrote what, and what asynchronous copies and products have yet to do.
     """
@@ -56,6 +57,7 @@ class Lanes:
     shared: np.ndarray
     shared_stride: int
     shared_end: int
+    local: np.ndarray
     live: np.ndarray
     mask: np.ndarray | None = None
     clock: int = 0

@@ -262,6 +262,19 @@ def test_an_offset_that_wraps_at_32_bits_is_out_of_bounds():
         execute(text(body.format("mul.lo.s32 %r2, %r2, 33792; cvt.s64.s32 %rd3, %r2;")), "kernel", [1], [32], args, memory)
 
 
+@pytest.mark.parametrize(("at", "says"), [(0, None), (12, None), (16, "byte 16 of local memory, which has 16"), (2, "byte 2")])
+def test_local_memory_is_each_threads_own(at, says):
+    found = np.zeros(64, U32)
+    body = f".local .align 16 .b8 own[16]; mov.u64 %rd2, own; st.local.u32 [%rd2+{at}], %r0;"
+    body = f"{MINE} {body} ld.local.u32 %r2, [%rd2+{at}]; st.global.b32 [%rd12], %r2;"
+    if says:
+        with pytest.raises(LaunchFault, match=says):
+            run(body, found, found, threads=64)
+    else:
+        run(body, np.zeros(1, U32), found, threads=64)
+        assert found.tolist() == list(range(64))
+
+
 @pytest.mark.parametrize(("value", "how", "says"), [
     ("%r1", {}, "two threads write different values"), ("%r1", {"together": 1}, "which thread 0 of program 0 wrote"),
     ("%r0", {"together": 1}, "two threads write different values"), ("5", {}, None),
