@@ -273,7 +273,7 @@ def test_load_takes_what_the_command_takes(at_home, chosen, chooses, monkeypatch
     learned = tq.load("tiny", kv="k=lr3,v=tq3", calibration=file, tail=16, sink=2)
     assert learned.plan.describe() == "k=lr3,v=tq3; tail 16; sink 2"
     assert tq.load("tiny", plan=file).plan.describe() == session.plan.describe()
-    with pytest.raises(InputError, match="auto sets the whole cache; leave out tail"):
+    with pytest.raises(InputError, match="kv='auto' sets the whole cache; leave out tail"):
         tq.load("tiny", kv="auto", tail=3)
     with pytest.raises(InputError, match="plan sets the whole cache; leave out kv"):
         tq.load("tiny", kv="tq4", plan=file)
