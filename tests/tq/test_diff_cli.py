@@ -63,8 +63,7 @@ def test_auto_is_the_fastest_that_reads_both_sides(monkeypatch, a, b, names):
     assert tuple(side.kv for side in sides) == (parse_contender(a).kv, parse_contender(b).kv)
 
 
-def test_the_dtype_is_one_that_both_executors_run(monkeypatch):
-    monkeypatch.setattr(catalog, "default_dtype", {"reference": "float32", "npu": "bfloat16"}.__getitem__)
+def test_the_dtype_is_one_that_both_executors_run():
     reference, npu = Contender("reference"), Contender("npu")
     assert default_dtype(reference, Contender("reference", "bf16")) == "float32"
     assert default_dtype(reference, npu) == default_dtype(npu, reference) == "bfloat16"

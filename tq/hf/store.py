@@ -10,7 +10,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
-from haarkv.tq_ops.formats.plain import groups_to_flush
+from haarkv.tq_ops.formats.base import groups_to_flush
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 

@@ -209,8 +209,8 @@ def _seen(at: Layer) -> Iterator[Fault]:
     def one_place_on(window: Kept) -> Tensor:
         return torch.cat([window.vectors[:, :, : window.sink], window.vectors[:, :, window.sink :].roll(-1, 2)], 2)
 
-    def of_rows(rows: Callable[[Tensor], Tensor]) -> Read:
-        return lambda window, batch, tokens: window.read(replace(batch, rows=rows(batch.rows)), tokens)
+    def of_rows(rows: Callable[[Tensor, int], Tensor]) -> Read:
+        return lambda window, batch, tokens: window.read(replace(batch, rows=rows(batch.rows, len(window.vectors))), tokens)
 
     looks: dict[str, tuple[Seen | None, Read | None]] = {
         "the window is one token short": (longer(-1), None),
@@ -220,8 +220,8 @@ def _seen(at: Layer) -> Iterator[Fault]:
         "the last of the sinks is read packed": (last_of_sinks, None),
         "the ring is read one place on": (None, moved(one_place_on)),
         "the ring is read as if sinks took no place": (None, moved(lambda window: window.vectors.roll(window.sink, 2))),
-        "the window of another sequence is read": (None, of_rows(lambda rows: rows.roll(1))),
-        "rows of the window are taken for numbers of sequences": (None, of_rows(lambda rows: torch.arange(len(rows)))),
+        "the window of another sequence is read": (None, of_rows(lambda rows, count: (rows + 1) % count)),
+        "the first row of the window is read for every sequence": (None, of_rows(lambda rows, _: torch.zeros_like(rows))),
     }
     for name, (seen, read) in looks.items():
         yield _looking(at, name, seen, read)

@@ -12,7 +12,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, plain, rotated, turboquant
-from haarkv.tq_ops.formats.plain import groups_to_flush
+from haarkv.tq_ops.formats.base import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 

@@ -72,10 +72,9 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, side, head_dim)
     level = kv_format.levels(fields)
     book = lloyd_max(bits, head_dim, "published" if bits <= 4 else "converged")
     rotation, described = haar_rotation(layer, head_dim), kv_format.description(head_dim)
-    assert (described.bits, described.levels, described.along) == (bits, head_dim, side == "v")
+    assert (described.bits, described.head_dim, described.along) == (bits, head_dim, side == "v")
     assert (*described.centroids, *described.boundaries) == (*book.centroids.tolist(), *book.boundaries.tolist())
     assert torch.equal(described.transform.matrix(layer, head_dim), rotation)
-    assert described.transform.per_layer
     y = exact_norm(x)[0].bfloat16().double() @ rotation.double()
     expected = (y[..., None] >= book.boundaries.double()).sum(-1)
     assert compare_levels(level, expected, y, book.boundaries.double(), bounds.ROTATED_FP32).unexplained == 0
