@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from haarkv.tq_ops.errors import InputError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
 
     from haarkv.validation.fidelity.evaluation import FidelityRow
 
@@ -115,7 +117,7 @@ def _ticks(axes: Axes, bf16: float, least: float) -> None:
 
 
 def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
-    """Write names beside points, where each covers no other name and no point as far as there is such a place.
+    """Write names beside points, where each covers no other name, no point and no line as far as there is such a place.
 
     Args:
         points: x, y, name and color of each; the first have the first choice of a place.
@@ -125,18 +127,43 @@ def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fon
 
     assert isinstance(axes.figure, Figure)
     axes.figure.draw_without_rendering()  # lays out the axes, without which nothing has a place
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in (axes.transData.transform(point[:2]) for point in points)]
-    for left, height, name, color in points:
+    places = [axes.transData.transform(point[:2]) for point in points]
+    marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
+    legend = axes.get_legend()
+    taken = [*marks, *_along_lines(axes), *([legend.get_window_extent()] if legend else [])]
+    for (left, height, name, color), mark in zip(points, marks, strict=True):
         label = axes.annotate(
             name, (left, height), xytext=(0, 0), textcoords="offset points", va="center", fontsize=fontsize, color=color,
             annotation_clip=False,
         )  # fmt: skip
 
-        def covered(place: tuple[float, float, str], label: Annotation = label) -> tuple[int, bool]:
+        def covered(place: tuple[float, float, str], label: Annotation = label, mark: Bbox = mark) -> float:
             label.set(position=place[:2], ha=place[2])
             box = label.get_window_extent()
-            return box.count_overlaps(taken), not axes.bbox.fully_containsx(box.x1)
+            outside = float(box.width * box.height) - _overlap(box, axes.bbox)
+            return round(sum(_overlap(box, other) for other in taken if other is not mark) + outside, 6)
 
         x, y, side = min(_PLACES, key=covered)  # of equals the first
         label.set(position=(x, y), ha=side)
         taken.append(label.get_window_extent())
+
+
+def _along_lines(axes: Axes) -> list[Bbox]:
+    """Small boxes along every line that joins points."""
+    from matplotlib.transforms import Bbox
+
+    boxes = []
+    for line in (line for line in axes.lines if line.get_linestyle() == "-"):
+        corners = axes.transData.transform(line.get_xydata())
+        for (x, y), (to_x, to_y) in pairwise(corners.tolist()):
+            steps = max(1, round(max(abs(to_x - x), abs(to_y - y)) / 4))
+            boxes += [
+                Bbox.from_bounds(x + (to_x - x) * i / steps - 2, y + (to_y - y) * i / steps - 2, 4, 4) for i in range(steps)
+            ]
+    return boxes
+
+
+def _overlap(a: Bbox, b: Bbox) -> float:
+    """Square pixels that two boxes share."""
+    width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+    return float(max(0.0, width) * max(0.0, height))
