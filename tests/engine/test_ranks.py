@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from at_length import MORE, rest
+from bounds import REORDERED_KV, REORDERED_LOGITS
 from npu_programs import with_pypto
 from ranks import alone, benched, on_ranks, run_small, validated
 from small_models import SMALL, resized
@@ -15,7 +16,6 @@ from haarkv.engine.ranks import join
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation.bounds import REORDERED_KV, REORDERED_LOGITS
 
 FOUR = resized(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
 MODELS = {
