@@ -38,7 +38,7 @@ MIXES = tuple(map(str.lower, _FILE_TYPES))
 _FEWER_BITS = ("Q4_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 _NARROW = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """In place of blocks that do not divide a row."""
-_COSTS_MOST = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")
+_COSTS_MOST = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
 _PLAIN_PARTS = ("ffn_gate_inp", "ssm_conv1d", "rope_freqs", "norm")
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
 _REPLACED = (
