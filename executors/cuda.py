@@ -95,7 +95,6 @@ class CudaExecutor:
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
         from haarkv.tq_ops.cuda import delta, experts, nvrtc, ops
-        from haarkv.tq_ops.cuda.fused import CudaFused
 
         self.config = model.config
         self.ops: OpTable = cast(OpTable, ops)
@@ -111,7 +110,7 @@ class CudaExecutor:
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
             whole = fused.fuse(model, self.device, placed)
             self._model = whole.model
-            self._run = _bound(whole, CudaFused(self._fault))
+            self._run = _bound(whole, ops.CudaFused(self._fault))
         else:
             weights = with_stacks(model.weights, model.config, self.device, placed)
             same = model.weights.embedding.device == self.device
@@ -143,7 +142,7 @@ class CudaExecutor:
         """
         if self.simulated or self._model.ranks.size > 1:
             return
-        from haarkv.tq_ops.cuda.launching import compiled_ahead
+        from haarkv.tq_ops.cuda.available import compiled_ahead
 
         cache, paging = new_cache(self.config, plan, sequences=1, tokens=_AHEAD[0], device=self.device)
         sequence, began, count = paging.add(), time.perf_counter(), 0

@@ -30,7 +30,7 @@ from step_launches import META, executor_on_meta, launches
 
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.tq_ops.cuda import nvrtc, ops
-from haarkv.tq_ops.cuda.fused import CudaFused
+from haarkv.tq_ops.cuda.ops import CudaFused
 
 GPU = DEVICE.type == "cuda"
 FP32, BF16 = torch.float32, torch.bfloat16

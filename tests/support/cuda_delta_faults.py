@@ -42,7 +42,7 @@ FAULTS = {
 
 def planted(name: str) -> AbstractContextManager[None]:
     """The kernels with a fault."""
-    return planted_kernels.planted(delta, "delta_kernels", *FAULTS[name])
+    return planted_kernels.planted(delta, *FAULTS[name])
 
 
 def off_by(ops: OpTable, device: torch.device | str = "cpu") -> float:

@@ -99,7 +99,7 @@ SHORT = tuple(FAULTS)[:3] + tuple(FAULTS)[-1:]
 def planted(name: str) -> AbstractContextManager[None]:
     """The kernels with a fault."""
     _, old, new = FAULTS[name]
-    return planted_kernels.planted(experts, "expert_kernels", old, new)
+    return planted_kernels.planted(experts, old, new)
 
 
 @contextmanager

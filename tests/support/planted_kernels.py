@@ -11,15 +11,14 @@ from typing import Any
 
 
 @contextmanager
-def planted(launcher: Any, kernels: str, old: str, new: str) -> Iterator[None]:
-    """A module of kernels changed as long as this lasts.
+def planted(module: Any, old: str, new: str) -> Iterator[None]:
+    """The kernels of a module changed as long as this lasts.
 
     Args:
-        launcher: the module that launches them, and knows them by the name `kernels`.
         old, new: a text that its source holds once, and what stands there instead.
     """
-    kept = getattr(launcher, kernels)
-    text = Path(kept.__file__).read_text(encoding="utf-8")
+    kernels = {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+    text = Path(module.__file__).read_text(encoding="utf-8")
     assert text.count(old) == 1, "nothing was planted"
     with TemporaryDirectory() as folder:
         path = Path(folder) / "faulty_kernels.py"
@@ -27,10 +26,10 @@ def planted(launcher: Any, kernels: str, old: str, new: str) -> Iterator[None]:
         spec = importlib.util.spec_from_file_location("faulty_kernels", path)
         assert spec is not None
         assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        setattr(launcher, kernels, module)
-        spec.loader.exec_module(module)
+        faulty = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(faulty)
         try:
+            vars(module).update({name: vars(faulty)[name] for name in kernels})
             yield
         finally:
-            setattr(launcher, kernels, kept)
+            vars(module).update(kernels)

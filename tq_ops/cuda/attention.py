@@ -1,7 +1,7 @@
 """Attention over packed codes in the rotated domain, decode and prefill alike: pieces of a context, then merged.
 
 A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
-attends to the stored tokens that `schedule` gives it. Partial results are not normalized yet; `merge.merge_kernel` adds them
+attends to the stored tokens that `schedule` gives it. Partial results are not normalized; `schedule.merge_kernel` adds them
 up and rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone, and what
 `in_bf16.kept_kernel` makes of the others is one more partial result.
 

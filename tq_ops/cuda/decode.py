@@ -14,15 +14,15 @@ from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import triton
 from torch import Tensor
 
 from haarkv.codebooks.cubic import WIDTHS
 from haarkv.tq_ops.cuda import nvrtc
-from haarkv.tq_ops.cuda.available import capability, processors
-from haarkv.tq_ops.cuda.halves import halves_of
-from haarkv.tq_ops.cuda.kept import Part, kept_in
-from haarkv.tq_ops.cuda.launching import only_compiles
+from haarkv.tq_ops.cuda.arguments import Part, kept_in
+from haarkv.tq_ops.cuda.available import capability, only_compiles, processors
 from haarkv.tq_ops.cuda.layout import Layout, Rotated, columns_of
+from haarkv.tq_ops.cuda.lookup import halves_of
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
@@ -142,7 +142,7 @@ def shared_bytes(group: int, head_dim: int) -> int:
 
 
 def _columns(group: int) -> int:
-    return -(-group // 8) * 8
+    return 8 * int(triton.cdiv(group, 8))
 
 
 def compiled(target: str, *values: int) -> bytes:

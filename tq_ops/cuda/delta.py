@@ -1,19 +1,234 @@
-"""`gated_delta` on a GPU, or in Triton's interpreter: versions are chosen on the device, so that a graph can hold a step."""
+"""The gated delta rule: which versions of a state are read and written, what a token reads, a head's memory token by token.
 
-from __future__ import annotations
+Two launches, and nothing that waits for the device, so that a graph can hold a step. The programs of the first choose versions
+from `seen`, which none of them changes. They tell the second, in `turns`, which changes `seen` and reads it in no other
+program. So nothing depends on the order of programs.
+"""
 
 from typing import cast
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices, delta_kernels
+from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.arguments import sequence_bits
-from haarkv.tq_ops.cuda.launching import launch
+from haarkv.tq_ops.cuda.available import launch
+from haarkv.tq_ops.cuda.in_bf16 import sequence_of
+from haarkv.tq_ops.cuda.layout import STATE
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
+
+# What a sequence reads in place of a version: zeros before its first token; nothing, as it pads a batch; nothing, as no
+# version has seen the tokens before.
+ZEROS, DEAD, UNSEEN = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
+_NO_HEAD, _LAST = tl.constexpr(STATE), tl.constexpr(2**63 - 1)
+
+
+# Masks are made of numbers: where a block's truths meet a single one, the interpreter gives them another type.
+@triton.jit
+def turn_of(had, version, known, slot, number, VERSIONS: tl.constexpr):
+    """The version that a sequence reads, or what it reads in its place, and the one that goes to its last token but `number`.
+
+    Written are the oldest first. What has seen more tokens than there are is of another continuation, or of another sequence,
+    and goes before all. The version that is read has seen most of those left, so that it would be the last of all.
+
+    Args:
+        had, version: [SIZE] int64 and int32, what each version has seen; -1 where there is none.
+        known, slot: tokens before the sequence's first new one, and that one's slot.
+    Returns:
+        `before`, whether the token's state is kept, and `target`, which means something only then.
+    """
+    match = tl.min(tl.where(had == known, version, 2147483647), 0)
+    found = tl.where(match == 2147483647, UNSEEN, match)
+    before = tl.where(slot < 0, DEAD, tl.where(known == 0, ZEROS, found))
+    kept = (number < VERSIONS - 1) & (before >= ZEROS)
+    age = tl.where(had >= tl.where(known == 0, 0, known + 1), -1, had)
+    age, target = tl.where(version < VERSIONS, age, _LAST), 0
+    for _ in range(tl.where(kept, number + 1, 0)):
+        target = tl.min(tl.where(age == tl.min(age, 0), version, 2147483647), 0)
+        age = tl.where(version == target, _LAST, age)
+    return before, kept, target
+
+
+@triton.jit
+def softplus(z):
+    """log(1 + exp(z)), to the last places of FP32 wherever it is small: log1p(e) is 2 atanh(e / (2 + e)), a short series."""
+    small = tl.exp(-tl.abs(z))
+    w = small / (2.0 + small)
+    s = w * w
+    series = 1.0 / 15 + s * (1.0 / 17)
+    series = 1.0 / 9 + s * (1.0 / 11 + s * (1.0 / 13 + s * series))
+    series = 1.0 + s * (1.0 / 3 + s * (1.0 / 5 + s * (1.0 / 7 + s * series)))
+    return tl.maximum(z, 0.0) + 2.0 * w * series
+
+
+@triton.jit
+def convolved(
+    x, conv, token, begin, first, dim, before_at, kept_at, has_before, kept, SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The convolution of a token's `dim` channels from `first` on, [SIZE]; where its state is kept, so are its inputs.
+
+    Args:
+        x: [T, CHANNELS]; `begin` is the sequence's first row.
+        before_at, kept_at: [TAPS - 1, CHANNELS], the inputs before the sequence's first new token, and those after this one.
+    """
+    column, total = tl.arange(0, SIZE), tl.zeros((SIZE,), tl.float32)
+    channel = first + column
+    for tap in tl.static_range(TAPS):
+        source = token - (TAPS - 1 - tap)
+        new = source >= begin
+        older = before_at + (TAPS - 1 - begin + source) * CHANNELS
+        value = tl.load(x + source.to(tl.int64) * CHANNELS + channel, column < tl.where(new, dim, 0), 0.0)
+        value += tl.load(older + channel, column < tl.where(new | (has_before == 0), 0, dim), 0.0)
+        if tap > 0:
+            tl.store(kept_at + (tap - 1) * CHANNELS + channel, value, column < tl.where(kept, dim, 0))
+        total += value * tl.load(conv + channel * TAPS + tap, column < dim, 0.0)
+    return total
+
+
+# No layout may depend on where a tensor begins or on how long a batch is: sums would be in another order.
+@triton.jit(do_not_specialize=["x", "a", "b", "sequences", "layer"])
+def delta_inputs_kernel(
+    x, a, b, conv, a_log, dt_bias, windows, seen, positions, slots, rows, query_start_loc, sequences, fault, layer,
+    mixed, gates, turns,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr,
+    VERSIONS: tl.constexpr, VERSIONS_SIZE: tl.constexpr, SEQUENCE_BITS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """What tokens read and write of their memories, and the states of the convolution. Grid: [T, 2 * KEY_HEADS + VALUE_HEADS].
+
+    The first token of a sequence whose state no version has seen is left in `fault` [1] int64, as for `layout.fault_place`.
+
+    Args:
+        x, a, b, conv, a_log, dt_bias: as of `gated_delta`, fp32.
+        windows, seen: of a `Recurrent`, [num_rows + 1, VERSIONS, …].
+        positions, slots, rows, query_start_loc: of the batch, of `sequences` sequences.
+        mixed: [T, channels] fp32, q over its length and the root of KEY_DIM, k over its length, and v.
+        gates: [T, VALUE_HEADS, 2] fp32, what is kept of the memory, and how much is written.
+        turns: [sequences, VERSIONS] int32, the versions that go to the last tokens, the very last first; at the end the one
+            that is read, or `ZEROS`, `DEAD` or `UNSEEN`.
+    """
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    token, unit, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(0)
+    if SEQUENCE_BITS > 0:
+        sequence = tl.max(sequence_of(token + tl.zeros((1,), tl.int32), query_start_loc, sequences, SEQUENCE_BITS), 0)
+    begin, end = tl.load(query_start_loc + sequence), tl.load(query_start_loc + sequence + 1)
+    row, known, slot = tl.load(rows + sequence), tl.load(positions + begin), tl.load(slots + begin)
+    version = tl.arange(0, VERSIONS_SIZE)
+    had = tl.load(seen + row * VERSIONS + version, version < tl.where(slot < 0, 0, VERSIONS), -1)
+    number = end - 1 - token
+    before, kept, target = turn_of(had, version, known, slot, number, VERSIONS)
+    if unit == 0:
+        tl.store(turns + sequence * VERSIONS + number, target, kept)
+        tl.store(turns + sequence * VERSIONS + VERSIONS - 1, before, number == 0)
+        key = (layer.to(tl.int64) << 49) + (token.to(tl.int64) << 16) + _NO_HEAD
+        tl.atomic_min(fault, key, mask=(token == begin) & (before == UNSEEN))
+    if before >= ZEROS:
+        of_key = unit < 2 * KEY_HEADS
+        head = unit - 2 * KEY_HEADS
+        first = tl.where(of_key, unit * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM)
+        dim, inputs = tl.where(of_key, KEY_DIM, VALUE_DIM), (TAPS - 1) * CHANNELS
+        value = convolved(
+            x, conv, token, begin, first, dim, windows + (row * VERSIONS + before) * inputs,
+            windows + (row * VERSIONS + target) * inputs, before >= 0, kept, SIZE, CHANNELS, TAPS,
+        )  # fmt: skip
+        value = value / (1.0 + tl.exp(-value))
+        length = tl.rsqrt(tl.sum(value * value, 0) + 1e-6) * tl.where(unit < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+        column = tl.arange(0, SIZE)
+        to = mixed + token.to(tl.int64) * CHANNELS + first + column
+        tl.store(to, value * tl.where(of_key, length, 1.0), column < dim)
+        if of_key == 0:
+            at = token * VALUE_HEADS + head
+            forgotten = tl.exp(tl.load(a_log + head)) * softplus(tl.load(a + at) + tl.load(dt_bias + head))
+            tl.store(gates + 2 * at, tl.exp(-forgotten))
+            tl.store(gates + 2 * at + 1, 1.0 / (1.0 + tl.exp(-tl.load(b + at))))
+
+
+@triton.jit
+def read_token(mixed, gates, token, q_at, k_at, v_at, head, keys, values, CHANNELS: tl.constexpr, VALUE_HEADS: tl.constexpr):
+    """q and k [KEY_SIZE], v [COLUMNS], what is kept and what is written, of one token."""
+    of_token, of_gates = mixed + token.to(tl.int64) * CHANNELS, gates + 2 * (token * VALUE_HEADS + head)
+    return (
+        tl.load(of_token + q_at, keys, 0.0), tl.load(of_token + k_at, keys, 0.0), tl.load(of_token + v_at, values, 0.0),
+        tl.load(of_gates), tl.load(of_gates + 1),
+    )  # fmt: skip
+
+
+@triton.jit
+def note_seen(seen, turns, positions, begin, end, VERSIONS: tl.constexpr, VERSIONS_SIZE: tl.constexpr):
+    """What the versions of one sequence [VERSIONS] have seen after its new tokens."""
+    version = tl.arange(0, VERSIONS_SIZE)
+    inside, known = version < VERSIONS, tl.load(positions + begin)
+    had = tl.load(seen + version, inside, -1)
+    had = tl.where(had >= tl.where(known == 0, 0, known + 1), -1, had)
+    for number in range(tl.minimum(end - begin, VERSIONS - 1)):
+        token = end - 1 - number
+        had = tl.where(version == tl.load(turns + number), tl.load(positions + token) + 1, had)
+    tl.store(seen + version, had, inside)
+
+
+@triton.jit
+def delta_rule_kernel(
+    mixed, gates, turns, memories, seen, positions, rows, query_start_loc, out,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VERSIONS: tl.constexpr, VERSIONS_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """S = S * kept + k (v - S^T k) * written, out = S^T q, token by token, COLUMNS of a head a program, S in registers.
+
+    A column's numbers depend on no other column, and on no other token than those before it. Grid: [sequences * VALUE_HEADS,
+    VALUE_DIM / COLUMNS].
+
+    Args:
+        mixed, gates, turns: of `delta_inputs_kernel`.
+        memories, seen: of a `Recurrent`, [num_rows + 1, VERSIONS, …].
+        positions, rows, query_start_loc: of the batch.
+        out: [T, VALUE_HEADS, VALUE_DIM] fp32: zeros where a sequence pads the batch, NaN where its state is not there.
+    """
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    sequence, head = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
+    begin, end = tl.load(query_start_loc + sequence), tl.load(query_start_loc + sequence + 1)
+    row, turns = tl.load(rows + sequence), turns + sequence * VERSIONS
+    before = tl.load(turns + VERSIONS - 1, begin < end, DEAD)
+    key, column = tl.arange(0, KEY_SIZE), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    keys, values = key < KEY_DIM, column < VALUE_DIM
+    out += begin.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + column
+    if before >= ZEROS:
+        at, inside = key[:, None] * VALUE_DIM + column[None, :], keys[:, None] & values[None, :]
+        of_version, of_head = VALUE_HEADS * KEY_DIM * VALUE_DIM, memories + head * (KEY_DIM * VALUE_DIM)
+        read = (key < tl.where(before >= 0, KEY_DIM, 0))[:, None] & values[None, :]
+        memory = tl.load(of_head + (row * VERSIONS + before) * of_version + at, read, 0.0)
+        q_at = head * KEY_HEADS // VALUE_HEADS * KEY_DIM + key
+        k_at, v_at = q_at + KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+        q, k, v, kept, written = read_token(
+            mixed, gates, begin, q_at, k_at, v_at, head, keys, values, CHANNELS, VALUE_HEADS
+        )  # fmt: skip
+        for token in range(begin, end):
+            # The next token is on its way while this one is worked on.
+            following = tl.minimum(token + 1, end - 1)
+            next_q, next_k, next_v, next_kept, next_written = read_token(
+                mixed, gates, following, q_at, k_at, v_at, head, keys, values, CHANNELS, VALUE_HEADS
+            )  # fmt: skip
+            memory = memory * kept
+            change = (v - tl.sum(memory * k[:, None], 0)) * written
+            memory = memory + k[:, None] * change[None, :]
+            told = tl.sum(memory * q[:, None], 0)
+            tl.store(out, told, values)
+            out += VALUE_HEADS * VALUE_DIM
+            number = end - 1 - token
+            if number < VERSIONS - 1:
+                target = tl.load(turns + number)
+                tl.store(of_head + (row * VERSIONS + target) * of_version + at, memory, inside)
+            q, k, v, kept, written = next_q, next_k, next_v, next_kept, next_written
+        if (head == 0) & (tl.program_id(1) == 0):
+            note_seen(seen + row * VERSIONS, turns, positions, begin, end, VERSIONS, VERSIONS_SIZE)
+    else:
+        nothing = tl.where(before == UNSEEN, float("nan"), 0.0) + tl.zeros((COLUMNS,), tl.float32)
+        for _ in range(begin, end):
+            tl.store(out, nothing, values)
+            out += VALUE_HEADS * VALUE_DIM
 
 
 def advance(
@@ -55,13 +270,13 @@ def advance(
         "VERSIONS": versions, "VERSIONS_SIZE": triton.next_power_of_2(versions),
     }  # fmt: skip
     key_size = triton.next_power_of_2(key_dim)
-    launch(delta_kernels.delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
+    launch(delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
         x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
         batch.query_start_loc, sequences, fault, layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
         SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape, **choices.COMPILED,
     )  # fmt: skip
     columns = choices.delta_columns(key_size)
-    launch(delta_kernels.delta_rule_kernel, (sequences * value_heads, triton.cdiv(value_dim, columns)))(
+    launch(delta_rule_kernel, (sequences * value_heads, triton.cdiv(value_dim, columns)))(
         mixed, gates, turns, memories, state.seen, batch.positions, batch.rows, batch.query_start_loc, out,
         KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape, **choices.COMPILED,
     )  # fmt: skip

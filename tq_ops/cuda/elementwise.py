@@ -1,8 +1,12 @@
 """Norms, rotary embedding and gated products: what a layer does between its products."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from haarkv.tq_ops.cuda import choices
+from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.rotate import rounded
 
 
@@ -73,3 +77,65 @@ def add_norm_kernel(hidden, update, behind, weight, out, normed, width, behind_e
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
     tl.store(normed + at, rounded(value, normed.dtype.element_ty), inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `tq_ops.reference.rms_norm`, one launch."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    size = triton.next_power_of_2(width)
+    launch(rms_norm_kernel, (x.numel() // width,))(
+        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size), **choices.COMPILED
+    )
+    return out
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `tq_ops.reference.rope`, one launch."""
+    x = x.contiguous()
+    tokens, heads, head_dim = x.shape
+    out = torch.empty_like(x)
+    launch(rope_kernel, (tokens,))(
+        x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads),
+        **choices.COMPILED,
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `tq_ops.reference.silu_mul`, one launch; both may be views of one wider tensor."""
+    return _gated_mul(gate, up, dtype, "silu")
+
+
+def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `tq_ops.reference.gelu_mul`, one launch; both may be views of one wider tensor."""
+    return _gated_mul(gate, up, dtype, "gelu")
+
+
+def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `tq_ops.reference.sigmoid_mul`, one launch; both may be views of one wider tensor."""
+    return _gated_mul(gate, up, dtype, "sigmoid")
+
+
+def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, act: str) -> Tensor:
+    if gate.stride(-1) != 1 or gate.stride() != up.stride():
+        gate, up = gate.contiguous(), up.contiguous()
+    tokens, width = gate.shape
+    out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
+    grid = (tokens, triton.cdiv(width, 1024))
+    launch(gated_mul_kernel, grid)(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.COMPILED)
+    return out
+
+
+def add_norm(
+    hidden: Tensor, update: Tensor, weight: Tensor, eps: float, behind: tuple[Tensor, float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `FusedOps.add_norm`, one launch."""
+    hidden, update, (rows, width) = hidden.contiguous(), update.contiguous(), hidden.shape
+    out, normed, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
+    of_update, its_eps = behind or (None, 0.0)
+    launch(add_norm_kernel, (rows,))(
+        hidden, update, of_update, weight, out, normed, width, its_eps, eps, SIZE=size, num_warps=choices.row_warps(size),
+        **choices.COMPILED,
+    )  # fmt: skip
+    return out, normed

@@ -1,19 +1,188 @@
-"""Mixtures of experts on a GPU, or in Triton's interpreter: chosen on the device, so that a graph can hold a step."""
+"""Mixtures of experts: choice, order, products and sum. No choice changes a launch's size: a graph can hold it.
 
-from __future__ import annotations
+A *pair* is a token and one expert that it chose: number `token * PER_TOKEN + place`, its experts in their order.
+"""
 
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices, expert_kernels
+from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.arguments import constant
+from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
-from haarkv.tq_ops.cuda.launching import launch
+from haarkv.tq_ops.cuda.block_products import block_sums
+from haarkv.tq_ops.cuda.elementwise import gated
+from haarkv.tq_ops.cuda.rotate import dot, rounded
 from haarkv.tq_ops.fused import Stack
 from haarkv.tq_ops.weight import Weight
+
+
+@triton.jit
+def choose_kernel(
+    logits, chosen, shares, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, SIZE: tl.constexpr
+):
+    """The PER_TOKEN experts of the largest softmax(logits), a token a program; of equal ones the first.
+
+    Also of logits that are not finite these are as many experts as there are to be, whose shares are NaN.
+
+    Args:
+        logits: [T, EXPERTS] fp32.
+        chosen: [T, PER_TOKEN] int32, in the experts' order.
+        shares: [T, PER_TOKEN] fp32, of each; with NORMALIZED they sum to 1.
+        SIZE: a power of two, at least EXPERTS.
+    """
+    token, expert = tl.program_id(0), tl.arange(0, SIZE)
+    inside = expert < EXPERTS
+    logit = tl.load(logits + token.to(tl.int64) * EXPERTS + expert, inside, -float("inf"))
+    share = tl.exp(logit - tl.max(logit, 0))
+    share = share / tl.sum(share, 0)
+    # Numbers that are not negative are ordered as their bits are, and NaN lies above them.
+    key = tl.where(inside, share.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    for _ in range(PER_TOKEN):
+        first = tl.min(tl.where(key == tl.max(key, 0), expert, SIZE), 0)
+        key = tl.where(expert == first, -2, key)
+    taken = key == -2
+    if NORMALIZED:
+        share = share / tl.sum(tl.where(taken, share, 0.0), 0)
+    at = token * PER_TOKEN + tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(chosen + at, expert, taken)
+    tl.store(shares + at, share, taken)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def order_kernel(
+    chosen, order, tiles, pairs,
+    EXPERTS: tl.constexpr, BY_PAIR: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Pairs by expert, those of one expert in their order, and tiles of them. Grid: [pairs / ROWS].
+
+    Each pair counts those before it; it needs no other program. A tile's place follows from two of its counts, and no two
+    tiles have the same.
+
+    Args:
+        chosen: [pairs] int32.
+        order: [pairs] int32, the pair at each place.
+        tiles: [slots, 3] int32, 0 before: the expert of up to COLUMNS places, the first of them, and how many they are.
+        BY_PAIR: there is a slot for each place; else pairs / COLUMNS + EXPERTS slots, which are fewer where pairs are many.
+    """
+    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = pair < pairs
+    mine = tl.load(chosen + pair, here, EXPERTS)
+    less, same, earlier = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
+    for begin in range(0, pairs, AT_ONCE):
+        other = begin + tl.arange(0, AT_ONCE)
+        theirs = tl.load(chosen + other, other < pairs, EXPERTS)
+        equal = theirs[None, :] == mine[:, None]
+        less += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
+        same += tl.sum(equal.to(tl.int32), 1)
+        earlier += tl.sum((equal & (other[None, :] < pair[:, None])).to(tl.int32), 1)
+    at = less + earlier
+    tl.store(order + at, pair, here)
+    slot = at if BY_PAIR else less // COLUMNS + mine + earlier // COLUMNS
+    leads = here & (earlier % COLUMNS == 0)
+    tl.store(tiles + 3 * slot, mine, leads)
+    tl.store(tiles + 3 * slot + 1, at, leads)
+    tl.store(tiles + 3 * slot + 2, tl.minimum(same - earlier, COLUMNS), leads)
+
+
+@triton.jit
+def dense_sums(
+    row, x, read, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr
+):  # fmt: skip
+    """Rows of a dense weight times rows of x: [ROWS, COLUMNS] fp32.
+
+    Args:
+        row: [ROWS] where each row of the weight begins.
+        x: [..., inputs] bf16 or fp32, of which rows `read` [COLUMNS] are multiplied with.
+    """
+    total, of_x = tl.zeros((ROWS, COLUMNS), tl.float32), x + read.to(tl.int64) * inputs
+    for begin in range(0, inputs, STEP):
+        number = begin + tl.arange(0, STEP)
+        inside = number < inputs
+        part = tl.load(row[:, None] + number[None, :], inside[None, :], 0.0)
+        total = dot(part, tl.load(of_x[None, :] + number[:, None], inside[:, None], 0.0), total, TYPE)
+    return total
+
+
+@triton.jit
+def sums_of(
+    of, x, read, expert, output, outputs, inputs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows `output` [ROWS] of an expert's weight times rows `read` [COLUMNS] of x: [ROWS, COLUMNS] fp32.
+
+    Args:
+        of: of `experts.Stacked`.
+        output: less than `outputs`, the rows of an expert.
+    """
+    row = expert.to(tl.int64) * outputs + output
+    if of.LOW == 0:
+        total = dense_sums(of.weight + row * inputs, x, read, inputs, ROWS, COLUMNS, STEP, TYPE)
+    else:
+        total = block_sums(
+            of.weight + row * of.row_bytes, x, None, read, inputs, of.high, of.scales, of.minima, of.d, of.m,
+            of.LOW, of.HIGH, of.SHIFT, of.SCALES, of.MINIMUM, of.TOGETHER, ROWS, COLUMNS, TYPE,
+        )  # fmt: skip
+    if of.row_scales is not None:
+        total *= tl.load(of.row_scales + row).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def expert_kernel(
+    x, order, tiles, gate, up, out, outputs, inputs,
+    PER_TOKEN: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """A tile of pairs times ROWS rows of their expert's weight; with ACT, of two weights. Grid: [outputs / ROWS, slots].
+
+    With ACT: out [pairs, outputs] by place = act(x @ gate.T) * (x @ up.T), rounded once, of the pairs' tokens in x.
+    Without:  out [pairs, outputs] by pair = x @ gate.T in FP32, of x by place.
+
+    Every tile has the same shape, so that a pair's numbers do not depend on the others.
+
+    Args:
+        x: [T, inputs] or [pairs, inputs] bf16 or fp32.
+        order, tiles: of `order_kernel`.
+        gate, up: of `experts.Stacked`; up is None without ACT.
+        ACT: of `elementwise.gated`, or "".
+        TYPE: of operands.
+    """
+    tile = tiles + 3 * tl.program_id(1)
+    expert, first, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if count > 0:
+        column, output = tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        # For pairs and rows that are not there the last ones stand.
+        at, row = first + tl.minimum(column, count - 1), tl.minimum(output, outputs - 1)
+        pair = tl.load(order + at)
+        if ACT != "":
+            read, to = pair // PER_TOKEN, at
+        else:
+            read, to = at, pair
+        total = sums_of(gate, x, read, expert, row, outputs, inputs, ROWS, COLUMNS, STEP, TYPE)
+        if ACT != "":
+            total = gated(total, sums_of(up, x, read, expert, row, outputs, inputs, ROWS, COLUMNS, STEP, TYPE), ACT)
+        stored = (output < outputs)[:, None] & (column < count)[None, :]
+        tl.store(out + to.to(tl.int64)[None, :] * outputs + output[:, None], rounded(total, out.dtype.element_ty), stored)
+
+
+@triton.jit
+def share_kernel(y, shares, out, width, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr):
+    """out [T, width] fp32 = the sum of a token's pairs of y [T, PER_TOKEN, width], each by its share, in order.
+
+    Grid: [T, width / SIZE].
+    """
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside, total = column < width, tl.zeros((SIZE,), tl.float32)
+    for place in range(PER_TOKEN):
+        pair = token * PER_TOKEN + place
+        total += tl.load(shares + pair) * tl.load(y + pair * width + column, inside, 0.0)
+    tl.store(out + token * width + column, total, inside)
+
 
 COLUMNS = 16
 """Pairs of a tile, whatever the batch: so many columns the tensor cores take at least."""
@@ -22,12 +191,12 @@ _ROWS, _AT_ONCE = 16, 128
 
 
 class Stacked(NamedTuple):
-    """A weight of all experts, as `expert_kernels.sums_of` reads it.
+    """A weight of all experts, as `sums_of` reads it.
 
     Attributes:
         weight: [experts * outputs, inputs] bf16 or fp32, or in planes as bytes.
         row_bytes, high, scales, minima, d, m, LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER: of planes, as of
-            `block_kernels.block_sums`; LOW is 0 of a dense weight.
+            `block_products.block_sums`; LOW is 0 of a dense weight.
         row_scales: [experts * outputs], or None.
     """
 
@@ -70,7 +239,7 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
     tokens, count = logits.shape
     chosen = torch.empty(tokens, per_token, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens, per_token, device=logits.device)
-    launch(expert_kernels.choose_kernel, (tokens,))(
+    launch(choose_kernel, (tokens,))(
         logits.contiguous(), chosen, shares, EXPERTS=count, PER_TOKEN=per_token, NORMALIZED=normalized,
         SIZE=triton.next_power_of_2(count), num_warps=1, **choices.COMPILED,
     )  # fmt: skip
@@ -78,13 +247,13 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
 
 
 def ordered(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs [T * per_token] by expert, and their tiles [slots, 3]; int32, as of `expert_kernels.order_kernel`."""
+    """Pairs [T * per_token] by expert, and their tiles [slots, 3]; int32, as of `order_kernel`."""
     pairs = chosen.numel()
     by_pair = pairs <= pairs // COLUMNS + experts
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     slots = pairs if by_pair else pairs // COLUMNS + experts
     tiles = torch.zeros(slots, 3, dtype=torch.int32, device=chosen.device)
-    launch(expert_kernels.order_kernel, (triton.cdiv(pairs, _ROWS),))(
+    launch(order_kernel, (triton.cdiv(pairs, _ROWS),))(
         chosen, order, tiles, pairs, EXPERTS=experts, BY_PAIR=by_pair, COLUMNS=COLUMNS, ROWS=_ROWS, AT_ONCE=_AT_ONCE,
         **choices.COMPILED,
     )  # fmt: skip
@@ -94,9 +263,9 @@ def ordered(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def multiply(
     x: Tensor, order: Tensor, tiles: Tensor, gate: Weight, up: Weight | None, out: Tensor, per_token: int, act: str
 ) -> None:
-    """One launch of `expert_kernels.expert_kernel`, whose arguments these are."""
+    """One launch of `expert_kernel`, whose arguments these are."""
     tile, (outputs, inputs) = choices.expert_tile(x.dtype), (out.shape[1], x.shape[1])
-    launch(expert_kernels.expert_kernel, (triton.cdiv(outputs, tile.rows), len(tiles)))(
+    launch(expert_kernel, (triton.cdiv(outputs, tile.rows), len(tiles)))(
         x, order, tiles, _stacked(gate), None if up is None else _stacked(up), out, outputs, inputs, PER_TOKEN=per_token,
         ACT=act, ROWS=tile.rows, COLUMNS=COLUMNS, STEP=tile.step,
         TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), num_warps=tile.warps, num_stages=tile.stages,
@@ -122,7 +291,7 @@ def through(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
     multiply(made, order, tiles, stack.down, None, y, stack.per_token, "")
     out = torch.empty(tokens, width, device=x.device)
     size = min(1024, triton.next_power_of_2(width))
-    launch(expert_kernels.share_kernel, (tokens, triton.cdiv(width, size)))(
+    launch(share_kernel, (tokens, triton.cdiv(width, size)))(
         y, shares, out, width, PER_TOKEN=stack.per_token, SIZE=size, **choices.COMPILED
     )
     return out

@@ -2,15 +2,23 @@
 
 They lie in the model's own domain, as `tq_ops.kv.kept` says, so that every backend reads the same cache. Attention over them
 is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window reaches, and
-nothing else. Its sums of V are brought into V's rotated domain, where `merge.merge_kernel` and csrc/merge.cuh add them to
+nothing else. Its sums of V are brought into V's rotated domain, where `schedule.merge_kernel` and csrc/merge.cuh add them to
 those of packed tokens.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from haarkv.tq_ops.cuda import choices
+from haarkv.tq_ops.cuda.arguments import Kept, Part, tokens_of
+from haarkv.tq_ops.cuda.available import launch
+from haarkv.tq_ops.cuda.layout import into_rotated
 from haarkv.tq_ops.cuda.rotate import dot, places, rounded
 from haarkv.tq_ops.cuda.schedule import find_column_tile, tiles_of
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 
 
 @triton.jit
@@ -127,3 +135,31 @@ def kept_kernel(
             of_high = tl.load(of_half + (D // 2) * D + piece * WIDTH)
             rotated = tl.dot(high, of_high, rotated, input_precision=precision)
             tl.store(out + piece * WIDTH, rotated, live[:, None])
+
+
+def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
+    """Attention over the tokens in BF16, one launch, without waiting for the device.
+
+    Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
+    in TF32; the rest is FP32.
+
+    Args:
+        q: [T, Hq, D] bf16 or fp32 in the model's domain.
+        batch: placed.
+        scale: softmax_scale * log2(e).
+    """
+    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.shape(layer).num_kv_heads, batch.seq_lens.shape[0]
+    group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
+    tile = choices.kept_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
+    column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
+    matrix = into_rotated(cache.v_format(layer), layer, head_dim, q.device)
+    parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
+    new = tokens_of(batch, kept, cache.shape(layer).window, triton.next_power_of_2(sequences))
+    launch(kept_kernel, (column_tiles, heads))(
+        q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
+        scale,
+        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens, RING=kept.ring, TYPE=operand,
+        WIDTH=choices.KEPT_WIDTH, num_warps=tile.warps, num_stages=tile.stages, **choices.COMPILED,
+    )  # fmt: skip
+    return Part(parts, maxima, sums)

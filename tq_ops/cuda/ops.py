@@ -7,7 +7,7 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -15,16 +15,30 @@ import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import attention, choices, decode, delta, elementwise, merge, prologue, quantize
-from haarkv.tq_ops.cuda.arguments import ROWS, both_written, keeping, read, tiles_of, tokens_of, turning
-from haarkv.tq_ops.cuda.available import capability
+from haarkv.tq_ops.cuda import attention, choices, decode, delta, prologue, quantize
+from haarkv.tq_ops.cuda.arguments import (
+    ROWS,
+    Kept,
+    Part,
+    both_written,
+    keeping,
+    kept_in,
+    read,
+    tiles_of,
+    tokens_of,
+    turning,
+)
+from haarkv.tq_ops.cuda.available import capability, launch
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.block_products import product
-from haarkv.tq_ops.cuda.kept import Kept, Part, kept_in
-from haarkv.tq_ops.cuda.kept_attention import attend_kept
-from haarkv.tq_ops.cuda.launching import launch
+from haarkv.tq_ops.cuda.elementwise import add_norm, gelu_mul, rms_norm, silu_mul
+from haarkv.tq_ops.cuda.elementwise import rope as rope
+from haarkv.tq_ops.cuda.elementwise import sigmoid_mul as sigmoid_mul
+from haarkv.tq_ops.cuda.experts import through
+from haarkv.tq_ops.cuda.in_bf16 import attend_kept
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, stretches_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
+from haarkv.tq_ops.cuda.schedule import merge_kernel
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch
@@ -37,17 +51,6 @@ _WIDTH = 32
 """Columns of a small product: so few that even a decode step fills a GPU."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `tq_ops.reference.rms_norm`, one launch."""
-    x = x.contiguous()
-    out, width = torch.empty_like(x), x.shape[-1]
-    size = triton.next_power_of_2(width)
-    launch(elementwise.rms_norm_kernel, (x.numel() // width,))(
-        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size), **choices.COMPILED
-    )
-    return out
-
-
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """As `tq_ops.reference.linear`: cuBLAS, products and sums in FP32, an FP32 result; blocks as by `product`."""
     weight = placed(weight, x.device)
@@ -56,43 +59,6 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     if x.is_cuda and x.dtype == torch.bfloat16:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return reference.linear(x, weight)
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `tq_ops.reference.rope`, one launch."""
-    x = x.contiguous()
-    tokens, heads, head_dim = x.shape
-    out = torch.empty_like(x)
-    launch(elementwise.rope_kernel, (tokens,))(
-        x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads),
-        **choices.COMPILED,
-    )  # fmt: skip
-    return out
-
-
-def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.silu_mul`, one launch; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, "silu")
-
-
-def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.gelu_mul`, one launch; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, "gelu")
-
-
-def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.sigmoid_mul`, one launch; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, "sigmoid")
-
-
-def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, act: str) -> Tensor:
-    if gate.stride(-1) != 1 or gate.stride() != up.stride():
-        gate, up = gate.contiguous(), up.contiguous()
-    tokens, width = gate.shape
-    out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
-    grid = (tokens, triton.cdiv(width, 1024))
-    launch(elementwise.gated_mul_kernel, grid)(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.COMPILED)
-    return out
 
 
 def gated_delta(
@@ -305,7 +271,7 @@ def _attend_in_parts(
     )  # fmt: skip
     out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
     tiles = tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
-    launch(merge.merge_kernel, (tiles, head_dim // (merging.width * merging.pieces)))(
+    launch(merge_kernel, (tiles, head_dim // (merging.width * merging.pieces)))(
         parts, maxima, sums, out, of_v.rotation, tokens, new, sequences, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         ROWS=merging.rows, AT_ONCE=merging.at_once, WIDTH=merging.width, PIECES=merging.pieces,
@@ -367,3 +333,34 @@ def rotate_and_append(
         **both_written(_fields(cache, layer), layouts, kept, qkv, shape.head_dim), **choices.COMPILED,
     )  # fmt: skip
     return queries, rotated
+
+
+@dataclass(frozen=True)
+class CudaFused:
+    """`tq_ops.fused.FusedOps` for one executor. None of them waits for the device.
+
+    Attributes:
+        fault: from `new_fault`; a K or V that is not finite, or too large for its format, is left out and noted there.
+    """
+
+    fault: Tensor
+
+    rms_norm = staticmethod(rms_norm)
+    silu_mul = staticmethod(silu_mul)
+    gelu_mul = staticmethod(gelu_mul)
+    add_norm = staticmethod(add_norm)
+    experts = staticmethod(through)
+
+    def linear(self, x: Tensor, weight: Weight | tuple[Weight, ...]) -> Tensor:
+        """As `linear`; of several weights their results beside each other."""
+        if isinstance(weight, tuple):
+            return torch.cat([linear(x, part) for part in weight], dim=1)
+        return linear(x, weight)
+
+    def attention(
+        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
+        softmax_scale: float,
+    ) -> Tensor:  # fmt: skip
+        """As `FusedOps.attention`: the launch of `rotate_and_append`, and those of `attend`."""
+        q, rotated = rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+        return attend(q, rotated, cache, layer, batch, softmax_scale).flatten(1)

@@ -25,8 +25,8 @@ from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
 from haarkv.tq_ops.cuda import ops
-from haarkv.tq_ops.cuda.fused import CudaFused
 from haarkv.tq_ops.cuda.layout import NO_FAULT
+from haarkv.tq_ops.cuda.ops import CudaFused
 from haarkv.tq_ops.fused import Heads
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache

@@ -17,8 +17,8 @@ from haarkv.tq_ops.kv.shapes import KVShape
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import decode, nvrtc, ops
-from haarkv.tq_ops.cuda.kept import kept_in
-from haarkv.tq_ops.cuda.kept_attention import attend_kept
+from haarkv.tq_ops.cuda.arguments import kept_in
+from haarkv.tq_ops.cuda.in_bf16 import attend_kept
 from haarkv.tq_ops.cuda.layout import layout_of
 from lab.ptx import LaunchFault, far
 from lab.ptx.decode import executed, ptx_of

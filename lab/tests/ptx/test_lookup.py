@@ -13,8 +13,8 @@ from lab.ptx import Memory, execute
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import lookup
-from haarkv.tq_ops.cuda.halves import column_asm
 from haarkv.tq_ops.cuda.layout import layout_of
+from haarkv.tq_ops.cuda.lookup import column_asm
 
 THREADS = 320
 
