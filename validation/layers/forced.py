@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,8 @@ from haarkv.validation.layers.null import (
     computed,
     drawn,
     of_numbers,
+    of_runs,
+    repeated,
 )
 from haarkv.validation.layers.parts import Stored, load, snapshot, take
 from haarkv.validation.layers.record import Call, replay
@@ -180,7 +182,11 @@ class Forced:
     def _honest_layers(self, made: MadeLayer) -> list[Sums]:
         # What one token leaves in a state moves all that follow.
         runs = computed(len(made.hidden_in) if made.kv is not None else 1)
-        return drawn([self._honest_layer(made, ops) for ops in self.reference.honest(made, runs)])
+        found = [self._honest_layer(made, ops) for ops in self.reference.honest(made, runs)]
+        before, ours = (repeated(x, runs) for x in (made.hidden_in, made.hidden_out))
+        slips = {name: repeated(by, runs) for name, by in self._slips(made).items()}
+        hidden = of_runs(hidden_figures(before, ours, torch.cat([out for out, _ in found]), slips), runs)
+        return drawn([{**stored, **others} for (_, stored), others in zip(found, hidden, strict=True)])
 
     def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
         """What was found of a layer's forward, now or before."""
@@ -189,15 +195,15 @@ class Forced:
             self._known[key] = find()
         return self._known[key]
 
-    def _honest_layer(self, made: MadeLayer, table: OpTable) -> Rows:
+    def _honest_layer(self, made: MadeLayer, table: OpTable) -> tuple[Tensor, Rows]:
+        """Hidden states after one honest run, and the figures of what it stored."""
         reference, cache, batch, index = self.reference, self.reference.cache, made.batch, made.index
         load(self._scratch, index, made.before)
         if made.kv is None:
             out = reference.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, table)
         else:
             out = reference.over(reference.as_read(made, made.stored), made, self._storing_aside(table))
-        figures = stored_figures(cache, index, batch, made.stored, take(self._scratch, index, batch), made.kv)
-        return by_figure((*figures, *hidden_figures(made.hidden_in, made.hidden_out, out, self._slips(made))))
+        return out, by_figure(stored_figures(cache, index, batch, made.stored, take(self._scratch, index, batch), made.kv))
 
     def _storing_aside(self, table: OpTable) -> OpTable:
         """A table that stores into the scratch cache, and leaves the one that attention reads as it is."""
@@ -335,13 +341,21 @@ class Forced:
             self._load(call, made)
             if call.op == "paged_attention":
                 steeper[place] = self._steeper(call)
-            rows = [
-                by_figure(self._op_figures(call, made, *self._honest_op(call, made, table), steeper.get(place, {})))
-                for table in tables[: computed(len(call.args[0]) if call.op != "gated_delta" else 1)]
-            ]
-            for number, sums in enumerate(drawn(rows)):
+            some = tables[: computed(len(call.args[0]) if call.op != "gated_delta" else 1)]
+            for number, sums in enumerate(drawn(self._honest_rows(call, made, some, steeper.get(place, {})))):
                 runs[number] = dict(added(runs[number], sums))
         return steeper, list(runs)
+
+    def _honest_rows(self, call: Call, made: MadeLayer, tables: Sequence[OpTable], slips: Slips) -> list[Rows]:
+        """Figures of an op's honest runs."""
+        results, stored = zip(*(self._honest_op(call, made, table) for table in tables), strict=True)
+        rows = [by_figure(self._op_figures(call, made, None, of_run, {})) for of_run in stored]
+        if call.op == "store_kv":
+            return rows
+        runs = len(tables)
+        one = replace(call, result=repeated(call.result, runs))
+        numbers = self._op_figures(one, made, torch.cat(results), {}, {name: repeated(by, runs) for name, by in slips.items()})
+        return [{**of_stored, **others} for of_stored, others in zip(rows, of_runs(numbers, runs), strict=True)]
 
     def _load(self, call: Call, made: MadeLayer) -> None:
         """Give the scratch cache what a recorded op found in its own."""
@@ -361,7 +375,7 @@ class Forced:
         """Figures of an op's result and of what it stored."""
         if stored:
             yield from stored_figures(self.reference.cache, made.index, made.batch, made.stored, stored, made.kv)
-        if call.op != "store_kv":
+        if result is not None:
             heads = self._kv_heads(made.index) if call.op == "paged_attention" else 0
             yield from of_numbers(call.stage, call.result, result, heads, slips)
 

@@ -26,7 +26,7 @@ from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer
 from haarkv.validation.layers.judge import judge_strays, verdicts
-from haarkv.validation.layers.null import Null, by_figure, collected, drawn, of_numbers
+from haarkv.validation.layers.null import Null, collected, drawn, of_numbers, of_runs, repeated
 from haarkv.validation.layers.parts import Stored, load, parts_of, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
@@ -164,7 +164,8 @@ class Free:
 
     def _numbers(self, stage: str, result: Tensor, expected: Tensor, *honest: Tensor) -> Verdict:
         """The verdict on numbers beside those of honest runs."""
-        null = Null(drawn([by_figure(of_numbers(stage, expected, one)) for one in honest]))
+        runs = len(honest)
+        null = Null(drawn(of_runs(of_numbers(stage, repeated(expected, runs), torch.cat(honest)), runs)))
         sums = collected(of_numbers(stage, expected, result))
         rounds = self._reference.model.dtype != torch.float32
         return verdicts(null.excesses(sums, rounds), [] if torch.equal(expected, result) else [stage])[0]

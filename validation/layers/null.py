@@ -193,6 +193,17 @@ def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
     return {figure: torch.cat(parts) for figure, parts in rows.items()}
 
 
+def of_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> list[Rows]:
+    """Figures of runs that stand one behind the other in the rows of each stage; their numbers are computed at once."""
+    each = [(figure, rows.chunk(runs)) for figure, rows in pairs]
+    return [by_figure((figure, parts[run]) for figure, parts in each) for run in range(runs)]
+
+
+def repeated(x: Tensor, runs: int) -> Tensor:
+    """[runs * n, *] of [n, *]: the same for each run."""
+    return x.repeat(runs, *[1] * (x.dim() - 1))
+
+
 def collected(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
     """The sums of a candidate's figures."""
     return {figure: _total(rows) for figure, rows in by_figure(pairs).items()}
