@@ -162,7 +162,7 @@ def of_numbers(
         unit = (bounds.STEP[ours.dtype] * reference.abs().max()) if unit is None else unit
         weight = torch.where(unit > 0, 1 / unit, 0.0)
         energy = part * weight if bool((unit > 0).any()) else part
-        yield Figure(stage, head, "energy"), counted(energy.flatten(1).square().sum(-1, dtype=torch.float64) / bounds.TIES)
+        yield Figure(stage, head, "energy"), counted(energy.flatten(1).square().sum(-1) / bounds.TIES)
         yield Figure(stage, head, "gain"), _along(part * weight, reference * weight)
         weights.append(weight)
     for name, direction in (slips or {}).items():
@@ -177,7 +177,7 @@ def _along(off: Tensor, direction: Tensor) -> Tensor:
     """[n, 3] fp64: how far numbers [n, *] lie along a direction [n, *]."""
     squares = direction.square()
     sums = (off * direction, squares, squares.square())
-    return torch.stack([x.flatten(1).sum(-1, dtype=torch.float64) for x in sums], 1)
+    return torch.stack([x.flatten(1).sum(-1) for x in sums], 1).double()
 
 
 def counted(numbers: Tensor) -> Tensor:
