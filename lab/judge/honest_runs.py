@@ -20,7 +20,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable, with_ops
 from haarkv.validation.faults.base import DRIVES
-from haarkv.validation.layers.forced import Known
+from haarkv.validation.layers.honest_runs import Known
 from haarkv.validation.layers.null import Shared, honest
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.self_test import first_layers

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.tq_ops.weight import Weight
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.forward import MadeLayer
+from haarkv.validation.layers.honest_runs import HonestRuns, Known
 from haarkv.validation.layers.judge import (
-    Values,
     guilty_head,
     hidden_figures,
     in_whole,
@@ -29,33 +25,18 @@ from haarkv.validation.layers.judge import (
 from haarkv.validation.layers.null import (
     Figure,
     Null,
-    Numbers,
-    Rows,
-    Slips,
     Sums,
-    added,
-    by_figure,
     collected,
-    computed,
-    drawn,
-    of_numbers,
-    of_runs,
-    repeated,
 )
-from haarkv.validation.layers.parts import Stored, load, snapshot, take
+from haarkv.validation.layers.parts import Stored, take
 from haarkv.validation.layers.record import Call, replay
-from haarkv.validation.layers.reference import Reference, keep
+from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Measured, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, state_of
 from haarkv.validation.layers.trial import WITHIN_ROUNDING, Outcome, Repeats, Run, Strays, Trial
-from haarkv.validation.layers.windows import without_unread
 
 _FEW = 8
 """New tokens of a sequence up to which a layer runs again over another state."""
-
-
-Known = dict[tuple[str, str, int, int], Any]
-"""What honest runs of a layer gave, by drive (or "slips"), phase, step and layer."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +73,11 @@ class Forced:
         self, reference: Reference, trial: Trial, ops: OpTable | None, repeats: int = 0, known: Known | None = None
     ) -> None:
         self.reference, self.trial, self.ops = reference, trial, ops
-        self._known: Known = {} if known is None else known
+        self.honest = HonestRuns(reference, known)
         self.rounds = reference.model.dtype != torch.float32
         self.repeats = Repeats(repeats)
         self.over_others = 0
         self.nulls: dict[str, dict[int, Null]] = {drive: defaultdict(Null) for drive in ("ops", "layers")}
-        self._scratch = reference.cache.empty_like(reference.cache.device)
 
     def layer(self, made: MadeLayer, bad: Stored) -> Judged:
         """Run and judge one layer.
@@ -144,7 +124,7 @@ class Forced:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
             expected = self.reference.given(made, run.stored)
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
-        slips = self._slips(made) if room == 1.0 else {}
+        slips = self.honest.slips(made) if room == 1.0 else {}
         sums = {**stored, **collected(hidden_figures(made.hidden_in, expected, result, slips))}
         excesses = {figure: excess / room for figure, excess in null.excesses(sums, self.rounds).items()}
         found = verdicts(excesses, differing)
@@ -176,81 +156,8 @@ class Forced:
     def null(self, made: MadeLayer) -> Null:
         """What sixteen honest runs of a layer give."""
         null = self.nulls["layers"][made.index]
-        null.runs = self._remembered(made, "layers", lambda: self._honest_layers(made))
+        null.runs = self.honest.of_layer(made)
         return null
-
-    def _honest_layers(self, made: MadeLayer) -> list[Sums]:
-        # What one token leaves in a state moves all that follow.
-        runs = computed(len(made.hidden_in) if made.kv is not None else 1)
-        found = [self._honest_layer(made, ops) for ops in self.reference.honest(made, runs)]
-        before, ours = (repeated(x, runs) for x in (made.hidden_in, made.hidden_out))
-        slips = {name: repeated(by, runs) for name, by in self._slips(made).items()}
-        hidden = of_runs(hidden_figures(before, ours, torch.cat([out for out, _ in found]), slips), runs)
-        return drawn([{**stored, **others} for (_, stored), others in zip(found, hidden, strict=True)])
-
-    def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
-        """What was found of a layer's forward, now or before."""
-        key = what, made.forward.phase, made.forward.step, made.index
-        if key not in self._known:
-            self._known[key] = find()
-        return self._known[key]
-
-    def _honest_layer(self, made: MadeLayer, table: OpTable) -> tuple[Tensor, Rows]:
-        """Hidden states after one honest run, and the figures of what it stored."""
-        reference, cache, batch, index = self.reference, self.reference.cache, made.batch, made.index
-        load(self._scratch, index, made.before)
-        if made.kv is None:
-            out = reference.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, table)
-        else:
-            out = reference.over(reference.as_read(made, made.stored), made, self._storing_aside(table))
-        return out, by_figure(stored_figures(cache, index, batch, made.stored, take(self._scratch, index, batch), made.kv))
-
-    def _storing_aside(self, table: OpTable) -> OpTable:
-        """A table that stores into the scratch cache, and leaves the one that attention reads as it is."""
-
-        def store_kv(k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            with self._scratch.with_room(layer, batch):
-                table.store_kv(k, v, self._scratch, layer, batch)
-
-        return with_ops(table, {"store_kv": store_kv})
-
-    def _slips(self, made: MadeLayer) -> Slips:
-        """What known mistakes in each KV head's attention, and in the MLP, change hidden states by."""
-        if made.kv is None or not self.reference.records:
-            return {}
-        slips: Slips = self._remembered(made, "slips", lambda: self._layer_slips(made))
-        return slips
-
-    def _layer_slips(self, made: MadeLayer) -> Slips:
-        reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(made.index)
-        cache = reference.as_read(made, made.stored)
-        gates = {id(weight) for name, _, weight in reference.model.weights.layers[made.index].named() if "gate_proj" in name}
-
-        by_scale: dict[float, tuple[Tensor, ...]] = {}
-
-        def moved(**replaced: Any) -> Tensor:
-            return reference.over(cache, made, with_ops(ops, {"store_kv": keep, **replaced}), exact=True)
-
-        def in_head(chosen: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
-            """Attention that is otherwise in one head; attended once for all."""
-
-            def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
-                for factor in {1.0, steeper} - by_scale.keys():
-                    by_scale[factor] = ops.paged_attention(q, cache, layer, batch, scale * factor).chunk(heads, 1)
-                parts = [by_scale[steeper][h] * larger if h == chosen else by_scale[1.0][h] for h in range(heads)]
-                return torch.cat(parts, 1)
-
-            return paged_attention
-
-        def linear(x: Tensor, weight: Weight) -> Tensor:
-            return ops.linear(x, weight) * (1.01 if id(weight) in gates else 1.0)
-
-        right = moved(paged_attention=in_head())
-        slips = {"the gate 1 % too large": moved(paged_attention=in_head(), linear=linear) - right}
-        for name, larger, steeper in (("attention 1 % too large", 1.01, 1.0), (STEEPER, 1.0, 1.01)):
-            each = [moved(paged_attention=in_head(head, larger, steeper)) - right for head in range(heads)]
-            slips |= {f"{name} @{head}": by for head, by in enumerate(each)} | {name: torch.stack(each).sum(0)}
-        return slips
 
     def _over_another(self, made: MadeLayer, judged: Judged) -> list[Verdict]:
         """The layer again over other states of as many tokens: one that keeps a state elsewhere finds the old one.
@@ -283,7 +190,7 @@ class Forced:
         if self.ops is None:
             return []
         null = self.nulls["ops"][made.index]
-        steeper, null.runs = self._remembered(made, "ops", lambda: self._honest_ops(made))
+        steeper, null.runs = self.honest.of_ops(made)
         broken: list[Verdict] = []
         figures: list[tuple[Figure, Tensor]] = []
         differing: list[str] = []
@@ -292,7 +199,7 @@ class Forced:
             if wrong := self._broken(call, made, run):
                 broken += wrong
                 continue
-            of_op = list(self._op_figures(call, made, run.outcome.result, run.stored, steeper.get(place, {})))
+            of_op = list(self.honest.figures(call, made, run.outcome.result, run.stored, steeper.get(place, {})))
             figures += of_op
             same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
             differing += [] if same else [call.stage]
@@ -322,7 +229,7 @@ class Forced:
             trial.load(index, made.before)
             trial.put(index, batch, bad)
         elif call.op == "paged_attention":
-            trial.load(index, self._readable(call, made))
+            trial.load(index, self.honest.readable(call, made))
         result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
         strays: Strays = {}
         stored: Stored = {}
@@ -331,59 +238,6 @@ class Forced:
         elif call.op == "paged_attention" and trial.strays(range(0), batch):
             intact = False
         return Run(Outcome(result, "" if intact else "changed"), strays, stored)
-
-    def _honest_ops(self, made: MadeLayer) -> tuple[dict[int, Slips], list[Sums]]:
-        """What a steeper softmax changes each attention by, by its place among the calls; and the figures of honest runs."""
-        tables = self.reference.honest(made)
-        steeper: dict[int, Slips] = {}
-        runs: list[dict[Figure, Numbers]] = [{} for _ in tables]
-        for place, call in enumerate(made.calls):
-            self._load(call, made)
-            if call.op == "paged_attention":
-                steeper[place] = self._steeper(call)
-            some = tables[: computed(len(call.args[0]) if call.op != "gated_delta" else 1)]
-            for number, sums in enumerate(drawn(self._honest_rows(call, made, some, steeper.get(place, {})))):
-                runs[number] = dict(added(runs[number], sums))
-        return steeper, list(runs)
-
-    def _honest_rows(self, call: Call, made: MadeLayer, tables: Sequence[OpTable], slips: Slips) -> list[Rows]:
-        """Figures of an op's honest runs."""
-        results, stored = zip(*(self._honest_op(call, made, table) for table in tables), strict=True)
-        rows = [by_figure(self._op_figures(call, made, None, of_run, {})) for of_run in stored]
-        if call.op == "store_kv":
-            return rows
-        runs = len(tables)
-        one = replace(call, result=repeated(call.result, runs))
-        numbers = self._op_figures(one, made, torch.cat(results), {}, {name: repeated(by, runs) for name, by in slips.items()})
-        return [{**of_stored, **others} for of_stored, others in zip(rows, of_runs(numbers, runs), strict=True)]
-
-    def _load(self, call: Call, made: MadeLayer) -> None:
-        """Give the scratch cache what a recorded op found in its own."""
-        if call.op in ("store_kv", "gated_delta"):
-            load(self._scratch, made.index, made.before)
-        elif call.op == "paged_attention":
-            load(self._scratch, made.index, self._readable(call, made))
-
-    def _honest_op(self, call: Call, made: MadeLayer, table: OpTable) -> tuple[Any, Stored]:
-        """One honest run of an op over the scratch cache: its result, and what it stored."""
-        if call.op == "gated_delta":
-            self._load(call, made)
-        result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
-        return result, take(self._scratch, made.index, made.batch) if call.op in ("store_kv", "gated_delta") else {}
-
-    def _op_figures(self, call: Call, made: MadeLayer, result: Any, stored: Stored, slips: Slips) -> Values:
-        """Figures of an op's result and of what it stored."""
-        if stored:
-            yield from stored_figures(self.reference.cache, made.index, made.batch, made.stored, stored, made.kv)
-        if result is not None:
-            heads = self._kv_heads(made.index) if call.op == "paged_attention" else 0
-            yield from of_numbers(call.stage, call.result, result, heads, slips)
-
-    def _steeper(self, call: Call) -> Slips:
-        """What a softmax that is 1 % too steep changes attention over the scratch cache by."""
-        q, _, layer, batch, scale = call.args
-        over = partial(self.reference.ops.paged_attention, q.float(), self._scratch, layer, batch)
-        return {STEEPER: over(1.01 * scale) - over(scale)}
 
     def _broken(self, call: Call, made: MadeLayer, run: Run) -> list[Verdict]:
         """What is wrong with an op's run whatever the numbers are."""
@@ -401,17 +255,7 @@ class Forced:
         strays = judge_strays(run.strays, made.index)
         return strays + (_broken_state(self.reference.cache, made, run.stored) if call.op == "gated_delta" else [])
 
-    def _kv_heads(self, index: int) -> int:
-        """Of a layer; 1 of one that keeps a state."""
-        return 1 if state_of(self.reference.cache, index) is not None else self.reference.cache.shape(index).num_kv_heads
 
-    def _readable(self, call: Call, made: MadeLayer) -> Stored:
-        """The layer's cache as attention is given it: what it must not read is far from what it was."""
-        cache, batch = self.reference.cache, made.batch
-        return without_unread(cache, made.index, snapshot(cache, made.index), batch, batch.seq_lens, call.args[0])
-
-
-STEEPER = "softmax 1 % too steep"
 _STAGES = {
     "store_kv": ("store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v"),
     "gated_delta": ("conv_state", "delta_state"),

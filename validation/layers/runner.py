@@ -17,9 +17,10 @@ from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.tq_ops.weight import memory_of
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
-from haarkv.validation.layers.forced import Forced, Known
+from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
 from haarkv.validation.layers.free import Free
+from haarkv.validation.layers.honest_runs import Known
 from haarkv.validation.layers.judge import compare_stored
 from haarkv.validation.layers.parts import Stored, load, poison
 from haarkv.validation.layers.reference import Reference

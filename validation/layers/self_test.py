@@ -19,7 +19,7 @@ from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, plante
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
 from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
-from haarkv.validation.layers.forced import Known
+from haarkv.validation.layers.honest_runs import Known
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.two_parts import Parts
