@@ -316,7 +316,7 @@ class DraftReport:
 def report_of(
     source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
 ) -> DraftReport:
-    """What a draft did for sequences of so many tokens, where it might draft `most` tokens a step."""
+    """What a draft did at one length of sequences, where it might draft `most` tokens a step."""
     counts, tokens = timing.drafts or DraftCounts(), timing.decode_tokens
     return DraftReport(
         name=source.name, most=most, proposed=counts.proposed, accepted=counts.accepted,

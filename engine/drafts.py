@@ -126,7 +126,7 @@ def draft(
     *,
     draws: bool,
 ) -> dict[int, Proposal]:
-    """Draft so many tokens of each of some sequences, all of them one token at a time.
+    """Draft a given number of tokens for each sequence, one token at a time.
 
     Args:
         wanted: by the sequence's number, at least 1.

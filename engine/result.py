@@ -66,7 +66,7 @@ class Result:
 class Stream(Iterator[str]):
     """The pieces of one text, as they become certain; they add up to it.
 
-    The model runs ahead in a thread of its own. Whoever leaves the loop, or calls `close`, stops it within a token, or a chunk
+    The model runs ahead in a thread of its own. Leaving the loop, or `close`, stops it within a token, or a chunk
     of the prompt.
 
     Attributes:
@@ -91,7 +91,7 @@ class Stream(Iterator[str]):
 
 
 class _LeftError(Exception):
-    """Nobody takes the pieces any more."""
+    """No more pieces will be taken."""
 
 
 def _pieces(
@@ -109,7 +109,7 @@ def _pieces(
     def work() -> None:
         try:
             came.put(generate(on_prefill=prefilled, on_token=lambda *_: left.is_set(), on_text=lambda _, text: came.put(text)))
-        except BaseException as error:  # whoever takes the pieces gets it
+        except BaseException as error:  # raised again where the pieces are taken
             came.put(error)
 
     thread = threading.Thread(target=work, daemon=True)

@@ -253,7 +253,7 @@ def create(
 
 
 def interpreted(name: str, device: str | None) -> str:
-    """A warning for before an executor begins in an interpreter that nobody asked for; "" if it computes on its device."""
+    """A warning for before an executor begins in an interpreter that was not asked for; "" if it computes on its device."""
     entry = info(name)
     if device is not None or entry.programs is None or entry.here is None or entry.here():
         return ""

@@ -179,7 +179,7 @@ def executor_option(multiple: bool = False) -> Decorator:
 
 
 def say_if_interpreted(*executors: str, device: str | None) -> None:
-    """Warn before the first of these executors begins in an interpreter that nobody asked for."""
+    """Warn before the first of these executors begins in an interpreter that was not asked for."""
     from haarkv.executors.catalog import NAMES, interpreted
 
     said = [interpreted(name, device) for name in executors if name in NAMES]

@@ -129,7 +129,7 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
 
 
 def _attended(q: Tensor, cache: PagedKVCache, layer: int, one: Batch, softmax_scale: float) -> Tensor:
-    """The same of one sequence, so that its numbers do not depend on who is in the batch."""
+    """The same of one sequence, so that its numbers do not depend on what else is in the batch."""
     shape, length = cache.shape(layer), int(one.seq_lens)
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     k, v = (x[0, :, :length] for x in cache.read(layer, one.block_table[:, : -(-length // cache.block_size)]))
@@ -190,7 +190,7 @@ def gated_delta(
         S = S + k (v - S^T k) * sigmoid(b);   out = S^T q
 
     Head h of V goes by the head h * Hk // Hv of Q and K. A token's numbers depend on the state before it and on nothing else,
-    so that they are the same however a prompt is cut and whoever is in the batch.
+    so that they are the same however a prompt is cut and whatever else is in the batch.
 
     Args:
         x: [T, 2 * Hk * dk + Hv * dv] fp32, what is projected to q, k and v, before the convolution.

@@ -44,7 +44,7 @@ _REPEATS = 7  # timed turns of the latency
 @options.numbers("--contexts", "Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].")
 @options.count("--max-new-tokens", "Of greedy text [default: 32; 3 in the simulator].", metavar="N")
 @options.file("--out", "Where results and logs go.", metavar="FOLDER", required=True)
-@click.option("--any-versions", is_flag=True, help="Go on with versions that nobody published together; it is recorded.")
+@click.option("--any-versions", is_flag=True, help="Go on with versions that were not published together; it is recorded.")
 @click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
 @options.json_option
 @click.pass_context

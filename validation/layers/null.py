@@ -25,7 +25,7 @@ RUNS = 16
 """Honest runs."""
 _COMPUTED = 4
 _MANY = 32
-"""Of a forward of so many tokens and more, four honest runs are computed, and sixteen drawn from what their tokens show."""
+"""From this number of tokens on, four honest runs are computed, and sixteen drawn from what their tokens show."""
 
 
 class Figure(NamedTuple):
@@ -210,7 +210,7 @@ def collected(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
 
 
 def computed(tokens: int) -> int:
-    """How many of the sixteen honest runs of so many tokens are computed."""
+    """How many of the sixteen honest runs of a forward of T tokens are computed."""
     return _COMPUTED if tokens >= _MANY else RUNS
 
 
