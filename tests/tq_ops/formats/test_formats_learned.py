@@ -1,6 +1,7 @@
 """Learned keys: their bytes by a slow path in float64, and what they cost in error."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from haarkv.engine.plans import plan_for
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
+from haarkv.tq_ops.formats.learned import COLUMNS, GAINS, Calibration
 from haarkv.tq_ops.formats.packing import widths_of
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -72,6 +73,17 @@ def test_every_bit_lowers_the_error_that_counts():
         error = (kv_format.dequantize(kv_format.quantize(x, 0), 0) - x) @ basis.forward
         left.append(float((error.square() * basis.weights.unsqueeze(1)).sum()))
     assert all(b < 0.4 * a for a, b in itertools.pairwise(left)), left
+
+
+def test_of_three_sizes_the_one_with_the_least_error_is_stored():
+    """In the norm that weighs coordinates, in which the judge compares; in another it often is not."""
+    x, kv_format = vectors_of(MADE_UP, 0, 200), MADE_UP.format(4)
+    errors = []
+    for gain in GAINS:
+        of_one = kv_format.altered(lambda coordinates, gain=gain: replace(coordinates, gains=(gain,)))
+        errors.append(kv_format.squared_error(x, of_one.quantize(x, 0), 0))
+    fields = kv_format.quantize(x, 0)
+    torch.testing.assert_close(kv_format.squared_error(x, fields, 0), torch.stack(errors).amin(0), rtol=1e-2, atol=0)
 
 
 def test_wide_levels_go_to_the_coordinates_that_weigh_most():
