@@ -9,7 +9,7 @@ from at_length import MORE_JUDGE, thinned
 from npu_layers import CONFIGS
 from small_models import SMALL, random_tokens, resized, small_model
 
-import haarkv.validation.layers.forced as forced
+import haarkv.validation.layers.honest_runs as honest_runs
 import haarkv.validation.layers.reference as reference_side
 import haarkv.validation.layers.windows as windows
 from haarkv.executors import catalog
@@ -164,7 +164,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
     first = report().first_divergence
     assert (first.phase, first.layer, first.reason) == ("decode", AT, "fault")
-    for module in (forced, reference_side):
+    for module in (honest_runs, reference_side):
         monkeypatch.setattr(module, "without_unread", lambda _cache, _layer, kept, *_: kept)
     assert report().passed
 
