@@ -120,9 +120,9 @@ class KVFormat(Protocol):
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         """Vectors [..., Hkv, n, D] fp32 in the model's own domain, the inverse of `quantize` up to its loss."""
 
-    def squared_error(self, x: Tensor, fields: dict[str, Tensor], layer: int) -> Tensor:
-        """[...] fp32: by how much what is stored misses vectors x [..., D], in the norm in which levels are chosen."""
-        return (self.dequantize(fields, layer) - x).square().sum(-1)
+    def length(self, x: Tensor, layer: int) -> Tensor:
+        """Length [..., Hkv, n] fp32 of differences x [..., Hkv, n, D] of vectors, in the norm in which levels are chosen."""
+        return x.float().square().sum(-1).sqrt()
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """uint8 [..., n]: each vector in the byte layout of the format's origin."""

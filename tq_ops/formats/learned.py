@@ -225,7 +225,8 @@ class LearnedFormat(RotatedFormat):
         x = x.float()
         require_finite(x)
         of = _coordinates_on(self, layer, x.device)
-        y, gamma = self._learned(x, of)
+        unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
+        y = unit.to(torch.bfloat16).float() @ of.forward
         rho = y.square().mean(-1, keepdim=True).sqrt()
         levels, kept = _nearest(torch.where(rho > 0, y / rho, 0.0), of, eighths_of(self.columns, x.device))
         length = gamma.squeeze(-1) * (y.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
@@ -242,15 +243,9 @@ class LearnedFormat(RotatedFormat):
         of = _coordinates_on(self, layer, stored.device)
         return stored @ of.rows + of.mean.unsqueeze(-2)
 
-    def squared_error(self, x: Tensor, fields: dict[str, Tensor], layer: int) -> Tensor:
+    def length(self, x: Tensor, layer: int) -> Tensor:
         of = _coordinates_on(self, layer, x.device)
-        y, gamma = self._learned(x, of)
-        return ((self.rotated(fields) - y * gamma).square() * of.weights.unsqueeze(-2)).sum(-1)
-
-    def _learned(self, x: Tensor, of: Coordinates) -> tuple[Tensor, Tensor]:
-        """Coordinates [..., D] of vectors of length 1, and their lengths [..., 1]."""
-        unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
-        return unit.to(torch.bfloat16).float() @ of.forward, gamma
+        return ((x.float() @ of.forward).square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
 
 
 def coordinates(basis: Basis) -> Coordinates:

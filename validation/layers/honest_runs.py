@@ -30,7 +30,7 @@ from haarkv.validation.layers.null import (
     of_runs,
     repeated,
 )  # fmt: skip
-from haarkv.validation.layers.parts import Stored, load, snapshot, take
+from haarkv.validation.layers.parts import KV, Stored, load, snapshot, take
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
 from haarkv.validation.layers.states import state_of
@@ -53,19 +53,24 @@ class HonestRuns:
         self._known: Known = {} if known is None else known
         self._scratch = reference.cache.empty_like(reference.cache.device)
 
-    def of_layer(self, made: MadeLayer) -> list[Sums]:
-        """Of a layer as a whole."""
-        runs: list[Sums] = self._remembered(made, "layers", lambda: self._layers(made))
+    def of_layer(self, made: MadeLayer) -> tuple[list[Sums], list[KV]]:
+        """Of a layer as a whole; also by how much their K and V differ from the reference's."""
+        runs: tuple[list[Sums], list[KV]] = self._remembered(made, "layers", lambda: self._layers(made))
         return runs
 
-    def _layers(self, made: MadeLayer) -> list[Sums]:
+    def _layers(self, made: MadeLayer) -> tuple[list[Sums], list[KV]]:
         # What one token leaves in a state moves all that follow.
         runs = computed(len(made.hidden_in) if made.kv is not None else 1)
-        found = [self._layer(made, ops) for ops in self.reference.honest(made, runs)]
+        hidden, stored, moves = zip(*(self._layer(made, ops) for ops in self.reference.honest(made, runs)), strict=True)
+        moved = [kv for of_run in moves for kv in of_run]
+        of_kv = [
+            by_figure(stored_figures(self.reference.cache, made.index, made.batch, made.stored, each, made.kv, moved))
+            for each in stored
+        ]
         before, ours = (repeated(x, runs) for x in (made.hidden_in, made.hidden_out))
         slips = {name: repeated(by, runs) for name, by in self.slips(made).items()}
-        hidden = of_runs(hidden_figures(before, ours, torch.cat([out for out, _ in found]), slips), runs)
-        return drawn([{**stored, **others} for (_, stored), others in zip(found, hidden, strict=True)])
+        of_hidden = of_runs(hidden_figures(before, ours, torch.cat(hidden), slips), runs)
+        return drawn([{**one, **other} for one, other in zip(of_kv, of_hidden, strict=True)]), moved
 
     def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
         """What was found of a layer's forward, now or before."""
@@ -74,24 +79,23 @@ class HonestRuns:
             self._known[key] = find()
         return self._known[key]
 
-    def _layer(self, made: MadeLayer, table: OpTable) -> tuple[Tensor, Rows]:
-        """Hidden states after one honest run, and the figures of what it stored."""
-        reference, cache, batch, index = self.reference, self.reference.cache, made.batch, made.index
+    def _layer(self, made: MadeLayer, table: OpTable) -> tuple[Tensor, Stored, list[KV]]:
+        """One honest run: hidden states, what it stored, and by how much its K and V differ from the reference's."""
+        reference, batch, index = self.reference, made.batch, made.index
         load(self._scratch, index, made.before)
+        moved: list[KV] = []
         if made.kv is None:
             out = reference.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, table)
         else:
-            out = reference.over(reference.as_read(made, made.stored), made, self._storing_aside(table))
-        return out, by_figure(stored_figures(cache, index, batch, made.stored, take(self._scratch, index, batch), made.kv))
 
-    def _storing_aside(self, table: OpTable) -> OpTable:
-        """A table that stores into the scratch cache, and leaves the one that attention reads as it is."""
+            def store_aside(k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, batch: Batch) -> None:
+                """Store into the scratch cache, and leave the one that attention reads as it is."""
+                moved.append((k - made.k, v - made.v))
+                with self._scratch.with_room(layer, batch):
+                    table.store_kv(k, v, self._scratch, layer, batch)
 
-        def store_kv(k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            with self._scratch.with_room(layer, batch):
-                table.store_kv(k, v, self._scratch, layer, batch)
-
-        return with_ops(table, {"store_kv": store_kv})
+            out = reference.over(reference.as_read(made, made.stored), made, with_ops(table, {"store_kv": store_aside}))
+        return out, take(self._scratch, index, batch), moved
 
     def slips(self, made: MadeLayer) -> Slips:
         """What known mistakes in each KV head's attention, and in the MLP, change hidden states by."""

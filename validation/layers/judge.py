@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.null import Figure, counted, of_numbers
-from haarkv.validation.layers.parts import Part, Stored, parts_of
+from haarkv.validation.layers.parts import KV, Part, Stored, parts_of
 from haarkv.validation.layers.report import Reason, Verdict
 from haarkv.validation.layers.states import STATE, compare_states, state_of
 from haarkv.validation.layers.trial import Strays
@@ -38,12 +38,13 @@ class StoredComparison:
 
 
 def stored_figures(
-    cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored, kv: tuple[Tensor, Tensor] | None
+    cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored, kv: KV | None, moved: Sequence[KV] = ()
 ) -> Values:
     """Figures of what a layer stored, by KV head.
 
     Args:
-        kv: K and V [T, Hkv, D] fp32 that the reference stored as `ours`; None of a layer that keeps a state.
+        kv: what the reference stored as `ours`; None of a layer that keeps a state.
+        moved: by how much K and V of honest runs are others.
     """
     if kv is None:
         state = state_of(cache, layer)
@@ -55,15 +56,19 @@ def stored_figures(
         return
     for part in parts_of(cache, layer):
         if len(part.where(batch)[0]):
-            yield from part_figures(part, layer, ours[part.name], theirs[part.name], part.given(*kv, batch))
+            yield from _part_figures(part, batch, ours[part.name], theirs[part.name], kv, moved)
 
 
-def part_figures(part: Part, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], x: Tensor) -> Values:
-    """The same of one part; fields [n, Hkv, *] of vectors x [n, Hkv, D].
+def _part_figures(
+    part: Part, batch: Batch, ours: dict[str, Tensor], theirs: dict[str, Tensor], kv: KV, moved: Sequence[KV]
+) -> Values:
+    """The same of one part; fields [n, Hkv, *].
 
     Two scales may be equally good for a vector, and with the other one many levels are others. So a vector whose levels differ
-    by more than one is a fault if it lies farther from x than the reference's; else it counts as one level that differs.
+    by more than one is a fault if it lies farther from K than the reference's; else it counts as one level that differs.
+    Whoever stores a K' that is d away from K chooses what is nearest to K': from K that is up to 2 d farther than the nearest.
     """
+    layer = part.layer
     pair = by_token(ours), by_token(theirs)
     levels = [part.kv_format.levels(fields) for fields in pair]
     if levels[0] is None or levels[1] is None:
@@ -75,8 +80,11 @@ def part_figures(part: Part, layer: int, ours: dict[str, Tensor], theirs: dict[s
     first, second = (lengths_of(vectors) for vectors in restored)
     far, changed = (apart > 1).any(-1), (apart > 0).sum(-1)
     if bool(far.any()):
-        near, off = (part.kv_format.squared_error(x.transpose(0, 1), fields, layer) for fields in pair)
-        equal = far & (off <= bounds.AS_NEAR * near)
+        x = part.given(*kv, batch).transpose(0, 1)
+        near, off = (part.kv_format.length(vectors - x, layer) for vectors in restored)
+        moves = [part.kv_format.length(part.given(*each, batch).transpose(0, 1), layer) for each in moved]
+        reach = torch.stack(moves).amax(0) if moves else 0.0
+        equal = far & (off <= bounds.AS_NEAR * near + 2 * bounds.FARTHER * reach)
         far, changed = far & ~equal, torch.where(equal, 1, changed)
     long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
     for kind, numbers in (("changed", changed), ("leaps", far), ("length", long)):

@@ -88,8 +88,8 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
     spread = math.sqrt(sum((x - mean) ** 2 for x in honest) / (len(honest) - 1))
     if figure.kind == "energy":
         return candidate / (bounds.FARTHER**2 * (mean + bounds.SIGMAS * spread) + 1)
-    if figure.kind == "leaps":  # more than one step, where no honest run leaps, is none
-        return candidate / (bounds.FARTHER * max(honest)) if max(honest) else math.inf if candidate else 0.0
+    if figure.kind == "leaps":
+        return math.inf if candidate else 0.0
     if figure.kind == "changed":  # a count: few of them vary as Poisson's do
         often = 2 * mean + 0.5
         most = max(often + bounds.POISSON_SIGMAS * math.sqrt(often), bounds.FARTHER * (mean + bounds.SIGMAS * spread))
@@ -104,9 +104,14 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
 
 @dataclass
 class Null:
-    """What honest runs of one layer give: in each forward, and in all forwards so far together."""
+    """What honest runs of one layer give: in each forward, and in all forwards so far together.
+
+    Attributes:
+        moved: by how much K and V [T, Hkv, D] of each differ from the reference's.
+    """
 
     runs: list[Sums] = field(default_factory=list)
+    moved: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     totals: list[Sums] = field(default_factory=list)
     candidate: Sums = field(default_factory=dict)
 

@@ -25,6 +25,8 @@ from haarkv.validation.layers.states import STATE, put_rows, state_of, take_rows
 
 Stored = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …, or "state") and field name."""
+KV = tuple[Tensor, Tensor]
+"""K and V [T, Hkv, D] fp32."""
 Where = tuple[Tensor, Tensor, Tensor]
 """Which tokens of a batch, and unit and offset of each."""
 

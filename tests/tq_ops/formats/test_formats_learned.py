@@ -81,9 +81,9 @@ def test_of_three_sizes_the_one_with_the_least_error_is_stored():
     errors = []
     for gain in GAINS:
         of_one = kv_format.altered(lambda coordinates, gain=gain: replace(coordinates, gains=(gain,)))
-        errors.append(kv_format.squared_error(x, of_one.quantize(x, 0), 0))
-    fields = kv_format.quantize(x, 0)
-    torch.testing.assert_close(kv_format.squared_error(x, fields, 0), torch.stack(errors).amin(0), rtol=1e-2, atol=0)
+        errors.append(kv_format.length(of_one.dequantize(of_one.quantize(x, 0), 0) - x, 0))
+    error = kv_format.length(kv_format.dequantize(kv_format.quantize(x, 0), 0) - x, 0)
+    torch.testing.assert_close(error, torch.stack(errors).amin(0), rtol=1e-2, atol=0)
 
 
 def test_wide_levels_go_to_the_coordinates_that_weigh_most():
