@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable, with_ops
 from haarkv.validation.faults.base import DRIVES
 from haarkv.validation.layers.honest_runs import Known
-from haarkv.validation.layers.null import Shared, honest
+from haarkv.validation.layers.null import honest
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.self_test import first_layers
 
@@ -37,7 +37,7 @@ def device(model: DecoderModel, seed: int) -> ReferenceExecutor:
         def run(x: Tensor, *args: Any) -> Any:
             # The same input gives the same noise; the parity of a seed is a device's way to round attention.
             content = zlib.crc32(x.contiguous().view(torch.uint8).numpy().tobytes(), seed)
-            return getattr(honest(ops, _SEEDS + seed % 2 + 2 * content, Shared()), name)(x, *args)
+            return getattr(honest(ops, _SEEDS + seed % 2 + 2 * content), name)(x, *args)
 
         return run
 

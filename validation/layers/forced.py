@@ -117,8 +117,8 @@ class Forced:
         broken = judge_strays(run.strays, made.index) + _broken_state(cache, made, run.stored)
         if run.outcome.problem:
             broken.insert(0, Verdict.broken("call", run.outcome.problem))
-        moved = [(room * k, room * v) for k, v in null.moved]
-        stored = collected(stored_figures(cache, made.index, batch, made.stored, run.stored, made.kv, moved))
+        reach = {part: room * lengths for part, lengths in null.reach.items()}
+        stored = collected(stored_figures(cache, made.index, batch, made.stored, run.stored, made.kv, reach))
         expected = made.hidden_out
         differing = _differing(made.stored, run.stored, stored)
         if differing and made.kv is not None and self.reference.records:
@@ -157,7 +157,7 @@ class Forced:
     def null(self, made: MadeLayer) -> Null:
         """What sixteen honest runs of a layer give."""
         null = self.nulls["layers"][made.index]
-        null.runs, null.moved = self.honest.of_layer(made)
+        null.runs, null.reach = self.honest.of_layer(made)
         return null
 
     def _over_another(self, made: MadeLayer, judged: Judged) -> list[Verdict]:

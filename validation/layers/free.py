@@ -26,7 +26,7 @@ from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer
 from haarkv.validation.layers.judge import judge_strays, verdicts
-from haarkv.validation.layers.null import Null, collected, drawn, of_numbers, of_runs, repeated
+from haarkv.validation.layers.null import RUNS, Null, collected, drawn, of_numbers, of_runs, repeated
 from haarkv.validation.layers.parts import Stored, load, parts_of, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
@@ -140,8 +140,8 @@ class Free:
         if outcome.problem:
             verdicts.append(Verdict.broken(stage, outcome.problem))
         else:
-            right = [model.head(last, ops) for ops in (self._reference.ops, *self._reference.honest(None, salt=_HEAD))]
-            verdicts.append(self._numbers(stage, outcome.result, *right))
+            honest = model.head(repeated(last, RUNS), self._reference.honest(_HEAD, tokens=len(last)))
+            verdicts.append(self._numbers(stage, outcome.result, model.head(last, self._reference.ops), honest))
         index = None
         if any(verdict.fails for verdict in verdicts) and (found := self._unstable(outcome, forward)):
             index, verdicts = found[0], [found[1]]
@@ -159,13 +159,12 @@ class Free:
             return Verdict.broken(call.stage, "changed the inputs that it was given")
         if not isinstance(result, Tensor) or (result.shape, result.dtype) != (call.result.shape, call.result.dtype):
             return Verdict.broken(call.stage, f"returned {result if isinstance(result, str) else type(result).__name__}")
-        tables = self._reference.honest(None, salt=_HEAD + 1 + number)
-        return self._numbers(call.stage, result, call.result, *(getattr(ops, call.op)(*call.args) for ops in tables))
+        honest = getattr(self._reference.honest(_HEAD + 1 + number), call.op)(*call.args)
+        return self._numbers(call.stage, result, call.result, honest)
 
-    def _numbers(self, stage: str, result: Tensor, expected: Tensor, *honest: Tensor) -> Verdict:
-        """The verdict on numbers beside those of honest runs."""
-        runs = len(honest)
-        null = Null(drawn(of_runs(of_numbers(stage, repeated(expected, runs), torch.cat(honest)), runs)))
+    def _numbers(self, stage: str, result: Tensor, expected: Tensor, honest: Tensor) -> Verdict:
+        """The verdict on numbers beside those of all honest runs."""
+        null = Null(drawn(of_runs(of_numbers(stage, repeated(expected, RUNS), honest), RUNS)))
         sums = collected(of_numbers(stage, expected, result))
         rounds = self._reference.model.dtype != torch.float32
         return verdicts(null.excesses(sums, rounds), [] if torch.equal(expected, result) else [stage])[0]

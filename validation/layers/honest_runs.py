@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.judge import Values, hidden_figures, stored_figures
 from haarkv.validation.layers.null import (
-    Figure,
-    Numbers,
+    RUNS,
     Rows,
     Slips,
     Sums,
@@ -29,8 +29,9 @@ from haarkv.validation.layers.null import (
     of_numbers,
     of_runs,
     repeated,
+    repeated_batch,
 )  # fmt: skip
-from haarkv.validation.layers.parts import KV, Stored, load, snapshot, take
+from haarkv.validation.layers.parts import KV, Stored, load, parts_of, snapshot, take
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
 from haarkv.validation.layers.states import state_of
@@ -53,24 +54,24 @@ class HonestRuns:
         self._known: Known = {} if known is None else known
         self._scratch = reference.cache.empty_like(reference.cache.device)
 
-    def of_layer(self, made: MadeLayer) -> tuple[list[Sums], list[KV]]:
-        """Of a layer as a whole; also by how much their K and V differ from the reference's."""
-        runs: tuple[list[Sums], list[KV]] = self._remembered(made, "layers", lambda: self._layers(made))
+    def of_layer(self, made: MadeLayer) -> tuple[list[Sums], Mapping[str, Tensor]]:
+        """Of a layer as a whole; also how far their K and V lie from the reference's, as `Null.reach`."""
+        runs: tuple[list[Sums], Mapping[str, Tensor]] = self._remembered(made, "layers", lambda: self._layers(made))
         return runs
 
-    def _layers(self, made: MadeLayer) -> tuple[list[Sums], list[KV]]:
+    def _layers(self, made: MadeLayer) -> tuple[list[Sums], Mapping[str, Tensor]]:
         # What one token leaves in a state moves all that follow.
-        runs = computed(len(made.hidden_in) if made.kv is not None else 1)
-        hidden, stored, moves = zip(*(self._layer(made, ops) for ops in self.reference.honest(made, runs)), strict=True)
-        moved = [kv for of_run in moves for kv in of_run]
-        of_kv = [
-            by_figure(stored_figures(self.reference.cache, made.index, made.batch, made.stored, each, made.kv, moved))
-            for each in stored
-        ]
-        before, ours = (repeated(x, runs) for x in (made.hidden_in, made.hidden_out))
+        runs, reference = computed(len(made.hidden_in) if made.kv is not None else 1), self.reference
+        aside = _Aside(reference, self._scratch, made, runs)
+        table = reference.honest(_place(made), runs, len(made.hidden_in), aside.ops)
+        cache = self._scratch if made.kv is None else cast(PagedKVCache, _AtOnce(reference.as_read(made, made.stored)))
+        span, batch = range(made.index, made.index + 1), repeated_batch(made.batch, runs)
+        before = repeated(made.hidden_in, runs)
+        hidden = reference.model.layers(before, span, batch, cache, table)
         slips = {name: repeated(by, runs) for name, by in self.slips(made).items()}
-        of_hidden = of_runs(hidden_figures(before, ours, torch.cat(hidden), slips), runs)
-        return drawn([{**one, **other} for one, other in zip(of_kv, of_hidden, strict=True)]), moved
+        of_hidden = of_runs(hidden_figures(before, repeated(made.hidden_out, runs), hidden, slips), runs)
+        reach = aside.reach()
+        return drawn([{**one, **other} for one, other in zip(aside.rows(reach), of_hidden, strict=True)]), reach
 
     def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
         """What was found of a layer's forward, now or before."""
@@ -78,24 +79,6 @@ class HonestRuns:
         if key not in self._known:
             self._known[key] = find()
         return self._known[key]
-
-    def _layer(self, made: MadeLayer, table: OpTable) -> tuple[Tensor, Stored, list[KV]]:
-        """One honest run: hidden states, what it stored, and by how much its K and V differ from the reference's."""
-        reference, batch, index = self.reference, made.batch, made.index
-        load(self._scratch, index, made.before)
-        moved: list[KV] = []
-        if made.kv is None:
-            out = reference.model.layers(made.hidden_in, range(index, index + 1), batch, self._scratch, table)
-        else:
-
-            def store_aside(k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, batch: Batch) -> None:
-                """Store into the scratch cache, and leave the one that attention reads as it is."""
-                moved.append((k - made.k, v - made.v))
-                with self._scratch.with_room(layer, batch):
-                    table.store_kv(k, v, self._scratch, layer, batch)
-
-            out = reference.over(reference.as_read(made, made.stored), made, with_ops(table, {"store_kv": store_aside}))
-        return out, take(self._scratch, index, batch), moved
 
     def slips(self, made: MadeLayer) -> Slips:
         """What known mistakes in each KV head's attention, and in the MLP, change hidden states by."""
@@ -142,42 +125,28 @@ class HonestRuns:
         return found
 
     def _ops(self, made: MadeLayer) -> tuple[dict[int, Slips], list[Sums]]:
-        tables = self.reference.honest(made)
         steeper: dict[int, Slips] = {}
-        runs: list[dict[Figure, Numbers]] = [{} for _ in tables]
+        total: list[Sums] = [{} for _ in range(RUNS)]
         for place, call in enumerate(made.calls):
-            self._load(call, made)
             if call.op == "paged_attention":
+                load(self._scratch, made.index, self.readable(call, made))
                 steeper[place] = self._steeper(call)
-            some = tables[: computed(len(call.args[0]) if call.op != "gated_delta" else 1)]
-            for number, sums in enumerate(drawn(self._rows(call, made, some, steeper.get(place, {})))):
-                runs[number] = dict(added(runs[number], sums))
-        return steeper, list(runs)
+            of_op = drawn(self._op(call, made, 1000 * place, steeper.get(place, {})))
+            total = [added(before, sums) for before, sums in zip(total, of_op, strict=True)]
+        return steeper, total
 
-    def _rows(self, call: Call, made: MadeLayer, tables: Sequence[OpTable], slips: Slips) -> list[Rows]:
+    def _op(self, call: Call, made: MadeLayer, salt: int, slips: Slips) -> list[Rows]:
         """Figures of an op's honest runs."""
-        results, stored = zip(*(self._op(call, made, table) for table in tables), strict=True)
-        rows = [by_figure(self.figures(call, made, None, of_run, {})) for of_run in stored]
-        if call.op == "store_kv":
-            return rows
-        runs = len(tables)
-        one = replace(call, result=repeated(call.result, runs))
-        numbers = self.figures(one, made, torch.cat(results), {}, {name: repeated(by, runs) for name, by in slips.items()})
-        return [{**of_stored, **others} for of_stored, others in zip(rows, of_runs(numbers, runs), strict=True)]
-
-    def _load(self, call: Call, made: MadeLayer) -> None:
-        """Give the scratch cache what a recorded op found in its own."""
-        if call.op in ("store_kv", "gated_delta"):
-            load(self._scratch, made.index, made.before)
-        elif call.op == "paged_attention":
-            load(self._scratch, made.index, self.readable(call, made))
-
-    def _op(self, call: Call, made: MadeLayer, table: OpTable) -> tuple[Any, Stored]:
-        """One honest run of an op over the scratch cache: its result, and what it stored."""
-        if call.op == "gated_delta":
-            self._load(call, made)
+        runs = computed(len(call.args[0]) if call.op != "gated_delta" else 1)
+        aside = _Aside(self.reference, self._scratch, made, runs)
+        table = self.reference.honest(_place(made) + salt, runs, replaced=aside.ops)
         result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
-        return result, take(self._scratch, made.index, made.batch) if call.op in ("store_kv", "gated_delta") else {}
+        rows: list[Rows] = aside.rows({})
+        if result is not None:
+            one = replace(call, result=repeated(call.result, runs))
+            numbers = self.figures(one, made, result, {}, {name: repeated(by, runs) for name, by in slips.items()})
+            rows = [{**of_stored, **others} for of_stored, others in zip(rows, of_runs(numbers, runs), strict=True)]
+        return rows
 
     def figures(self, call: Call, made: MadeLayer, result: Any, stored: Stored, slips: Slips) -> Values:
         """Figures of an op's result and of what it stored."""
@@ -201,3 +170,86 @@ class HonestRuns:
         """The layer's cache as attention is given it: what it must not read is far from what it was."""
         cache, batch = self.reference.cache, made.batch
         return without_unread(cache, made.index, snapshot(cache, made.index), batch, batch.seq_lens, call.args[0])
+
+
+def _place(made: MadeLayer) -> int:
+    """Where noise begins: elsewhere for each layer and step."""
+    return 1 + made.index + 10**7 * made.forward.step
+
+
+class _AtOnce:
+    """A cache in which nothing is stored: it has no room to make, however many queries there are."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def pieces(self, _layer: int, batch: Batch) -> Iterator[tuple[None, Batch]]:
+        return iter([(None, batch)])
+
+    def with_room(self, _layer: int, _batch: Batch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Aside:
+    """What honest runs of a layer store, run by run in a cache of their own.
+
+    Attributes:
+        ops: that store there what they are given of all runs.
+    """
+
+    def __init__(self, reference: Reference, scratch: PagedKVCache, made: MadeLayer, runs: int) -> None:
+        self._reference, self._scratch, self._made, self._runs = reference, scratch, made, runs
+        self._stored: list[Stored] = []
+        self._kv: KV | None = None
+        self.ops: dict[str, Callable[..., Any]] = {"store_kv": self._store_kv, "gated_delta": self._gated_delta}
+
+    def _store_kv(self, k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, _batch: Batch) -> None:
+        scratch, batch, runs, self._kv = self._scratch, self._made.batch, self._runs, (k, v)
+        load(scratch, layer, self._made.before)
+        for run in range(runs):
+            with scratch.with_room(layer, batch):
+                self._reference.ops.store_kv(k[run::runs], v[run::runs], scratch, layer, batch)
+            self._stored.append(take(scratch, layer, batch))
+
+    def _gated_delta(self, *args: Any) -> Tensor:
+        results, batch, layer = [], self._made.batch, self._made.index
+        for run in range(self._runs):
+            load(self._scratch, layer, self._made.before)
+            x, a, b = (rows[run :: self._runs] for rows in args[:3])
+            results.append(self._reference.ops.gated_delta(x, a, b, args[3], args[4], args[5], self._scratch, layer, batch))
+            self._stored.append(take(self._scratch, layer, batch))
+        return torch.stack(results, 1).flatten(0, 1)
+
+    def reach(self) -> dict[str, Tensor]:
+        """How far K or V of any run lies from the reference's; as `Null.reach`."""
+        made, runs = self._made, self._runs
+        if self._kv is None or made.kv is None:
+            return {}
+        k, v = (ours - repeated(theirs, runs) for ours, theirs in zip(self._kv, made.kv, strict=True))
+        batch, reach = repeated_batch(made.batch, runs), {}
+        for part in parts_of(self._reference.cache, made.index):
+            lengths = part.kv_format.length(part.given(k, v, batch).transpose(0, 1), made.index)
+            reach[part.name] = lengths.view(len(lengths), lengths.shape[1] // runs, runs).amax(-1)
+        return reach
+
+    def rows(self, reach: Mapping[str, Tensor]) -> list[Rows]:
+        """Figures of what was stored, by run; none where nothing was."""
+        made, runs, cache = self._made, self._runs, self._reference.cache
+        if not self._stored:
+            return [{} for _ in range(runs)]
+        if made.kv is None:
+            return [by_figure(stored_figures(cache, made.index, made.batch, made.stored, one, None)) for one in self._stored]
+        theirs = {
+            part: {name: torch.stack([one[part][name] for one in self._stored], 1).flatten(0, 1) for name in fields}
+            for part, fields in made.stored.items()
+        }
+        ours = {
+            part: {name: repeated(tensor, runs) for name, tensor in fields.items()} for part, fields in made.stored.items()
+        }
+        k, v = (repeated(x, runs) for x in made.kv)
+        wide = {part: lengths.repeat_interleave(runs, -1) for part, lengths in reach.items()}
+        figures = stored_figures(cache, made.index, repeated_batch(made.batch, runs), ours, theirs, (k, v), wide)
+        return of_runs(figures, runs)

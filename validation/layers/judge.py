@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,13 +38,19 @@ class StoredComparison:
 
 
 def stored_figures(
-    cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored, kv: KV | None, moved: Sequence[KV] = ()
+    cache: PagedKVCache,
+    layer: int,
+    batch: Batch,
+    ours: Stored,
+    theirs: Stored,
+    kv: KV | None,
+    reach: Mapping[str, Tensor] | None = None,
 ) -> Values:
     """Figures of what a layer stored, by KV head.
 
     Args:
         kv: what the reference stored as `ours`; None of a layer that keeps a state.
-        moved: by how much K and V of honest runs are others.
+        reach: how far K or V of an honest run lies from that, in the norm of the format, [Hkv, n] by part; 0 unless given.
     """
     if kv is None:
         state = state_of(cache, layer)
@@ -56,11 +62,11 @@ def stored_figures(
         return
     for part in parts_of(cache, layer):
         if len(part.where(batch)[0]):
-            yield from _part_figures(part, batch, ours[part.name], theirs[part.name], kv, moved)
+            yield from _part_figures(part, batch, ours[part.name], theirs[part.name], kv, (reach or {}).get(part.name))
 
 
 def _part_figures(
-    part: Part, batch: Batch, ours: dict[str, Tensor], theirs: dict[str, Tensor], kv: KV, moved: Sequence[KV]
+    part: Part, batch: Batch, ours: dict[str, Tensor], theirs: dict[str, Tensor], kv: KV, reach: Tensor | None
 ) -> Values:
     """The same of one part; fields [n, Hkv, *].
 
@@ -82,9 +88,7 @@ def _part_figures(
     if bool(far.any()):
         x = part.given(*kv, batch).transpose(0, 1)
         near, off = (part.kv_format.length(vectors - x, layer) for vectors in restored)
-        moves = [part.kv_format.length(part.given(*each, batch).transpose(0, 1), layer) for each in moved]
-        reach = torch.stack(moves).amax(0) if moves else 0.0
-        equal = far & (off <= bounds.AS_NEAR * near + 2 * bounds.FARTHER * reach)
+        equal = far & (off <= bounds.AS_NEAR * near + (0 if reach is None else 2 * bounds.FARTHER * reach))
         far, changed = far & ~equal, torch.where(equal, 1, changed)
     long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
     for kind, numbers in (("changed", changed), ("leaps", far), ("length", long)):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,11 +107,11 @@ class Null:
     """What honest runs of one layer give: in each forward, and in all forwards so far together.
 
     Attributes:
-        moved: by how much K and V [T, Hkv, D] of each differ from the reference's.
+        reach: how far K or V of any of them lies from the reference's, in the norm of the format, [Hkv, n] by part.
     """
 
     runs: list[Sums] = field(default_factory=list)
-    moved: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    reach: Mapping[str, Tensor] = field(default_factory=dict)
     totals: list[Sums] = field(default_factory=list)
     candidate: Sums = field(default_factory=dict)
 
@@ -199,14 +199,14 @@ def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
 
 
 def of_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> list[Rows]:
-    """Figures of runs that stand one behind the other in the rows of each stage; their numbers are computed at once."""
-    each = [(figure, rows.chunk(runs)) for figure, rows in pairs]
-    return [by_figure((figure, parts[run]) for figure, parts in each) for run in range(runs)]
+    """Figures of runs that are computed at once: each token has as many rows, one behind the other."""
+    pairs = list(pairs)
+    return [by_figure((figure, rows[run::runs]) for figure, rows in pairs) for run in range(runs)]
 
 
 def repeated(x: Tensor, runs: int) -> Tensor:
-    """[runs * n, *] of [n, *]: the same for each run."""
-    return x.repeat(runs, *[1] * (x.dim() - 1))
+    """[n * runs, *] of [n, *]: each row as often as there are runs."""
+    return x.repeat_interleave(runs, 0) if runs > 1 else x
 
 
 def collected(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
@@ -249,58 +249,27 @@ _ULP = 2 * 2.0**-24
 """Twice FP32's unit of rounding: in which order a device adds is not known."""
 
 
-class Shared:
-    """What honest runs of one layer share: results of ops on the same inputs, and how widely terms of sums are spread."""
-
-    def __init__(self) -> None:
-        self._results: dict[tuple[object, ...], tuple[object, Tensor]] = {}
-        self._spreads: dict[tuple[int, torch.Size], Tensor] = {}
-        self._readings: dict[int, _Readings] = {}
-
-    def result(self, op: Callable[..., Tensor], x: Tensor, *rest: object, wide: bool = False) -> Tensor:
-        """An op's result, made once of the same tensor; of x in FP32, if it is to be wide."""
-        key = (op, id(x), *map(id, rest))
-        if key not in self._results:
-            self._results[key] = x, op(x.float() if wide else x, *rest)  # which keeps x, and its id
-        return self._results[key][1]
-
-    def readings(self, cache: PagedKVCache) -> PagedKVCache:
-        """The cache for attention; all honest runs of a layer attend over the same."""
-        return cast(PagedKVCache, self._readings.setdefault(id(cache), _Readings(cache)))
-
-    def spread(self, x: Tensor, weight: Weight) -> Tensor:
-        """[T, out] fp32: sqrt(sum of (x * w)**2), the length of a product's terms as independent ones."""
-        key = id(weight), x.shape
-        if key not in self._spreads:
-            numbers = numbers_of(weight) if isinstance(weight, Blocks) else weight
-            self._spreads[key] = (x.float().square() @ numbers.float().square().T).sqrt_()
-        return self._spreads[key]
+def repeated_batch(batch: Batch, runs: int) -> Batch:
+    """The batch of runs' tokens: each token's one behind the other, at one and the same place. To be read by, not to store."""
+    positions, slots = (repeated(x, runs) for x in (batch.positions, batch.slot_mapping))
+    return replace(batch, positions=positions, slot_mapping=slots, query_start_loc=runs * batch.query_start_loc)
 
 
-class _Readings:
-    """A cache that nothing is written to meanwhile: what it once de-quantized is not de-quantized again."""
-
-    def __init__(self, cache: PagedKVCache) -> None:
-        self._cache = cache
-        self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-    def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        key = layer, *block_table.flatten().tolist()
-        if key not in self._known:
-            self._known[key] = self._cache.read(layer, block_table)
-        return self._known[key]
+def _of_one_run(batch: Batch, runs: int) -> Batch:
+    """The inverse."""
+    positions, slots = batch.positions[::runs], batch.slot_mapping[::runs]
+    return replace(batch, positions=positions, slot_mapping=slots, query_start_loc=batch.query_start_loc // runs)
 
 
-def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], bool] = lambda _: False) -> OpTable:
-    """The reference's table as another device may compute it.
+def honest(
+    ops: OpTable, seed: int, runs: int = 1, tokens: int | None = None, blocks: Callable[[object], bool] = lambda _: False
+) -> OpTable:
+    """The reference's table as other devices may compute it. Each op gives the rows of all runs, a token's together.
 
     Args:
-        ops: the reference's.
-        seed: another one, another device. Odd ones round attention once, at its end.
-        shared: with the other honest runs of this layer.
+        ops: the reference's; its `store_kv` and `gated_delta` get the rows of all runs.
+        seed: another one, other devices. Of runs, counted from the seed on, odd ones round attention once, at its end.
+        tokens: of one run, where ops are given the rows of all runs; None where they are given those of one.
         blocks: weights whose products round x to integers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -308,38 +277,53 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
     def noise(x: Tensor) -> Tensor:
         return torch.randn(x.shape, generator=generator)
 
+    def each(x: Tensor) -> Tensor:
+        return repeated(x, runs) if tokens is None else x
+
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = shared.result(ops.rms_norm, x, weight, eps, wide=True)
+        y = each(ops.rms_norm(x.float(), weight, eps))
         return (y * (1 + _ULP * (4 * noise(y[..., :1]) + noise(y)))).to(x.dtype)
 
     def linear(x: Tensor, weight: Weight) -> Tensor:
-        spread = shared.spread(x, weight)
+        # Of all runs' tokens the first run's show how widely the terms of their sums are spread.
+        spread = _spread(x[::runs] if tokens is not None and len(x) == runs * tokens else x, weight)
         if isinstance(weight, Blocks) and blocks(weight):
+            x = each(x)
             moved = (x.double() + (2 * torch.rand(x.shape, generator=generator) - 1) * half_steps(x, weight)).float()
             y = ops.linear(moved, weight)
         else:
-            y = shared.result(ops.linear, x, weight)
+            y = each(ops.linear(x, weight))
+        spread = spread if len(spread) == len(y) else repeated(spread, runs)
         return y + _ULP * math.sqrt(x.shape[-1] / 6) * spread * noise(spread)
 
     def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = shared.result(ops.rope, x, cos, sin)
+        y = each(ops.rope(x, cos, sin))
         return y * (1 + _ULP * noise(y))
 
     def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in (k, v))
+        k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in map(each, (k, v)))
         ops.store_kv(k, v, cache, layer, batch)
 
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        cache = shared.readings(cache)
-        wide = ops.paged_attention(q.float() * (1 + 8 * _ULP * noise(q)), cache, layer, batch, softmax_scale)
-        if seed % 2 or q.dtype == torch.float32:
-            return (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
-        rounded = (ops.paged_attention(q, cache, layer, batch, softmax_scale) - wide).float()
-        return (wide + rounded * noise(wide).sign()).to(q.dtype)  # the same rounding points, which fall elsewhere
+        one, q = batch if tokens is None else _of_one_run(batch, runs), each(q)
+
+        def attended(q: Tensor, runs: int) -> Tensor:
+            return ops.paged_attention(q, cache, layer, repeated_batch(one, runs), softmax_scale)
+
+        wide = attended(q.float() * (1 + 8 * _ULP * noise(q)), runs)
+        out = (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
+        twice = slice(seed % 2, runs, 2)
+        if q.dtype == torch.float32 or not range(runs)[twice]:
+            return out
+        # The same rounding points, which fall elsewhere.
+        by_run, queries, result = (x.view(-1, runs, *x.shape[1:])[:, twice] for x in (wide, q, out))
+        rounded = attended(queries.flatten(0, 1), queries.shape[1]).view(by_run.shape) - by_run
+        result.copy_(by_run + rounded.float() * noise(by_run).sign())
+        return out
 
     def product(name: str) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
         def run(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-            y = shared.result(getattr(ops, name), gate, up, torch.float32)
+            y = each(getattr(ops, name)(gate, up, torch.float32))
             return (y * (1 + 4 * _ULP * noise(y))).to(dtype)
 
         return run
@@ -348,7 +332,7 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
         x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
         batch: Batch,
     ) -> Tensor:  # fmt: skip
-        x, a, b = (y * (1 + 4 * _ULP * noise(y)) for y in (x, a, b))
+        x, a, b = (y * (1 + 4 * _ULP * noise(y)) for y in map(each, (x, a, b)))
         y = ops.gated_delta(x, a, b, conv, a_log, dt_bias, cache, layer, batch)
         return y * (1 + 4 * _ULP * noise(y))
 
@@ -360,6 +344,12 @@ def honest(ops: OpTable, seed: int, shared: Shared, blocks: Callable[[object], b
             "gated_delta": gated_delta, **products,
         },
     )  # fmt: skip
+
+
+def _spread(x: Tensor, weight: Weight) -> Tensor:
+    """[T, out] fp32: sqrt(sum of (x * w)**2), the length of a product's terms as independent ones."""
+    numbers = numbers_of(weight) if isinstance(weight, Blocks) else weight
+    return (x.float().square() @ numbers.float().square().T).sqrt_()
 
 
 BLOCK_X_NUMBERS = 32

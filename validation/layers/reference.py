@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight, activations, numbers_of
 from haarkv.validation.layers.forward import Forward, MadeLayer
-from haarkv.validation.layers.null import RUNS, Shared, honest
+from haarkv.validation.layers.null import RUNS, honest
 from haarkv.validation.layers.parts import Stored, load, put, snapshot, take, tensors_of
 from haarkv.validation.layers.record import Call, Recorder, table_of
 from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, heads_of, left_after, state_of, with_others
@@ -171,10 +171,21 @@ class Reference:
         """Whether the candidate rounds what it multiplies with a weight."""
         return isinstance(weight, Blocks) and weight.type.name in self.blocks
 
-    def honest(self, made: MadeLayer | None, runs: int = RUNS, salt: int = 0) -> list[OpTable]:
-        """The tables of honest runs of a layer."""
-        shared, place = Shared(), salt + (0 if made is None else 1 + made.index + 1000 * made.forward.step)
-        return [honest(self.ops, RUNS * place + run, shared, self.rounds_x) for run in range(runs)]
+    def honest(
+        self,
+        place: int,
+        runs: int = RUNS,
+        tokens: int | None = None,
+        replaced: Mapping[str, Callable[..., Tensor | None]] | None = None,
+    ) -> OpTable:
+        """The table of honest runs.
+
+        Args:
+            place: other noise at another one.
+            tokens: as `null.honest` takes it.
+            replaced: ops in place of the reference's own.
+        """
+        return honest(with_ops(self.ops, replaced or {}), 2 * place, runs, tokens, self.rounds_x)
 
     def as_read(self, made: MadeLayer, stored: Stored) -> PagedKVCache:
         """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""

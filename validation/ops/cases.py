@@ -15,7 +15,7 @@ from haarkv.models.gguf_file import block_type_named
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks, numbers_of
-from haarkv.validation.layers.null import RUNS, Figure, Null, Shared, Sums, by_figure, collected, drawn, honest, of_numbers
+from haarkv.validation.layers.null import RUNS, Figure, Null, Sums, by_figure, collected, drawn, honest, of_numbers
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -45,8 +45,8 @@ def honest_runs(figures_of: Callable[[OpTable], Iterable[tuple[Figure, Tensor]]]
     Args:
         figures_of: of what a table makes of a case. Products with weights in blocks round their activations.
     """
-    shared, ops = Shared(), cast(OpTable, reference)
-    tables = (honest(ops, seed, shared, lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
+    ops = cast(OpTable, reference)
+    tables = (honest(ops, seed, blocks=lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
     return drawn([by_figure(figures_of(table)) for table in tables])
 
 
