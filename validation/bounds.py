@@ -19,9 +19,6 @@ LEAST = {"gain": 4e-6, "slip": 0.02, "length": 6 * 2.0**-11}
 FP16_GAIN = 2.0**-12
 # The step in which energies are counted: one rounding of the largest number. FP32 sums are off by eight of theirs.
 STEP = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-20}
-# A vector whose levels differ by more than one is no fault if it is at most so many times as far off as the reference's,
-# beside what honest runs' K and V differ by: two scales were equally good.
-AS_NEAR = 1.05
 # Activations rounded to 8 bits may differ where they lie so near the middle of two steps, in steps.
 BLOCK_X_TIE = 0.02
 # A layer that is fed what the executor made of the layer before is held against honest runs of the reference's input; its own

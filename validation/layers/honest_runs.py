@@ -53,6 +53,7 @@ class HonestRuns:
         self.reference = reference
         self._known: Known = {} if known is None else known
         self._scratch = reference.cache.empty_like(reference.cache.device)
+        self._readable: tuple[Call, Stored] | None = None
 
     def of_layer(self, made: MadeLayer) -> tuple[list[Sums], Mapping[str, Tensor]]:
         """Of a layer as a whole; also how far their K and V lie from the reference's, as `Null.reach`."""
@@ -61,7 +62,8 @@ class HonestRuns:
 
     def _layers(self, made: MadeLayer) -> tuple[list[Sums], Mapping[str, Tensor]]:
         # What one token leaves in a state moves all that follow.
-        runs, reference = computed(len(made.hidden_in) if made.kv is not None else 1), self.reference
+        reference = self.reference
+        runs = computed(len(made.hidden_in) if made.kv is not None else 1, reference.model.dtype)
         aside = _Aside(reference, self._scratch, made, runs)
         table = reference.honest(_place(made), runs, len(made.hidden_in), aside.ops)
         cache = self._scratch if made.kv is None else cast(PagedKVCache, _AtOnce(reference.as_read(made, made.stored)))
@@ -137,7 +139,8 @@ class HonestRuns:
 
     def _op(self, call: Call, made: MadeLayer, salt: int, slips: Slips) -> list[Rows]:
         """Figures of an op's honest runs."""
-        runs = computed(len(call.args[0]) if call.op != "gated_delta" else 1)
+        x = call.args[0]
+        runs = computed(len(x) if call.op != "gated_delta" else 1, x.dtype if call.op == "paged_attention" else torch.float32)
         aside = _Aside(self.reference, self._scratch, made, runs)
         table = self.reference.honest(_place(made) + salt, runs, replaced=aside.ops)
         result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
@@ -168,8 +171,10 @@ class HonestRuns:
 
     def readable(self, call: Call, made: MadeLayer) -> Stored:
         """The layer's cache as attention is given it: what it must not read is far from what it was."""
-        cache, batch = self.reference.cache, made.batch
-        return without_unread(cache, made.index, snapshot(cache, made.index), batch, batch.seq_lens, call.args[0])
+        if self._readable is None or self._readable[0] is not call:
+            cache, batch, now = self.reference.cache, made.batch, snapshot(self.reference.cache, made.index)
+            self._readable = call, without_unread(cache, made.index, now, batch, batch.seq_lens, call.args[0])
+        return self._readable[1]
 
 
 def _place(made: MadeLayer) -> int:

@@ -70,9 +70,9 @@ def _part_figures(
 ) -> Values:
     """The same of one part; fields [n, Hkv, *].
 
-    Two scales may be equally good for a vector, and with the other one many levels are others. So a vector whose levels differ
-    by more than one is a fault if it lies farther from K than the reference's; else it counts as one level that differs.
-    Whoever stores a K' that is d away from K chooses what is nearest to K': from K that is up to 2 d farther than the nearest.
+    A vector whose levels differ by more than one is a fault if it lies too far from what was to be stored; else it counts as
+    one level that differs. An executor whose K is d away from the reference's stores what is nearest to its own, which from
+    the reference's is up to 2 d farther than the nearest. And two of a format's sizes may be as good as one another.
     """
     layer = part.layer
     pair = by_token(ours), by_token(theirs)
@@ -88,12 +88,23 @@ def _part_figures(
     if bool(far.any()):
         x = part.given(*kv, batch).transpose(0, 1)
         near, off = (part.kv_format.length(vectors - x, layer) for vectors in restored)
-        equal = far & (off <= bounds.AS_NEAR * near + (0 if reach is None else 2 * bounds.FARTHER * reach))
+        reach = torch.zeros_like(near) if reach is None else reach
+        equal = far & (off <= torch.where(_resized(*pair), bounds.FARTHER * near, near) + 2 * bounds.FARTHER * reach)
         far, changed = far & ~equal, torch.where(equal, 1, changed)
     long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
     for kind, numbers in (("changed", changed), ("leaps", far), ("length", long)):
         for head, each in enumerate(numbers):
             yield Figure(part.stage, head, kind), counted(each)
+
+
+_ANOTHER_SIZE = 1 / 16
+"""By more than so much the scales of two sizes differ; rounding moves one by 2**-11 of itself."""
+
+
+def _resized(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
+    """[Hkv, n] bool: vectors that are stored at another size."""
+    one, other = (fields["scale"].float().unsqueeze(-1).flatten(2) for fields in (ours, theirs))
+    return ((other - one).abs() > _ANOTHER_SIZE * one.abs()).any(-1)
 
 
 def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored) -> StoredComparison:

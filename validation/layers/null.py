@@ -23,9 +23,8 @@ from haarkv.validation import bounds
 
 RUNS = 16
 """Honest runs."""
-_COMPUTED = 4
 _MANY = 32
-"""From this number of tokens on, four honest runs are computed, and sixteen drawn from what their tokens show."""
+"""From this number of tokens on, two honest runs of a kind are computed, and sixteen drawn from what their tokens show."""
 
 
 class Figure(NamedTuple):
@@ -214,28 +213,27 @@ def collected(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
     return {figure: _total(rows) for figure, rows in by_figure(pairs).items()}
 
 
-def computed(tokens: int) -> int:
-    """How many of the sixteen honest runs of a forward of T tokens are computed."""
-    return _COMPUTED if tokens >= _MANY else RUNS
+def computed(tokens: int, attention: torch.dtype = torch.float32) -> int:
+    """How many of the sixteen honest runs of a forward of T tokens are computed; attention in BF16 is rounded in two ways."""
+    return RUNS if tokens < _MANY else 2 if attention == torch.float32 else 4
 
 
 def drawn(runs: Sequence[Rows]) -> list[Sums]:
-    """Sixteen honest runs, from all or from four of them.
+    """Sixteen honest runs, from all of them or from two of each kind, one kind after the other.
 
-    Of four, two round attention once and two do not. Eight runs are drawn of each two: token by token their mean, and half
-    the difference that two such runs have, up or down.
+    As many are drawn of each two: token by token their mean, and half the difference that two such runs have, up or down.
     """
     if len(runs) == RUNS:
         return [{figure: _total(rows) for figure, rows in run.items()} for run in runs]
-    generator = torch.Generator().manual_seed(len(runs[0]))
+    generator, kinds = torch.Generator().manual_seed(len(runs[0])), len(runs) // 2
     sums: list[dict[Figure, Numbers]] = [{} for _ in range(RUNS)]
     for figure in runs[0]:
-        for kind in range(2):
-            one, other = (run[figure] for run in runs[kind::2])
-            signs = 2 * torch.randint(2, (RUNS // 2, len(one)), generator=generator).double() - 1
+        for kind in range(kinds):
+            one, other = (run[figure] for run in runs[kind::kinds])
+            signs = 2 * torch.randint(2, (RUNS // kinds, len(one)), generator=generator).double() - 1
             totals = (one + other).sum(0) / 2 + signs @ (one - other) / math.sqrt(2)
             for place, (top, bottom, fourth) in enumerate(totals.tolist()):
-                sums[2 * place + kind][figure] = (top, bottom, fourth)
+                sums[kinds * place + kind][figure] = (top, bottom, fourth)
     return list(sums)
 
 

@@ -98,7 +98,8 @@ def _behind(cache: PagedKVCache, layer: int, part: Part, placed: Batch, row: int
 def _toward(q: Tensor, kv_heads: int) -> Tensor:
     """[Hkv, 1, D]: unit vectors whose product with all queries [t, Hq, D] of a KV head is the same, or as nearly as can be."""
     by_head = q.view(len(q), kv_heads, -1, q.shape[-1]).transpose(0, 1).flatten(1, 2)
-    return torch.nn.functional.normalize(torch.linalg.pinv(by_head, rtol=0.01).sum(-1), dim=-1).unsqueeze(1)
+    direction = torch.linalg.lstsq(by_head, by_head.new_ones(*by_head.shape[:2], 1), rcond=0.01).solution
+    return torch.nn.functional.normalize(direction.mT, dim=-1)
 
 
 def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], positions: Tensor, toward: Tensor | None) -> None:
