@@ -2,9 +2,9 @@
 
     model.set_attn_implementation("tq")
 
-Importing this module registers it by transformers' own interface. A step of one token a row, padded on the left or not, goes
-through the attention kernels for the device; everything else goes to transformers' SDPA with K and V restored, as it does
-without it.
+Importing this module registers it by transformers' own interface. A step of one token a row goes through
+the attention kernels for the device; everything else, padded rows among it, goes to transformers' SDPA with K and V restored,
+as it does without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 IMPLEMENTATION = "tq"
 """Its name."""
 
-Attend = Callable[[Tensor, float, tuple[int, ...]], Tensor]
+Attend = Callable[[Tensor, float], Tensor]
 
 
 class Stored(Tensor):
@@ -31,26 +31,20 @@ class Stored(Tensor):
 
     Args:
         restore: makes the tensor [B, Hkv, n, D].
-        attend: (q [B, Hq, 1, D], softmax_scale, padding at the beginning of each row) -> [B, 1, Hq, D], attention over this
-            layer's K and V.
+        attend: (q [B, Hq, 1, D], softmax_scale) -> [B, 1, Hq, D], attention over this layer's K and V.
         like: gives dtype and device.
         shape: of the tensor.
-        padded: `attend` takes padding.
     """
 
     @staticmethod
-    def __new__(
-        cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int], *, padded: bool = False
-    ) -> Stored:
+    def __new__(cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> Stored:
         stored: Stored = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=False
         )
         return stored
 
-    def __init__(
-        self, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int], *, padded: bool = False
-    ) -> None:
-        self.attend, self.padded, self._restore = attend, padded, restore
+    def __init__(self, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> None:
+        self.attend, self._restore = attend, restore
         self._restored: Tensor | None = None
 
     def restored(self) -> Tensor:
@@ -92,28 +86,12 @@ def attention(
         and scaling is not None
         and not kwargs.get("dropout")
         and all(kwargs.get(name) is None for name in _NOT_COVERED)
+        and (attention_mask is None or (attention_mask.dtype == torch.bool and bool(attention_mask.all())))
     ):
-        padding = () if attention_mask is None else left_padding(attention_mask) if key.padded else None
-        if padding is not None:
-            return key.attend(query, scaling, padding), None
+        return key.attend(query, scaling), None
     restored = dense(key), dense(value)
     out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, *restored, attention_mask, **kwargs)
     return out
-
-
-def left_padding(mask: Tensor) -> tuple[int, ...] | None:
-    """How many tokens each row of a step's mask [B, 1, 1, S] hides at its beginning; None if it hides others, or all of a row.
-
-    A mask of numbers, which are added to logits, is None as well.
-    """
-    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
-        return None
-    seen = mask[:, 0, 0]
-    counts = mask.shape[-1] - seen.sum(-1)
-    if not torch.equal(seen, torch.arange(mask.shape[-1], device=mask.device) >= counts.unsqueeze(-1)):
-        return None
-    padding = tuple(counts.tolist())
-    return None if max(padding) == mask.shape[-1] else padding
 
 
 def dense(x: Tensor) -> Tensor:

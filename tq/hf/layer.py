@@ -109,10 +109,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     @staticmethod
     def _unrestored(store: Store, side: int, x: Tensor) -> Stored:
         tokens = store.end
-        return Stored(
-            lambda: store.read(side, tokens, x.dtype), store.attend, x, (*x.shape[:2], tokens, x.shape[3]),
-            padded=store.takes_padding,
-        )  # fmt: skip
+        return Stored(lambda: store.read(side, tokens, x.dtype), store.attend, x, (*x.shape[:2], tokens, x.shape[3]))
 
     def _check_shapes(self, store: Store, states: tuple[Tensor, Tensor]) -> None:
         for name, x, head_dim in zip("KV", states, store.head_dims, strict=True):

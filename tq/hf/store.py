@@ -28,8 +28,6 @@ READ_TOKENS = 1024
 """Tokens restored at a time, so that a read needs little memory besides its result."""
 SPARE_FRACTION, SPARE_TOKENS = 32, 32
 """Memory is allocated for 1/32 more tokens than there are, for at least 32 more, and in whole blocks."""
-_SPARE_BLOCKS = 2
-"""Blocks of a row that take the tokens of blocks which are not read whole: those of two blocks, but for one token."""
 
 
 class Store:
@@ -133,7 +131,8 @@ class Store:
         count = k.shape[2]
         self._reserve(self.end + count)
         k, v = (x if by is None else x.float() * by.unsqueeze(1) for x, by in zip((k, v), self.scales, strict=True))
-        k, v, batch = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1), self._batch(self.end, count)
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        batch = _tokens_of_rows(self.rows, self.blocks, self.end, count, self.device)
         try:
             if count == 1 and (kernels := self.kernels):  # a ring has room for no more beside its tail
                 kernels.store_kv(k, v, self._paged(), self.kv.index, batch)
@@ -170,10 +169,6 @@ class Store:
         table = torch.arange(self.rows, device=self.device).unsqueeze(1) * self.blocks + column
         begin *= BLOCK_SIZE
         return side.unpack(self.kv.index, table, begin)[:, :, first - begin : end - begin]
-
-    def _batch(self, begin: int, count: int) -> Batch:
-        """So many tokens of every row from position `begin` on, placed."""
-        return _tokens_of_rows(self.rows, self.blocks, begin, count, self.device)
 
     # -- Changing what is held ------------------------------------------------------------------------------------------------
     def drop_newest(self, tokens: int) -> None:
@@ -212,10 +207,10 @@ class Store:
         tokens = end - self.begin // BLOCK_SIZE * BLOCK_SIZE
         return blocks_for(tokens + max(tokens // SPARE_FRACTION, SPARE_TOKENS), BLOCK_SIZE)
 
-    def _reserve(self, end: int, more: int = 0) -> None:
-        """Memory for the tokens up to position `end`, and so many blocks more."""
-        if blocks_for(end, BLOCK_SIZE) - self.begin // BLOCK_SIZE + more > self.blocks:
-            self._move(self._room(end) + more)
+    def _reserve(self, end: int) -> None:
+        """Memory for the tokens up to position `end`."""
+        if blocks_for(end, BLOCK_SIZE) - self.begin // BLOCK_SIZE > self.blocks:
+            self._move(self._room(end))
 
     def _give_back(self) -> None:
         if self.blocks > 2 * (blocks := self._room(self.end)):
@@ -234,11 +229,6 @@ class Store:
         self.blocks, self._view = blocks, None
 
     # -- Attention over what is stored ----------------------------------------------------------------------------------------
-    @property
-    def takes_padding(self) -> bool:
-        """Whether rows may begin with padding: what lies in a tail or in sinks is found by its position alone."""
-        return not any(side.kept for side in self.sides)
-
     def _is_readable(self) -> bool:
         """Whether there are kernels that can read what is stored, as it is stored."""
         kernels, (head_dim, other) = kernels_on(self.device.type), self.head_dims
@@ -247,7 +237,7 @@ class Store:
         if any(misfit(kernels[1], side.kv_format, head_dim) for side in self.sides):
             return False
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
-        return self.dtype == torch.bfloat16 or (self.dtype == torch.float32 and self.takes_padding)
+        return self.dtype == torch.bfloat16 or (self.dtype == torch.float32 and not any(side.kept for side in self.sides))
 
     @property
     def kernels(self) -> OpTable | None:
@@ -255,23 +245,17 @@ class Store:
         kernels = kernels_on(self.device.type) if self._readable else None
         return kernels and kernels[0]
 
-    # Memory that moves here is written again later, in whatever mode.
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def attend(self, q: Tensor, softmax_scale: float, padding: tuple[int, ...] = ()) -> Tensor:
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         """Attention of the newest token of every row over all that its row has stored, itself among them.
 
         Args:
             q: [B, Hq, 1, D] bf16 or fp32.
             softmax_scale: of the logits.
-            padding: how many tokens at the beginning of each row are none, fewer than it has; none unless given. Where there
-                are some, `takes_padding` must be true.
         Returns:
             [B, 1, Hq, D] of q's dtype.
         Rounding points: those of the op table's `paged_attention`.
         """
-        batch = self._padded_batch(padding) if any(padding) else self._batch(self.end - 1, 1)
-        kernels = self.kernels
+        kernels, batch = self.kernels, _tokens_of_rows(self.rows, self.blocks, self.end - 1, 1, self.device)
         assert kernels is not None, "no kernels read the layer"
         # A BF16 q times a power of two is exact, and so is a BF16 output.
         rows = _unscaled(q, self.scales[0]).transpose(1, 2).flatten(0, 1)
@@ -287,24 +271,6 @@ class Store:
             )
         return self._view
 
-    def _padded_batch(self, padding: tuple[int, ...]) -> Batch:
-        """The newest token of each row without its padding: tokens of the two blocks that are not read whole are copied to
-        spare ones.
-
-        One query sees every token, so their order is free; but only the last block that kernels read may be a part of one.
-        """
-        self._reserve(self.end, _SPARE_BLOCKS)
-        table, *places = _without_padding(padding, self.end, self.blocks)
-        row, source, target = (place.to(self.device) for place in places)
-        for field in (self._by_row(field) for side in self.sides for field in side.fields.values()):
-            moved = field[row, source // BLOCK_SIZE, :, source % BLOCK_SIZE]
-            field[row, target // BLOCK_SIZE, :, target % BLOCK_SIZE] = moved
-        lengths, rows = self.end - torch.tensor(padding), torch.arange(len(padding) + 1)
-        return Batch(
-            positions=lengths - 1, slot_mapping=torch.zeros_like(lengths), block_table=table.int(), seq_lens=lengths.int(),
-            query_start_loc=rows.int(), rows=rows[:-1],
-        ).to(self.device)  # fmt: skip
-
 
 @lru_cache(maxsize=2)
 def _tokens_of_rows(rows: int, blocks: int, begin: int, count: int, device: torch.device) -> Batch:
@@ -314,35 +280,6 @@ def _tokens_of_rows(rows: int, blocks: int, begin: int, count: int, device: torc
     table = row.new_zeros(rows, blocks_for(end, BLOCK_SIZE), dtype=torch.int32)
     lengths = torch.full_like(row[1:], end, dtype=torch.int32)
     return Batch(positions, positions, table, lengths, (row * count).int(), row[:-1]).in_ring(blocks, BLOCK_SIZE)
-
-
-@lru_cache(maxsize=2)
-def _without_padding(padding: tuple[int, ...], seen: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where rows that begin with padding are read, of `blocks` blocks whose last `_SPARE_BLOCKS` are free.
-
-    Returns:
-        [B, most], blocks in the memory of all rows, where -1 pads; and of tokens that are copied first [n] each: of which row,
-        from where in it, and to where.
-    """
-    tables: list[list[int]] = []
-    rows: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    last, free = (seen - 1) // BLOCK_SIZE, blocks - _SPARE_BLOCKS
-    for row, count in enumerate(padding):
-        first = -(-count // BLOCK_SIZE)
-        begin = min(first * BLOCK_SIZE, seen)  # of the tokens before it, some are read and some are padding
-        copied = [*range(count, begin), *range(max(begin, last * BLOCK_SIZE), seen)] if begin > count else []
-        spare = range(free, free + -(-len(copied) // BLOCK_SIZE))
-        table = [*range(first, last), *spare] if copied else [*range(first, last + 1)]
-        tables.append([row * blocks + block for block in table])
-        rows += [row] * len(copied)
-        sources += copied
-        targets += range(free * BLOCK_SIZE, free * BLOCK_SIZE + len(copied))
-    longest = max(map(len, tables))
-    padded = torch.tensor([table + [-1] * (longest - len(table)) for table in tables])
-    row_of, source, target = (torch.tensor(places, dtype=torch.int64) for places in (rows, sources, targets))
-    return padded, row_of, source, target
 
 
 @cache
