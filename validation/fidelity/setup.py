@@ -110,9 +110,10 @@ def load_setup(
         ).name
     kept = catalog.info(executor).block_types()  # whoever multiplies with a file's blocks is measured with these products
     loaded = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=kept)
-    for each in (spec, *(plans or {}).values()):
-        if each.weights:
-            each.require_weights(fingerprint(loaded.weights.named()))
+    if learned := [each for each in (spec, *(plans or {}).values()) if each.weights]:
+        weights = fingerprint(loaded.weights.named())
+        for each in learned:
+            each.require_weights(weights)
     uneven: tuple[balancing.Uneven, ...] = ()
     if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
         balanced = balancing.balance(loaded)  # the baseline in bf16 computes the same bits
