@@ -125,28 +125,19 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     # The name of a folder may look like markup, but is none.
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
     target.print(visible(title), highlight=False, soft_wrap=not target.is_terminal)
-    room = target.width if target.is_terminal else sys.maxsize
-    if not columns or _least(columns, rows, tight=True) <= room:
-        target.print(_as_table(columns, rows, tight=bool(columns) and _least(columns, rows, tight=False) > room))
+    wide, tight = (_as_table(columns, rows, tight) for tight in (False, True))
+    fitting = wide if not columns or not target.is_terminal or _least(wide, target) <= target.width else tight
+    if fitting is wide or _least(tight, target) <= target.width:
+        target.print(fitting)
         return
     for first, *rest in rows:
         target.print(f"\n{columns[0]} {visible(first)}".rstrip(), highlight=False)
         target.print(_as_table((), [(f"  {name}", cell) for name, cell in zip(columns[1:], rest, strict=True)], tight=True))
 
 
-_LEAST_TEXT = 16
-"""Columns of a terminal in which a cell of words can still be read."""
-
-
-def _least(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool) -> int:
-    """Columns of a terminal that a table takes at least, as `_as_table` makes it."""
-    total = (2 if tight else 3) * (len(columns) - 1)
-    for index, heading in enumerate(columns):
-        parts = _parts(heading) if tight else [heading]
-        cells = max(len(row[index]) for row in rows)
-        numeric = _numeric([row[index] for row in rows])
-        total += max(*map(len, parts), cells if numeric or not index else min(cells, _LEAST_TEXT))
-    return total
+def _least(table: Table, console: Console) -> int:
+    """Columns of a terminal that a table takes at least; no number and no first cell is broken, and no word."""
+    return console.measure(table, options=console.options.update(max_width=sys.maxsize)).minimum
 
 
 def _parts(heading: str) -> list[str]:
@@ -170,7 +161,8 @@ def _as_table(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool
         numeric = bool(columns) and _numeric([row[index] for row in rows])
         heading = columns[index] if columns else ""
         heading = "\n".join(_parts(heading)) if tight else heading
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+        whole = bool(columns) and (numeric or not index)
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(Text(visible(cell), style=_COLOURS.get(cell.split(":")[0], "")) for cell in row))
     return table

@@ -20,6 +20,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
+from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
@@ -28,7 +29,6 @@ from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import Setup, Workload, make_workload
-from haarkv.validation.fidelity.setup import weights_fingerprint
 from haarkv.validation.planning import auto
 from haarkv.validation.planning.calibrate import learn_model
 from haarkv.validation.planning.candidates import Costs
@@ -151,7 +151,7 @@ class Subject:
         # Nearly every cache is read by the fastest executor here.
         fastest = catalog.select(catalog.AUTO, named.config, [], device="cpu", dtype=task.dtype).name
         self.model = load_model(named.name, task.dtype, None, progress, keep_blocks=catalog.info(fastest).block_types())
-        self.weights = weights_fingerprint(self.model)
+        self.weights = fingerprint(self.model.weights.named())
         self._executors: dict[tuple[bool, str], Executor] = {}
 
     @cached_property

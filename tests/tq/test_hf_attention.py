@@ -17,7 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import tq
 from haarkv.tq_ops.cpu import library
-from tq.hf.attention import IMPLEMENTATION, Reader, Stored, attention, dense
+from tq.hf.attention import IMPLEMENTATION, Stored, attention, dense
+from tq.hf.store import Store
 
 pytestmark = pytest.mark.skipif(not library.isas(), reason="the CPU kernels are not built")
 
@@ -34,13 +35,13 @@ def build(kind=Qwen3Config, dtype=torch.float32, **special):
 def calls(monkeypatch):
     """The layers whose attention went through kernels, in order."""
     made = []
-    attend = Reader.attend
+    attend = Store.attend
 
-    def counted(self, q, seen, softmax_scale, padding):
-        made.append((self._layer, seen))
-        return attend(self, q, seen, softmax_scale, padding)
+    def counted(self, q, softmax_scale):
+        made.append((self.kv.index, self.end))
+        return attend(self, q, softmax_scale)
 
-    monkeypatch.setattr(Reader, "attend", counted)
+    monkeypatch.setattr(Store, "attend", counted)
     return made
 
 
@@ -99,13 +100,9 @@ def same(model, **kwargs):
     assert torch.equal(logits, theirs)
 
 
-LONG = torch.randint(2, VOCAB, (3, 250), generator=torch.Generator().manual_seed(2))
-"""Steps behind it begin a new block."""
-
-
-def padded(*counts, rows=PROMPTS):
+def padded(*counts):
     """A mask that hides so many tokens at the beginning of each row."""
-    return (torch.arange(rows.shape[1]) >= torch.tensor(counts).unsqueeze(1)).long()
+    return (torch.arange(PROMPT) >= torch.tensor(counts).unsqueeze(1)).long()
 
 
 IN_BF16 = {"dtype": torch.bfloat16}
@@ -117,10 +114,6 @@ READ = {
     # The tail is read where it lies in a ring; of 200 tokens, it is not full at first.
     **{f"tail {tail}, sink {sink}": (IN_BF16, {"options": {"tail": tail, "sink": sink}})
        for tail, sink in ((7, 0), (128, 3), (1, 1), (200, 2), (0, 5))},
-    # Padding on the left: a part of a block, whole blocks, all but one token, and where blocks end.
-    **{f"padding {counts}": ({}, {"mask": padded(*counts)}) for counts in ((9, 0), (0, 130), (128, 127), (149, 1))},
-    **{f"padding {counts} {kv}": ({}, {"rows": LONG, "mask": padded(*counts, rows=LONG), "options": {"kv": kv}})
-       for counts, kv in (((5, 128, 249), "tq4"), ((0, 200, 131), "k=tq8,v=tq5"))},
 }  # fmt: skip
 """Models, and what of them the kernels read."""
 
@@ -129,22 +122,19 @@ READ = {
 def test_decode_steps_read_packed_codes(name, beside, calls):
     model, given = READ[name]
     near(build(**model), beside, **given)
-    begin = given.get("rows", PROMPTS).shape[1]
-    assert [seen for _, seen in calls] == [begin + step for step in range(1, NEW) for _ in range(2)]
+    assert [seen for _, seen in calls] == [PROMPT + step for step in range(1, NEW) for _ in range(2)]
 
 
-@pytest.mark.parametrize(("options", "counts"), [({"kv": "tq4", "tail": 31}, (0, 0)), ({"kv": "tq4"}, (9, 0))], ids=str)
-def test_modes_of_inference_may_change_between_steps(options, counts, calls):
+def test_modes_of_inference_may_change_between_steps(calls):
     """Memory grows in one mode and is written in another."""
     model = build(dtype=torch.bfloat16)
     model.set_attn_implementation(IMPLEMENTATION)
-    cache, mask = tq.TQCache(model.config, **options), padded(*counts)
-    model(PROMPTS, attention_mask=mask, past_key_values=cache)  # with gradients, which nothing keeps
-    assert not any(tensor.requires_grad for layer in cache.layers for side in layer.sides for tensor in side.tensors())
+    cache = tq.TQCache(model.config, "tq4", tail=31)
+    model(PROMPTS, past_key_values=cache)  # with gradients, which nothing keeps
+    assert not any(tensor.requires_grad for layer in cache.layers for tensor in layer.store.tensors())
     for step in range(120):
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         with torch.inference_mode() if step % 3 else torch.no_grad():
-            model(PROMPTS[:, :1], attention_mask=mask, past_key_values=cache)
+            model(PROMPTS[:, :1], past_key_values=cache)
     assert len(calls) == 2 * 120
 
 
@@ -156,8 +146,7 @@ RESTORED = {
     "a window": ({"kind": MistralConfig, "sliding_window": 40}, {}),
     "small heads": ({"head_dim": 32, "hidden_size": 128}, {}),
     "holes": ({}, {"mask": torch.ones_like(PROMPTS).index_fill(1, torch.arange(20, 25), 0)}),
-    # Padding under tokens that are kept as they are, which kernels find by their positions.
-    "padding under sinks": (IN_BF16, {"mask": padded(9, 0), "options": {"sink": 4}}),
+    "padding": ({}, {"mask": padded(9, 0)}),
 }  # fmt: skip
 
 
@@ -170,34 +159,22 @@ def test_all_else_is_restored(name, calls):
 
 def test_a_wrong_place_in_the_ring_would_show(monkeypatch, beside):
     """K's ring out of step with V's."""
-    view = Reader._view
+    paged = Store._paged
 
     def out_of_step(self):
-        cache = view(self)
-        k, _ = cache.kept(self._layer)
+        k = self.kv.k.kept
         k.vectors[:, :, k.sink :] = k.vectors[:, :, k.sink :].roll(1, 2)
-        return cache
+        return paged(self)
 
-    monkeypatch.setattr(Reader, "_view", out_of_step)
+    monkeypatch.setattr(Store, "_paged", out_of_step)
     text(build(dtype=torch.bfloat16), IMPLEMENTATION, options={"tail": 128, "sink": 3})
     assert max(beside) > 10
 
 
-@pytest.mark.parametrize("error", [-1, 1])
-def test_padding_of_another_length_would_show(error, monkeypatch, beside):
-    attend = Reader.attend
-    monkeypatch.setattr(
-        Reader, "attend", lambda self, q, seen, scale, padding: attend(self, q, seen, scale, (padding[0] + error, 0))
-    )
-    text(build(), IMPLEMENTATION, mask=padded(9, 0))
-    assert max(beside) > 10
-
-
-@pytest.mark.parametrize("mask", [None, padded(40, 0)], ids=["whole", "padded"])
-def test_rows_that_beams_reorder(mask, calls):
+def test_rows_that_beams_reorder(calls):
     model = build()
-    expected, _ = text(model, "sdpa", num_beams=3, mask=mask)
-    tokens, _ = text(model, IMPLEMENTATION, num_beams=3, mask=mask)
+    expected, _ = text(model, "sdpa", num_beams=3)
+    tokens, _ = text(model, IMPLEMENTATION, num_beams=3)
     assert torch.equal(tokens, expected)
     assert calls
 
@@ -232,33 +209,19 @@ def test_a_copy_and_a_cropped_cache_are_read_where_they_lie(calls):
     assert len(calls) == 2 * 8
 
 
-@pytest.mark.parametrize("kv", ["tq4", "kivi4", "k=kivi2,v=tq4"])
-def test_sides_that_grow_in_other_steps_do_not_drive_each_other(kv):
-    """K and V lie in as many blocks, and each has memory to spare by its own count."""
-    config = build().config
-    config._attn_implementation = IMPLEMENTATION
-    cache = tq.TQCache(config, kv)
-    for count in (1000, *[1] * 60):
-        k, v = torch.randn(2, 1, 2, count, 64, dtype=torch.bfloat16)
-        keys, _ = cache.update(k, v, 0)
-        if isinstance(keys, Stored) and count == 1:
-            keys.attend(torch.randn(1, 4, 1, 64, dtype=torch.bfloat16), 0.1, ())
-    assert max(side.packed.blocks for side in cache.layers[0].sides) <= 1060 * 33 // 32 // 128 + 2
-
-
-@pytest.mark.parametrize("options", [{"tail": 7}, {"tail": 128, "sink": 3}, {"kv": "kivi4", "tail": 70}], ids=str)
-def test_a_tail_that_was_cropped_is_restored(options):
-    """What has left it is packed, and kernels would look for it in the ring."""
-    model, logits = build(dtype=torch.bfloat16), []
-    for name in ("sdpa", IMPLEMENTATION):
-        model.set_attn_implementation(name)
-        cache = tq.TQCache(model.config, **options)
-        with torch.no_grad():
-            for part in (PROMPTS, PROMPTS[:, :1]):
-                model(part, past_key_values=cache)
-            cache.crop(-5)
-            logits.append(model(PROMPTS[:, 1:2], past_key_values=cache).logits)
-    assert torch.equal(*logits)
+@pytest.mark.parametrize("options", [{"tail": 7}, {"tail": 128, "sink": 3}, {"tail": 2, "sink": 9}], ids=str)
+def test_a_tail_that_was_cropped_is_read_where_it_lies(options, beside):
+    """What comes back into it is restored into the ring, where kernels look for it."""
+    model = build(dtype=torch.bfloat16)
+    model.set_attn_implementation(IMPLEMENTATION)
+    cache = tq.TQCache(model.config, **options)
+    with torch.no_grad():
+        for part in (PROMPTS, PROMPTS[:, :1]):
+            model(part, past_key_values=cache)
+        cache.crop(-5)
+        model(PROMPTS[:, 1:2], past_key_values=cache)
+    assert len(beside) == 2 * 2
+    assert max(beside) <= 1
 
 
 def test_other_attention_gets_numbers():

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 import tq
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.base import Field
-from tq.hf.store import Packed
+from tq.hf.store import BLOCK_SIZE, Store, _tokens_of_rows
 
 PROMPT, NEW = 14, 12
 CONFIGS = {
@@ -100,7 +100,6 @@ class Grouped(formats.KVFormat):
         return Doubling() if self.group_tokens == 1 else None
 
     def quantize(self, x, layer):
-        assert self.group_tokens == 1 or x.ndim == 5
         assert self.group_tokens == 1 or x.shape[-2] == self.group_tokens
         self.vectors += x[..., 0].numel()
         return {"data": x.float()}
@@ -185,7 +184,7 @@ def test_a_reset_cache_is_as_new(kv):
     fresh = run(model, tq.TQCache(model.config, kv))
     assert torch.equal(tokens, fresh[0])
     assert torch.equal(logits, fresh[1])
-    assert cache.layers[0].sides[1].tokens == 6  # the window of 7, without the token to come
+    assert cache.layers[0].store.tokens == 6  # the window of 7, without the token to come
     assert first[0].shape[0] == 1
 
 
@@ -197,8 +196,11 @@ def test_a_reset_cache_is_as_new(kv):
     ("packed", "sink", "window"), thinned(MORE, [((1, 1), 0), ((1, 1), 5), ((4, 1), 3), ((4, 4), 9)], [0, 3], [None, 6])
 )
 def test_any_sequence_of_operations_gives_what_their_layer_gives(monkeypatch, packed, sink, window):
-    """Appended, cropped, reordered, repeated and selected at random, read in pieces; a vector is quantized once at most."""
+    """Appended, cropped, reordered, repeated and selected at random, read in pieces, in small blocks; a vector that is packed
+    alone is quantized once."""
     monkeypatch.setattr("tq.hf.store.READ_TOKENS", 4)
+    monkeypatch.setattr("tq.hf.store.BLOCK_SIZE", 8)
+    monkeypatch.setattr("tq.hf.store.SPARE_TOKENS", 1)
     groups, tail = packed
     for seed in range(6):
         k_format, v_format = Grouped(groups[0]), Grouped(groups[1])
@@ -229,8 +231,9 @@ def test_any_sequence_of_operations_gives_what_their_layer_gives(monkeypatch, pa
                 else:
                     layer.batch_select_indices(order)
             rows = 2 if rows == 1 and len(order) != rows else len(order)
-        assert max(k_format.vectors, v_format.vectors) <= handed
-        assert k_format.vectors % groups[0] == 0
+        for kv_format in (k_format, v_format):
+            assert kv_format.group_tokens > 1 or kv_format.vectors == handed
+            assert kv_format.vectors % kv_format.group_tokens == 0
 
 
 def test_each_vector_is_quantized_once_and_bytes_only_move(counted):
@@ -239,11 +242,12 @@ def test_each_vector_is_quantized_once_and_bytes_only_move(counted):
     run(model, cache, num_beams=3)
     # 2 layers, K and V, 2 heads; the prompt once for each of 3 beams, then one token a step, the last not run.
     assert counted.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
-    before = {k: t.clone() for k, t in cache.layers[1].sides[0].packed.fields.items()}
+    before = {k: t.clone() for k, t in cache.layers[1].store.kv.k.fields.items()}
     cache.reorder_cache(torch.tensor([8, 0, 0, 1, 2, 3, 4, 5, 6]))
     cache.crop(-4)
-    after = cache.layers[1].sides[0].packed
-    for name, tensor in after.fields.items():
+    after = cache.layers[1].store
+    assert after.blocks == 1
+    for name, tensor in after.kv.k.fields.items():
         assert torch.equal(tensor[0, :, : after.end], before[name][8, :, : after.end])
     assert counted.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
 
@@ -304,13 +308,14 @@ def test_nothing_restored_outlives_its_reader(kv, tail, sink, window):
         k, v = torch.randn(2, 1, 2, count, 128)
         keys, values = layer.update(k, v)
         del k, v, keys, values
+    _tokens_of_rows.cache_clear()  # the last step's batch, which all layers share
     held = held_bytes(before)
-    assert sum(held.values()) == sum(side.allocated_bytes for side in layer.sides)
+    assert sum(held.values()) == sum(tensor.nbytes for tensor in layer.store.tensors())
     tokens = 1026 if window is None else window - 1
     if kv != "fp32":
         assert sum(held.values()) < 0.3 * tokens * 2 * 2 * 128 * 2 + (tail + sink + 40) * 2 * 2 * 128 * 4
     if window:
-        assert all(window - 1 <= side.tokens < window - 1 + side.packed.kv_format.group_tokens for side in layer.sides)
+        assert layer.store.tokens == window - 1
 
 
 @pytest.mark.parametrize("steps", [[1024], [1000] + [1] * 24])
@@ -343,26 +348,25 @@ def test_stats_count_tail_and_sink():
         empty, row = cache.stats().layers
         assert (empty.tokens, empty.used, empty.allocated) == (0, 0, 0)
         layer_bytes[tail, sink] = row.used // 4
-    assert layer_bytes == {(0, 0): 50 * 66, (10, 0): 40 * 66 + 10 * 512, (10, 3): 37 * 66 + 13 * 512}
+    assert layer_bytes == {(0, 0): 50 * 66, (10, 0): 50 * 66 + 10 * 512, (10, 3): 50 * 66 + 13 * 512}
 
 
 def test_memory_grows_in_linear_time(monkeypatch):
-    moved = []
-    move = Packed.move
+    moved, move = [], Store._move
 
     def counting(self, blocks):
-        moved.append(self.end - self.begin)
+        moved.append(self.tokens)
         move(self, blocks)
 
-    monkeypatch.setattr(Packed, "move", counting)
-    packed = Packed(formats.get("tq4"), 0, torch.empty(1, 1, 0, 8))
-    token = {name: torch.zeros(1, 1, 1, *field.shape, dtype=field.dtype) for name, field in packed.kv_format.fields(8).items()}
+    monkeypatch.setattr(Store, "_move", counting)
+    tq4, token = formats.get("tq4"), torch.zeros(1, 1, 1, 8)
+    store = Store(0, (tq4, tq4), (token, token), sink=0, tails=(0, 0))
     for _ in range(8192):
-        packed.append(token)
-        assert packed.capacity <= packed.tokens * 33 // 32 + 32 + packed.block_groups
+        store.write(token, token)
+        assert store.blocks * BLOCK_SIZE <= store.tokens * 33 // 32 + 32 + BLOCK_SIZE
     assert sum(moved) < 40 * 8192
-    for _ in range(3 * 8192):  # a window that moves on
-        packed.append(token)
-        packed.drop_oldest(1)
-    assert packed.tokens == 8192
-    assert sum(moved) < 40 * 4 * 8192
+    for _ in range(8192):  # a window that moves on
+        store.write(token, token)
+        store.keep_newest(8192)
+    assert store.tokens == 8192
+    assert sum(moved) < 40 * 2 * 8192

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from haarkv.models.config import ModelConfig
     from haarkv.tq_ops.formats import Calibration
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
-    from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+    from haarkv.tq_ops.kv.plan import KVPlan
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
     from haarkv.validation.planning.candidates import Costs, Verified
     from haarkv.validation.planning.planner import Allocation
@@ -81,7 +81,7 @@ def command(
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
-    from haarkv.validation.planning.candidates import CANDIDATES, LEARNED, TAILS, require_candidates
+    from haarkv.validation.planning.candidates import CANDIDATES, LEARNED, TAILS, everywhere, require_candidates
 
     options.set_threads(threads)
     config = read_config(model["model"], model["layers"])
@@ -90,10 +90,12 @@ def command(
     default = LEARNED if learned else CANDIDATES
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates is not None else default
     require_candidates(names, config, spec.calibration)
-    model["executor"] = _executor(model, config, spec, [*names, "bf16"], tails or TAILS, sinks or (0,))
     options.say_if_interpreted(model["executor"], device=model["device"])
     with loading(model["model"]) as progress:
-        setup = load_setup(kvs=["bf16"], spec=spec, progress=progress, **model)
+        # One executor runs every candidate beside every tail and number of sinks.
+        every = {name: replace(spec, kv=everywhere(name)) for name in names}
+        every[""] = replace(spec, kv="tq4", tail=max(tails or TAILS), sink=max(sinks or (0,)))
+        setup = load_setup(kvs=["bf16"], spec=spec, plans=every, progress=progress, **model)
     encode = setup.base.tokenizer.encode
     ids = encode(text)
     texts = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
@@ -111,23 +113,6 @@ def command(
             print_plan(request.context, found, verified)
             print(ending(out_file, verified.beaten_by, written))
     return int(not written)
-
-
-def _executor(
-    given: Mapping[str, Any], config: ModelConfig, spec: KVSpec, names: Sequence[str], tails: Sequence[int],
-    sinks: Sequence[int],
-) -> str:  # fmt: skip
-    """The executor that must run every candidate beside every tail and number of sinks."""
-    from haarkv.engine.plans import plan_for
-    from haarkv.executors.catalog import select
-    from haarkv.validation.planning.candidates import everywhere
-
-    specs = [
-        *(replace(spec, kv=everywhere(name)) for name in names),
-        replace(spec, kv="tq4", tail=max(tails), sink=max(sinks)),
-    ]
-    plans = [plan_for(spec, config) for spec in specs]
-    return select(given["executor"], config, plans, device=given["device"], dtype=given["dtype"]).name
 
 
 @dataclass(frozen=True)

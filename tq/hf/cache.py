@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -22,7 +22,6 @@ from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.attention import IMPLEMENTATION, packed_attention
 from tq.hf.config import Watch, balance_of, cache_layers, decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
-from tq.hf.store import SideStore
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class LayerStats:
         layer: its index.
         kv: its formats, as `kv=` takes them.
         tokens: of each row that K holds; a sliding window leaves some behind.
-        used: bytes in use: packed fields, tail and sink, of K and V.
+        used: bytes in use: packed fields of all tokens, tail and sink beside them, of K and V.
         allocated: bytes of memory taken, room to grow included.
         bf16, fp32: bytes of the same tokens in that dtype.
     """
@@ -67,15 +66,16 @@ class TQCache(Cache):  # type: ignore[misc]
 
     Attention gets what is stored, restored into temporaries; nothing restored outlives the layer that asked for it. After
     `model.set_attn_implementation("tq")` decode steps read it as it is packed, where kernels can. Each vector is quantized
-    once, when it leaves the tail; cropping and reordering move what is stored.
+    when it comes, or its group is full, and reordering moves what is stored. What a crop brings back into a tail is restored
+    from what is packed.
 
     Args:
         config: the model's config, `model.config`.
         kv: formats of K and V: `NAME` or `k=NAME,v=NAME`, of `tq.formats.names()`. By default, without tail, sink and plan,
             `k=tq6,v=tq4` with the newest 124 and the first 4 tokens kept; with a calibration `k=lr4,v=tq4` and the same;
             else `tq4`.
-        tail: that many recent tokens stay in the model's own dtype, and are quantized when newer ones push them out. By
-            default the fewest that a format needs: none, or G - 1 where G tokens are quantized together.
+        tail: that many recent tokens are seen in the model's own dtype. By default the fewest that a format needs: none, or
+            G - 1 where G tokens are quantized together.
         sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
         plan: layer -> formats, for layers that differ from `kv`; or a file of `tq plan`, which says all.
@@ -148,15 +148,12 @@ class TQCache(Cache):  # type: ignore[misc]
 
 
 def _stats_of(layer: TQLayer) -> LayerStats:
-    def total(count: Callable[[SideStore], int]) -> int:
-        return sum(map(count, layer.sides))  # no sides before the first token
-
-    numbers = total(lambda side: side.tokens * side.rows * side.heads * side.head_dim)
-    return LayerStats(
-        layer.layer, formats.describe(layer.k_format, layer.v_format), layer.sides[0].tokens if layer.sides else 0,
-        used=total(lambda side: side.used_bytes), allocated=total(lambda side: side.allocated_bytes),
-        bf16=2 * numbers, fp32=4 * numbers,
-    )  # fmt: skip
+    kv, store = formats.describe(layer.k_format, layer.v_format), layer.store
+    if store is None:  # before the first token
+        return LayerStats(layer.layer, kv, 0, 0, 0, 0, 0)
+    numbers = store.tokens * store.rows * store.heads * sum(store.head_dims)
+    allocated = sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
+    return LayerStats(layer.layer, kv, store.tokens, store.used_bytes, allocated, bf16=2 * numbers, fp32=4 * numbers)
 
 
 @overload

@@ -12,9 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 from haarkv.models.balance import Scales
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from tq.hf.attention import Reader, Stored, readable
+from tq.hf.attention import Stored
 from tq.hf.config import Watch
-from tq.hf.store import SideStore
+from tq.hf.store import Store
 
 
 class TQLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -46,12 +46,10 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = window is not None
         self._scales, self._watch, self._require_context = scales, watch, require_context
         self._reads_packed = reads_packed
-        self._reader: Reader | None = None
-        # A token that has left the tail never returns to it.
+        # A token that has left the tail returns to it as it is packed.
         self.is_croppable = tail == (0, 0)
         self.record_past = False
-        self.sides: tuple[SideStore, ...] = ()
-        self._seen = 0
+        self.store: Store | None = None
 
     def __repr__(self) -> str:
         return f"TQLayer({self.layer}, k={self.k_format.name}, v={self.v_format.name})"
@@ -63,17 +61,10 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             InputError: a format has no layout for D.
         """
-        described = zip("KV", (self.k_format, self.v_format), (key_states, value_states), self.tail, self._scales, strict=True)
-        self.sides = tuple(
-            SideStore(
-                name, kv_format, self.layer, sink=self.sink, tail=tail, like=x.new_empty(*x.shape[:2], 0, x.shape[3]),
-                scales=scales,
-            )
-            for name, kv_format, x, tail, scales in described
+        self.store = Store(
+            self.layer, (self.k_format, self.v_format), (key_states, value_states), sink=self.sink, tails=self.tail,
+            scales=self._scales,
         )  # fmt: skip
-        k, v = self.sides
-        if self.sliding_window is None and readable(self.sides):
-            self._reader = Reader(self.layer, (k, v))
         self.is_initialized = True
 
     # This memory is written again later, so it must not belong to an inference mode that may have ended.
@@ -94,62 +85,49 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
                 coordinates hold for fewer tokens.
             NonFiniteError: naming layer, side, row, KV head and position; nothing of this layer was stored.
         """
-        if not self.is_initialized:
+        if self.store is None:
             self.lazy_initialization(key_states, value_states)
-        states = (key_states, value_states)
-        self._check_shapes(states)
-        self._require_context(self._seen + key_states.shape[2])
+        store, states, count = self.store, (key_states, value_states), key_states.shape[2]
+        assert store is not None
+        self._check_shapes(store, states)
+        self._require_context(store.end + count)
         # Formats choose their own precision, even in a model that runs under autocast.
         with torch.autocast(key_states.device.type, enabled=False):
-            if self._watch and not self._seen:
+            if self._watch and not store.end:
                 self._watch.look(
                     self.layer, self.sink, zip("KV", (self.k_format, self.v_format), states, self._scales, strict=True)
                 )
-            keys, values = self._update(states)
+            visible = self.get_mask_sizes(count)[0]
+            store.write(*states)
+            if count == 1 and self.sliding_window is None and self._reads_packed() and store.kernels:
+                return self._unrestored(store, 0, key_states), self._unrestored(store, 1, value_states)
+            keys, values = (store.read(side, visible, x.dtype) for side, x in enumerate(states))
+        if not self.record_past:
+            self._forget(store)
         return keys, values
 
-    def _update(self, states: tuple[Tensor, Tensor]) -> list[Tensor]:
-        count = states[0].shape[2]
-        prepared = [side.prepare(x) for side, x in zip(self.sides, states, strict=True)]
-        for side, new in zip(self.sides, prepared, strict=True):
-            side.keep(new)
-        visible = self.get_mask_sizes(count)[0]
-        self._seen += count
-        if self._reader and count == 1 and self._reads_packed() and all(side.in_place for side in self.sides):
-            return self._unrestored(self._reader, visible, states)
-        result = [side.read(visible, x.dtype) for side, x in zip(self.sides, states, strict=True)]
-        if not self.record_past:
-            self._forget()
-        return result
+    @staticmethod
+    def _unrestored(store: Store, side: int, x: Tensor) -> Stored:
+        tokens = store.end
+        return Stored(lambda: store.read(side, tokens, x.dtype), store.attend, x, (*x.shape[:2], tokens, x.shape[3]))
 
-    def _unrestored(self, reader: Reader, tokens: int, states: tuple[Tensor, Tensor]) -> list[Tensor]:
-        seen = self._seen
-        return [
-            Stored(
-                lambda side=side, x=x: side.read(tokens, x.dtype),  # type: ignore[misc]
-                lambda q, scale, padding: reader.attend(q, seen, scale, padding),
-                x, (*x.shape[:2], tokens, x.shape[3]), padded=reader.takes_padding,
-            )
-            for side, x in zip(self.sides, states, strict=True)
-        ]  # fmt: skip
-
-    def _check_shapes(self, states: tuple[Tensor, Tensor]) -> None:
-        for side, x in zip(self.sides, states, strict=True):
-            rows, heads, head_dim = side.rows, side.heads, side.head_dim
-            if (x.shape[0], x.shape[1], x.shape[3]) != (rows, heads, head_dim):
+    def _check_shapes(self, store: Store, states: tuple[Tensor, Tensor]) -> None:
+        for name, x, head_dim in zip("KV", states, store.head_dims, strict=True):
+            if (x.shape[0], x.shape[1], x.shape[3]) != (store.rows, store.heads, head_dim):
                 raise InputError(
-                    f"layer {self.layer}: {side.name} has the shape {list(x.shape)}, but the cache holds {rows} rows of "
-                    f"{heads} KV heads of {head_dim}; reset() empties it"
+                    f"layer {self.layer}: {name} has the shape {list(x.shape)}, but the cache holds {store.rows} rows of "
+                    f"{store.heads} KV heads of {head_dim}; reset() empties it"
                 )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many tokens the next `update` with this many new ones returns, and the position of the first."""
-        visible = self._wanted(self._seen)
-        return visible + query_length, self._seen - visible
+        seen = self.get_seq_length()
+        visible = self._wanted(seen)
+        return visible + query_length, seen - visible
 
     def get_seq_length(self) -> int:
         """Tokens seen, including those outside the window now."""
-        return self._seen
+        return self.store.end if self.store else 0
 
     def get_max_length(self) -> int:
         """The sliding window in tokens; -1 without one."""
@@ -161,8 +139,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything, shapes included."""
-        self.sides, self._seen, self.is_initialized, self.record_past = (), 0, False, False
-        self._reader = None
+        self.store, self.is_initialized, self.record_past = None, False, False
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -174,20 +151,16 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if tokens_to_remove > 0:
             raise InputError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}")
-        if not self.is_initialized:
+        if (store := self.store) is None:
             return
-        removed = min(-tokens_to_remove, self._seen)
-        left = self._seen - removed
-        for side in self.sides:
-            if side.tokens - removed < self._wanted(left):
-                raise InputError(
-                    f"layer {self.layer}: {removed} tokens cannot be removed, the window of {self.sliding_window} has already "
-                    "left the tokens before them behind; call activate_past_recording() first"
-                )
-        for side in self.sides:
-            side.drop_newest(removed)
-        self._seen = left
-        self._forget()
+        left = max(store.end + tokens_to_remove, 0)
+        if left - store.begin < self._wanted(left):
+            raise InputError(
+                f"layer {self.layer}: {store.end - left} tokens cannot be removed, the window of {self.sliding_window} has "
+                "already left the tokens before them behind; call activate_past_recording() first"
+            )
+        store.drop_newest(store.end - left)
+        self._forget(store)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i] [B] int64."""
@@ -204,14 +177,13 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.inference_mode(False)
     @torch.no_grad()
     def _apply(self, change: Any) -> None:
-        for side in self.sides:
-            side.apply(change)
+        if self.store:
+            self.store.apply(change)
 
     def _wanted(self, seen: int) -> int:
         """Of this many tokens, those that the next one may see."""
         return seen if self.sliding_window is None else min(seen, self.sliding_window - 1)
 
-    def _forget(self) -> None:
+    def _forget(self, store: Store) -> None:
         if self.sliding_window is not None:
-            for side in self.sides:
-                side.keep_newest(self._wanted(self._seen))
+            store.keep_newest(self._wanted(store.end))

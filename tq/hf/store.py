@@ -1,198 +1,28 @@
-"""The store of K or V of one layer: packed groups, and the first and the newest tokens in the model's own dtype."""
+"""K and V of one layer in a paged cache's memory, of rows that stand at the same positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from haarkv.models.balance import Scales
+from haarkv.tq_ops.cpu import layout as cpu_layout
+from haarkv.tq_ops.cpu.library import KernelsMissingError
+from haarkv.tq_ops.cuda import layout as cuda_layout
+from haarkv.tq_ops.cuda.available import unavailable
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
-from haarkv.tq_ops.formats.base import groups_to_flush
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """New vectors x [B, Hkv, n, D], and what of them and of the tail is packed; not yet stored.
-
-    Attributes:
-        sinks: of x, at its beginning.
-        older, newer: tokens that leave the tail, and those of x that are packed at once.
-        packed: fields of both.
-    """
-
-    x: Tensor
-    sinks: int
-    older: int
-    newer: int
-    packed: dict[str, Tensor] | None
-
-
-class SideStore:
-    """K or V of one layer: `sink` tokens unchanged, then packed ones, then up to `tail` tokens unchanged.
-
-    Tokens leave the tail in groups of the format, oldest first, as soon as it would hold more than `tail`. Sinks and tail lie
-    in the ring of a paged cache (`Kept`), where kernels read them.
-
-    Args:
-        name: `K` or `V`, for messages.
-        kv_format: how tokens that have left the tail are stored.
-        layer: chooses the rotation.
-        sink, tail: in tokens; the tail takes at least `kv_format.group_tokens - 1`.
-        like: [B, Hkv, 0, D]; gives shapes, device and the dtype of sink and tail.
-        scales: [Hkv, D], what channels are multiplied with before they are stored, powers of two; None for 1.
-    Attributes:
-        dtype: of the model.
-        end: position of the next token.
-    Raises:
-        InputError: the format has no layout for D.
-    """
-
-    def __init__(
-        self, name: str, kv_format: KVFormat, layer: int, *, sink: int, tail: int, like: Tensor, scales: Tensor | None = None
-    ) -> None:
-        self.name, self.layer, self.device, self.dtype = name, layer, like.device, like.dtype
-        self.scales = None if scales is None else scales.to(like.device)
-        rows, self.heads, _, self.head_dim = like.shape
-        # Scaling is exact in dtypes with the exponents of FP32.
-        dtype = torch.float32 if like.dtype == torch.float16 and scales is not None else like.dtype
-        self.kept = Kept(
-            tail=tail, sink=sink, group=kv_format.group_tokens, ring=tail, num_rows=rows, num_kv_heads=self.heads,
-            head_dim=self.head_dim, device=like.device, dtype=dtype,
-        )  # fmt: skip
-        # Of formats that pack each token alone, token j lies at j: kernels find it there.
-        self.packed = Packed(kv_format, layer, like, front=sink if kv_format.group_tokens == 1 else 0)
-        self.end = self._sinks = self._recent = 0  # the sinks that no window has left behind, and tokens in the tail
-
-    @property
-    def rows(self) -> int:
-        """Sequences."""
-        return len(self.kept.vectors)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether some tokens are not packed."""
-        return bool(self.kept.tail or self.kept.sink)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens held."""
-        return self._sinks + self.packed.tokens + self._recent
-
-    @property
-    def in_place(self) -> bool:
-        """Whether every token lies where kernels look for it: a tail that was cropped is shorter than they take it for."""
-        first = max(self.kept.first_recent(self.end - 1), min(self.kept.sink, self.end))
-        return self.packed.in_place and self.end - self._recent == first
-
-    def prepare(self, x: Tensor) -> Prepared:
-        """Quantize the tokens that leave the tail as x [B, Hkv, n, D] arrives; store nothing yet.
-
-        Raises:
-            NonFiniteError: naming layer, side, row, KV head and position.
-        """
-        if self.scales is not None:
-            x = x.float() * self.scales.unsqueeze(1)
-        x = x.to(self.kept.vectors.dtype)
-        sinks = min(max(self.kept.sink - self.end, 0), x.shape[2])
-        kv_format = self.packed.kv_format
-        group = kv_format.group_tokens
-        groups = groups_to_flush(self._recent + x.shape[2] - sinks, self.kept.tail + 1, group)
-        older = min(groups * group, self._recent)
-        newer, packed = groups * group - older, None
-        if groups:
-            first, vectors = self.end - self._recent, x[:, :, sinks : sinks + newer]
-            if older:
-                vectors = torch.cat([self.kept.between(first, first + older), vectors], dim=2)
-            if group > 1:
-                vectors = vectors.reshape(*vectors.shape[:2], groups, group, -1)
-            else:
-                begin = first + sinks
-                positions = torch.arange(begin, begin + vectors.shape[2], device=vectors.device)
-                vectors = kv_format.as_stored(vectors, self.layer, positions)
-            try:
-                packed = kv_format.quantize(vectors, self.layer)
-            except NonFiniteVectorError as error:
-                raise self._located(error, first + sinks) from None
-        return Prepared(x, sinks, older, newer, packed)
-
-    def keep(self, new: Prepared) -> None:
-        """Store what `prepare` returned."""
-        for begin, end in ((0, new.sinks), (new.sinks + new.newer, new.x.shape[2])):
-            if begin < end:
-                self.kept.put(new.x[:, :, begin:end], self.end + begin)
-        if new.packed is not None:
-            self.packed.append(new.packed)
-        self.end += new.x.shape[2]
-        self._sinks += new.sinks
-        self._recent += new.x.shape[2] - new.sinks - new.newer - new.older
-
-    def read(self, tokens: int, dtype: torch.dtype) -> Tensor:
-        """The newest `tokens` tokens [B, Hkv, tokens, D], restored into a new tensor."""
-        result = self.kept.vectors.new_empty(self.rows, self.heads, tokens, self.head_dim, dtype=dtype)
-        place, sinks = tokens - self.tokens, min(self.kept.sink, self.end)
-        kept = [self.kept.between(*span) for span in ((sinks - self._sinks, sinks), (self.end - self._recent, self.end))]
-        for piece in (kept[0], *self.packed.pieces(), kept[1]):
-            vectors = piece if self.scales is None else piece.float() / self.scales.unsqueeze(1)
-            unwanted = min(max(-place, 0), piece.shape[2])
-            result[:, :, place + unwanted : place + piece.shape[2]] = vectors[:, :, unwanted:]
-            place += piece.shape[2]
-        return result
-
-    def drop_newest(self, tokens: int) -> None:
-        """Drop this many tokens at the end; they must exist."""
-        from_tail = min(tokens, self._recent)
-        from_packed = min(tokens - from_tail, self.packed.tokens)
-        self.end, self._recent, self._sinks = (
-            self.end - tokens, self._recent - from_tail, self._sinks - (tokens - from_tail - from_packed),
-        )  # fmt: skip
-        if from_packed:
-            self.packed.drop_newest(from_packed)
-
-    def keep_newest(self, tokens: int) -> None:
-        """Drop everything before the newest `tokens` tokens, as far as whole groups allow."""
-        unwanted = self.tokens - tokens
-        if unwanted <= 0:
-            return
-        from_sink = min(unwanted, self._sinks)
-        self._sinks -= from_sink
-        self.packed.drop_oldest(unwanted - from_sink)
-        if not self.packed.tokens:
-            self._recent -= min(self.tokens - tokens, self._recent)
-
-    def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor by `change` of it; `change` works on the first axis."""
-        self.kept.vectors = change(self.kept.vectors)
-        self.packed.apply(change)
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors."""
-        return [self.kept.vectors, *self.packed.fields.values()]
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the groups and tokens that are in use."""
-        return self.kept.vectors[:, :, :1].nbytes * (self._sinks + self._recent) + self.packed.used_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes allocated, room to grow included."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
-
-    def _located(self, error: NonFiniteVectorError, first: int) -> NonFiniteError:
-        row, head, *place = error.index
-        kv_format = self.packed.kv_format
-        # A grouped format may refuse a whole group, whose first position is then named.
-        position = first + place[0] * kv_format.group_tokens + sum(place[1:])
-        where = f"layer {self.layer}: {self.name} of row {row}, KV head {head}, position {position}"
-        return NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
-
-
-# -- Packed groups ----------------------------------------------------------------------------------------------------------
+from haarkv.tq_ops.kv.layer import LayerKV, NonFiniteTokenError, Side
+from haarkv.tq_ops.kv.reads import Reads, misfit, wrong_head_dim
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, blocks_for
+from haarkv.tq_ops.table import OpTable
 
 READ_TOKENS = 1024
 """Tokens restored at a time, so that a read needs little memory besides its result."""
@@ -200,152 +30,277 @@ SPARE_FRACTION, SPARE_TOKENS = 32, 32
 """Memory is allocated for 1/32 more tokens than there are, for at least 32 more, and in whole blocks."""
 
 
-class Packed:
-    """Groups of a format in memory allocated ahead.
+class Store:
+    """The tokens `begin` … `end` - 1 of every row, as a layer of a `PagedKVCache` stores them.
 
-    Each field is one tensor [B, blocks, Hkv, P, *field.shape] of blocks of P groups, as in `tq_ops.kv.cache.PagedKVCache`: a
-    head's codes of one block lie together. The groups `begin` to `end` of each row are in use. A token is copied about 32
-    times while a cache grows to any length, and no group is ever quantized again: of one that `drop_newest` cuts through, the
-    fewer tokens that still count are remembered.
+    Block j of a row lies at `row * blocks + j % blocks`, so that tokens may be dropped at both ends. A token is copied about
+    32 times while a row grows to any length. Sinks and tail lie beside the packed tokens in the model's own dtype.
 
     Args:
-        like: [B, Hkv, 0, D]; gives shapes and device.
-        front: groups left free before the first, for tokens that are kept elsewhere: so a token lies at its position.
+        layer: chooses the rotation.
+        formats: K's and V's.
+        like: K and V [B, Hkv, n, D], which give shapes, device and dtype.
+        sink, tails: tokens that stay as they are handed in, of both sides and of K and of V; a tail takes at least
+            `group_tokens - 1`.
+        scales: [Hkv, D] of K and of V, what channels are multiplied with before they are stored, powers of two; None for 1.
     Raises:
-        InputError: the format has no layout for D.
+        InputError: a format has no layout for D.
     """
 
-    def __init__(self, kv_format: KVFormat, layer: int, like: Tensor, *, front: int = 0) -> None:
-        self.kv_format, self.layer, self.front = kv_format, layer, front
-        self.block_groups = max(1, BLOCK_SIZE // kv_format.group_tokens)
-        batch, heads, _, head_dim = like.shape
-        self.fields = {
-            name: torch.zeros(batch, 0, heads, self.block_groups, *field.shape, dtype=field.dtype, device=like.device)
+    def __init__(
+        self, layer: int, formats: tuple[KVFormat, KVFormat], like: tuple[Tensor, Tensor], *, sink: int,
+        tails: tuple[int, int], scales: Scales = (None, None),
+    ) -> None:  # fmt: skip
+        self.device, self.dtype, (self.rows, self.heads) = like[0].device, like[0].dtype, like[0].shape[:2]
+        self.head_dims = like[0].shape[3], like[1].shape[3]
+        self.scales = tuple(None if scale is None else scale.to(self.device) for scale in scales)
+        self.blocks = self.begin = self.end = 0
+        self._view: PagedKVCache | None = None
+        k, v = (
+            self._side(*one, sink) for one in zip(formats, self.head_dims, tails, self.scales, strict=True)
+        )  # fmt: skip
+        self.kv = LayerKV(layer, KVShape(self.heads, self.head_dims[0]), k, v, BLOCK_SIZE)
+        self._readable = self._is_readable()
+
+    def _side(self, kv_format: KVFormat, head_dim: int, tail: int, scales: Tensor | None, sink: int) -> Side:
+        fields = {
+            name: torch.zeros(
+                0, self.heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape, dtype=field.dtype, device=self.device
+            )
             for name, field in kv_format.fields(head_dim).items()
         }
-        self.begin = self.end = front
-        self._short: dict[int, int] = {}
-        self._ahead = 0  # a token's position less its group, of formats that pack each token alone
+        if not tail and not sink:
+            return Side(kv_format, fields, None)
+        # Scaling is exact in dtypes with the exponents of FP32.
+        dtype = torch.float32 if self.dtype == torch.float16 and scales is not None else self.dtype
+        kept = Kept(
+            tail=tail, sink=sink, group=kv_format.group_tokens, ring=tail and tail + 1, num_rows=self.rows,
+            num_kv_heads=self.heads, head_dim=head_dim, device=self.device, dtype=dtype,
+        )  # fmt: skip
+        return Side(kv_format, fields, kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over; kernels remember where the memory of a view lies."""
+        return vars(self) | {"_view": None}
 
     @property
-    def blocks(self) -> int:
-        """Blocks of a row that memory is allocated for."""
-        return next(iter(self.fields.values())).shape[1]
-
-    @property
-    def capacity(self) -> int:
-        """Groups that the allocated memory can hold, `front` included."""
-        return self.blocks * self.block_groups
+    def sides(self) -> tuple[Side, Side]:
+        """K and V."""
+        return self.kv.k, self.kv.v
 
     @property
     def tokens(self) -> int:
-        """Tokens that a read returns."""
-        group = self.kv_format.group_tokens
-        return (self.end - self.begin) * group - sum(group - count for count in self._short.values())
+        """Tokens that each row holds."""
+        return self.end - self.begin
 
-    @property
-    def in_place(self) -> bool:
-        """Whether every token lies at its position, none of a group being left out."""
-        return self.begin == self.front and not self._short
-
-    def append(self, new: dict[str, Tensor]) -> None:
-        """Store groups: every field [B, Hkv, groups, *field.shape]."""
-        count = next(iter(new.values())).shape[2]
-        if self.end + count > self.capacity:
-            self.move(self.blocks_for(self.end - self.begin + count))
-        block, place = self._places(self.end, self.end + count)
-        for name, values in new.items():
-            self.fields[name][:, block, :, place] = values.movedim(2, 0)
-        self.end += count
-
-    def pieces(self) -> Iterator[Tensor]:
-        """All tokens in order, restored: [B, Hkv, n, D] fp32 each."""
-        group = self.kv_format.group_tokens
-        step = max(1, READ_TOKENS // group)
-        for first in range(self.begin, self.end, step):
-            last = min(first + step, self.end)
-            vectors = self.kv_format.dequantize(self._read(first, last), self.layer)
-            if turns := self.kv_format.turns(self.layer):
-                vectors = turns.forth(vectors, torch.arange(first, last, device=vectors.device) + self._ahead)
-            if group > 1:
-                vectors = vectors.flatten(2, 3)
-            short = {g - first: n for g, n in self._short.items() if first <= g < last}
-            if short:
-                kept = [g * group + t for g in range(last - first) for t in range(short.get(g, group))]
-                vectors = vectors[:, :, kept]
-            yield vectors
-
-    def _read(self, first: int, last: int) -> dict[str, Tensor]:
-        """Fields [B, Hkv, last - first, *field.shape] of some groups."""
-        size = self.block_groups
-        begin, end = first // size, -(-last // size)
-        inside = slice(first - begin * size, last - begin * size)
-        return {name: tensor[:, begin:end].transpose(1, 2).flatten(2, 3)[:, :, inside] for name, tensor in self.fields.items()}
-
-    def _places(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Block, and place in it, of groups: [n] int64 each."""
-        groups = torch.arange(first, last, device=next(iter(self.fields.values())).device)
-        return groups // self.block_groups, groups % self.block_groups
-
-    def drop_newest(self, tokens: int) -> None:
-        """Drop this many tokens at the end; they must exist."""
-        group = self.kv_format.group_tokens
-        while tokens:
-            whole = tokens // group if not self._short else 0
-            if whole:
-                self.end, tokens = self.end - whole, tokens - whole * group
-                continue
-            last = self.end - 1
-            count = self._short.pop(last, group)
-            if count <= tokens:
-                self.end, tokens = last, tokens - count
-            else:
-                self._short[last], tokens = count - tokens, 0
-        self._give_back()
-
-    def drop_oldest(self, tokens: int) -> None:
-        """Drop the groups that lie wholly within the first `tokens` tokens."""
-        group = self.kv_format.group_tokens
-        while self.begin < self.end:
-            whole = min(tokens // group, self.end - self.begin) if not self._short else 0
-            if whole:
-                self.begin, tokens = self.begin + whole, tokens - whole * group
-                continue
-            count = self._short.get(self.begin, group)
-            if count > tokens:
-                break
-            self._short.pop(self.begin, None)
-            self.begin, tokens = self.begin + 1, tokens - count
-        self._give_back()
-
-    def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every field by `change` of it; `change` works on the first axis."""
-        self.fields = {name: change(tensor) for name, tensor in self.fields.items()}
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory."""
+        for side in self.sides:
+            yield from side.fields.values()
+            if side.kept:
+                yield side.kept.vectors
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the groups that are in use."""
-        groups = self.end - self.begin
-        return sum(tensor[:, :1, :, :1].nbytes for tensor in self.fields.values()) * groups if groups else 0
+        """Bytes of the groups, sinks and tails that are in use."""
+        total = 0
+        for side, head_dim in zip(self.sides, self.head_dims, strict=True):
+            group, kept = side.kv_format.group_tokens, side.kept
+            packed = sum(field.nbytes for field in side.kv_format.fields(head_dim).values())
+            total += self.rows * self.heads * packed * (self.end // group - self.begin // group)
+            if kept:
+                sinks, recent = self._exact(side)
+                count = max(sinks - self.begin, 0) + self.end - max(recent, self.begin)
+                total += self.rows * self.heads * head_dim * kept.vectors.itemsize * count
+        return total
 
-    def blocks_for(self, groups: int) -> int:
-        """Blocks of memory for that many groups in use, with some to spare."""
-        spare = max(groups // SPARE_FRACTION, -(-SPARE_TOKENS // self.kv_format.group_tokens))
-        return -(-(self.front + groups + spare) // self.block_groups)
+    def _exact(self, side: Side) -> tuple[int, int]:
+        """Where the sinks of a side end, and where its tail begins."""
+        if side.kept is None:
+            return 0, self.end
+        sinks = min(side.kept.sink, self.end)
+        return sinks, min(max(side.kept.first_recent(self.end - 1), sinks), self.end)
+
+    # -- Storing and restoring -----------------------------------------------------------------------------------------------
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Store new tokens [B, Hkv, n, D] of every row.
+
+        Raises:
+            NonFiniteError: naming layer, side, row, KV head and position; nothing was stored.
+        """
+        count = k.shape[2]
+        self._reserve(self.end + count)
+        k, v = (x if by is None else x.float() * by.unsqueeze(1) for x, by in zip((k, v), self.scales, strict=True))
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        batch = _tokens_of_rows(self.rows, self.blocks, self.end, count, self.device)
+        try:
+            if count == 1 and (kernels := self.kernels):  # a ring has room for no more beside its tail
+                kernels.store_kv(k, v, self._paged(), self.kv.index, batch)
+            else:
+                self.kv.write(k, v, batch)
+        except NonFiniteTokenError as error:
+            row, offset = divmod(error.token, count)
+            where = f"layer {self.kv.index}: {error.side} of row {row}, KV head {error.head}, position {self.end + offset}"
+            raise NonFiniteError(f"{where} is not finite or too large for {error.kv_format}") from None
+        self.end += count
+
+    def read(self, side: int, tokens: int, dtype: torch.dtype) -> Tensor:
+        """The newest `tokens` tokens of K (0) or V (1), restored into a new tensor [B, Hkv, tokens, D]."""
+        begin, scales = self.end - tokens, self.scales[side]
+        result = torch.empty(self.rows, self.heads, tokens, self.head_dims[side], dtype=dtype, device=self.device)
+        for first, vectors in self._pieces(self.sides[side], begin):
+            place = slice(first - begin, first - begin + vectors.shape[2])
+            result[:, :, place] = vectors if scales is None else vectors.float() / scales.unsqueeze(1)
+        return result
+
+    def _pieces(self, side: Side, begin: int) -> Iterator[tuple[int, Tensor]]:
+        """Position of the first token and vectors [B, Hkv, n, D], as they are stored, of all tokens from `begin` on."""
+        sinks, recent = self._exact(side)
+        for first in range(max(begin, sinks), recent, READ_TOKENS):
+            yield first, self._unpacked(side, first, min(first + READ_TOKENS, recent))
+        for first, end in ((begin, sinks), (max(begin, recent), self.end)):
+            if first < end and side.kept:
+                yield first, side.kept.vectors[:, :, side.kept.places(torch.arange(first, end, device=self.device))]
+
+    def _unpacked(self, side: Side, first: int, end: int) -> Tensor:
+        """Packed tokens at positions `first` … `end` - 1, [B, Hkv, n, D] fp32."""
+        begin = first // BLOCK_SIZE
+        column = torch.arange(begin, blocks_for(end, BLOCK_SIZE), device=self.device) % self.blocks
+        table = torch.arange(self.rows, device=self.device).unsqueeze(1) * self.blocks + column
+        begin *= BLOCK_SIZE
+        return side.unpack(self.kv.index, table, begin)[:, :, first - begin : end - begin]
+
+    # -- Changing what is held ------------------------------------------------------------------------------------------------
+    def drop_newest(self, tokens: int) -> None:
+        """Drop this many tokens at the end; they must exist. What moves back into a tail is restored from what is packed."""
+        end = self.end - tokens
+        for side in self.sides:
+            if (kept := side.kept) is None or not kept.ring:
+                continue
+            first, last = max(end - kept.ring, self.begin), min(self.end - kept.ring, end)
+            if first < last:
+                places = kept.in_ring(torch.arange(first, last, device=self.device))
+                kept.vectors[:, :, places] = self._unpacked(side, first, last).to(kept.vectors.dtype)
+        self.end = end
+        self._give_back()
+
+    def keep_newest(self, tokens: int) -> None:
+        """Drop everything before the newest `tokens` tokens."""
+        self.begin = max(self.begin, self.end - tokens)
+        self._give_back()
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the rows by `change` of them; `change` works on the first axis."""
+        for side in self.sides:
+            for name, tensor in side.fields.items():
+                side.fields[name] = change(self._by_row(tensor)).flatten(0, 1)
+            if side.kept:
+                side.kept.vectors = change(side.kept.vectors)
+        self.rows, self._view = len(change(torch.arange(self.rows, device=self.device))), None
+
+    def _by_row(self, tensor: Tensor) -> Tensor:
+        """A field as [B, blocks, …]."""
+        return tensor.view(self.rows, self.blocks, *tensor.shape[1:])
+
+    def _room(self, end: int) -> int:
+        """Blocks of a row for its tokens up to position `end`, with some to spare."""
+        tokens = end - self.begin // BLOCK_SIZE * BLOCK_SIZE
+        return blocks_for(tokens + max(tokens // SPARE_FRACTION, SPARE_TOKENS), BLOCK_SIZE)
+
+    def _reserve(self, end: int) -> None:
+        """Memory for the tokens up to position `end`."""
+        if blocks_for(end, BLOCK_SIZE) - self.begin // BLOCK_SIZE > self.blocks:
+            self._move(self._room(end))
 
     def _give_back(self) -> None:
-        if self.blocks > 2 * (blocks := self.blocks_for(self.end - self.begin)):
-            self.move(blocks)
+        if self.blocks > 2 * (blocks := self._room(self.end)):
+            self._move(blocks)
 
-    def move(self, blocks: int) -> None:
-        """Move to new memory for `blocks` blocks, at least as many as are in use."""
-        held = self._read(self.begin, self.end)
-        self._ahead += self.begin - self.front
-        self._short = {g - self.begin + self.front: n for g, n in self._short.items()}
-        self.begin, self.end = self.front, self.front + self.end - self.begin
-        block, place = self._places(self.begin, self.end)
-        for name, old in self.fields.items():
-            # Zeros: kernels load whole blocks, and what no token was stored in must be a number.
-            new = old.new_zeros(old.shape[0], blocks, *old.shape[2:])
-            new[:, block, :, place] = held[name].movedim(2, 0)
-            self.fields[name] = new
+    def _move(self, blocks: int) -> None:
+        """Move to new memory for `blocks` blocks of each row."""
+        held = torch.arange(self.begin // BLOCK_SIZE, blocks_for(self.end, BLOCK_SIZE), device=self.device)
+        for side in self.sides:
+            for name, tensor in side.fields.items():
+                # Zeros: kernels load whole blocks, and what no token was stored in must be a number.
+                moved = tensor.new_zeros(self.rows, blocks, *tensor.shape[1:])
+                if len(held):
+                    moved[:, held % blocks] = self._by_row(tensor)[:, held % self.blocks]
+                side.fields[name] = moved.flatten(0, 1)
+        self.blocks, self._view = blocks, None
+
+    # -- Attention over what is stored ----------------------------------------------------------------------------------------
+    def _is_readable(self) -> bool:
+        """Whether there are kernels that can read what is stored, as it is stored."""
+        kernels, (head_dim, other) = kernels_on(self.device.type), self.head_dims
+        if kernels is None or head_dim != other or wrong_head_dim(kernels[1], head_dim):
+            return False
+        if any(misfit(kernels[1], side.kv_format, head_dim) for side in self.sides):
+            return False
+        # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
+        return self.dtype == torch.bfloat16 or (self.dtype == torch.float32 and not any(side.kept for side in self.sides))
+
+    @property
+    def kernels(self) -> OpTable | None:
+        """Those that read what is stored; None if there are none."""
+        kernels = kernels_on(self.device.type) if self._readable else None
+        return kernels and kernels[0]
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        """Attention of the newest token of every row over all that its row has stored, itself among them.
+
+        Args:
+            q: [B, Hq, 1, D] bf16 or fp32.
+            softmax_scale: of the logits.
+        Returns:
+            [B, 1, Hq, D] of q's dtype.
+        Rounding points: those of the op table's `paged_attention`.
+        """
+        kernels, batch = self.kernels, _tokens_of_rows(self.rows, self.blocks, self.end - 1, 1, self.device)
+        assert kernels is not None, "no kernels read the layer"
+        # A BF16 q times a power of two is exact, and so is a BF16 output.
+        rows = _unscaled(q, self.scales[0]).transpose(1, 2).flatten(0, 1)
+        out = kernels.paged_attention(rows, self._paged(), self.kv.index, batch, softmax_scale)
+        return _unscaled(out.unsqueeze(2), self.scales[1]).transpose(1, 2)
+
+    def _paged(self) -> PagedKVCache:
+        """The layer as a cache; another one where memory moved, for kernels remember where it lies."""
+        if self._view is None:
+            k, v = self.sides
+            self._view = PagedKVCache.over(
+                (k.kv_format, v.kv_format), self.kv.index, (k.fields, v.fields), (k.kept, v.kept), self.head_dims[0]
+            )
+        return self._view
+
+
+@lru_cache(maxsize=2)
+def _tokens_of_rows(rows: int, blocks: int, begin: int, count: int, device: torch.device) -> Batch:
+    """So many tokens of every row from position `begin` on, in rings of `blocks` blocks; alike in all layers."""
+    row, end = torch.arange(rows + 1, device=device), begin + count
+    positions = torch.arange(begin, end, device=device).repeat(rows)
+    table = row.new_zeros(rows, blocks_for(end, BLOCK_SIZE), dtype=torch.int32)
+    lengths = torch.full_like(row[1:], end, dtype=torch.int32)
+    return Batch(positions, positions, table, lengths, (row * count).int(), row[:-1]).in_ring(blocks, BLOCK_SIZE)
+
+
+@cache
+def kernels_on(device: str) -> tuple[OpTable, Reads] | None:
+    """The op table for tensors on a kind of device, and what it reads; None where there is none, or it is not built."""
+    if device == "cpu":
+        from haarkv.tq_ops.cpu.ops import CpuOps
+
+        try:
+            return CpuOps(), cpu_layout.READS
+        except KernelsMissingError:
+            return None
+    if device == "cuda" and unavailable() is None:
+        from haarkv.tq_ops.cuda import ops
+
+        return cast(OpTable, ops), cuda_layout.READS
+    return None
+
+
+def _unscaled(x: Tensor, scales: Tensor | None) -> Tensor:
+    """x [B, H, n, D] divided by the scales [Hkv, D] of its KV heads; powers of two, so nothing is rounded."""
+    if scales is None:
+        return x
+    return (x / scales.repeat_interleave(x.shape[1] // len(scales), 0).unsqueeze(1)).to(x.dtype)

@@ -27,9 +27,9 @@ from haarkv.tq_ops.cuda.in_bf16 import attend_kept
 from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, stretches_of, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.cuda.schedule import merge_kernel
-from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.layer import NonFiniteTokenError
 from haarkv.tq_ops.kv.recurrent import UNSEEN, Recurrent
 from haarkv.tq_ops.table import Heads
 from haarkv.tq_ops.weight import Blocks, Weight
@@ -77,8 +77,7 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
         raise ValueError(UNSEEN)
     batch = cache.placed(layer, batch)
     kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
-    where = f"layer {layer}: {side} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
-    raise NonFiniteError(f"{where} is not finite or too large for {kv_format.name}")
+    raise NonFiniteTokenError(layer, side, token, int(batch.slot_mapping[token]), head, kv_format.name)
 
 
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:

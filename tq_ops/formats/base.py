@@ -137,24 +137,6 @@ def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: values.transpose(0, 1) for name, values in fields.items()}
 
 
-def groups_to_flush(recent: int, window: int, group: int) -> int:
-    """How many groups of the oldest full-precision tokens to quantize, so that at most `window - 1` and, once any was, at
-    least `window - group` stay.
-
-        while recent >= window: quantize the oldest `group`, recent -= group
-
-    Args:
-        recent: tokens in full precision now, the new ones included.
-        window: R, at least `group`.
-        group: G tokens.
-    Raises:
-        ValueError: a window shorter than a group, which would have to quantize tokens that are not there.
-    """
-    if not 0 < group <= window:
-        raise ValueError(f"a group has 1 to {window} tokens, the window, not {group}")
-    return max(0, (recent - window) // group + 1)
-
-
 class NonFiniteVectorError(NonFiniteError):
     """One of the vectors handed to a format is not finite.
 

@@ -70,20 +70,9 @@ class Kept:
         """The first token that a query at this position sees in BF16 as one of the newest; at most 0 if it sees all so."""
         return self.group * ((position - self.tail) // self.group + 1)
 
-    # Rows that stand at the same positions, and have one batch after the other.
-
-    def put(self, x: Tensor, begin: int) -> None:
-        """Keep tokens of every row, x [num_rows, Hkv, n, D] from position `begin` on: sinks, and no more others than the ring
-        has room for."""
-        self.vectors[:, :, self.places(torch.arange(begin, begin + x.shape[2], device=x.device))] = x
-
-    def between(self, begin: int, end: int) -> Tensor:
-        """A copy of what is held of every row at positions `begin` … `end` - 1: [num_rows, Hkv, n, D]."""
-        return self.vectors[:, :, self.places(torch.arange(begin, end, device=self.vectors.device))]
-
     def write(self, x: Tensor, batch: Batch) -> None:
         """Keep the new tokens' vectors x [T, Hkv, D]; of more than the ring has room for the newest."""
-        rows, x = _token_rows(batch), x.to(torch.bfloat16)
+        rows, x = _token_rows(batch), x.to(self.vectors.dtype)
         if self.ring and batch.at_most(self.ring):
             self.vectors[rows, :, self.in_ring(batch.positions)] = x
         elif self.ring:
@@ -149,7 +138,7 @@ class Kept:
         sequence = token_sequences(batch)
         inside = token >= batch.query_start_loc.long()[sequence[last]].unsqueeze(1)
         older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self.in_ring(position)]
-        vectors = torch.where(inside[..., None, None], x.to(torch.bfloat16)[token.clamp(min=0)], older)
+        vectors = torch.where(inside[..., None, None], x.to(older.dtype)[token.clamp(min=0)], older)
         return Groups(vectors.transpose(1, 2), last)
 
     def held(self, length: int) -> Tensor:

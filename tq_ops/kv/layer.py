@@ -26,6 +26,15 @@ KEPT = "window"
 """The name of tokens in BF16 among what is stored of a side."""
 
 
+class NonFiniteTokenError(NonFiniteError):
+    """K or V of a token of a batch is not finite, or too large for its format."""
+
+    def __init__(self, layer: int, side: str, token: int, slot: int, head: int, kv_format: str) -> None:
+        where = f"layer {layer}: {side} of token {token} of the batch (slot {slot}), KV head {head}"
+        super().__init__(f"{where} is not finite or too large for {kv_format}")
+        self.side, self.token, self.head, self.kv_format = side, token, head, kv_format
+
+
 @dataclass(frozen=True)
 class Side:
     """K or V of one layer.
@@ -60,11 +69,9 @@ class Side:
             last = groups.last
             return by_token(self.kv_format.quantize(groups.vectors.transpose(0, 1), layer)), batch.slot_mapping[last]
         except NonFiniteVectorError as error:
-            head, token = error.index[0], int(last[error.index[1]])
-            where = (
-                f"layer {layer}: {name} of token {token} of the batch (slot {int(batch.slot_mapping[token])}), KV head {head}"
-            )
-            raise NonFiniteError(f"{where} is not finite or too large for {self.kv_format.name}") from None
+            token = int(last[error.index[1]])
+            slot = int(batch.slot_mapping[token])
+            raise NonFiniteTokenError(layer, name, token, slot, error.index[0], self.kv_format.name) from None
 
     def unpack(self, layer: int, block_table: Tensor, first: int = 0) -> Tensor:
         """[B, Hkv, n * block_size, D] fp32 of whole blocks [B, n], of a sequence's tokens from position `first` on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from haarkv.tq_ops.errors import InputError
@@ -117,7 +116,7 @@ def _ticks(axes: Axes, bf16: float, least: float) -> None:
 
 
 def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
-    """Write names beside points, where each covers no other name, no point and no line as far as there is such a place.
+    """Write names beside points, where each meets no other name, no point and no line as far as there is such a place.
 
     Args:
         points: x, y, name and color of each; the first have the first choice of a place.
@@ -127,43 +126,23 @@ def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fon
 
     assert isinstance(axes.figure, Figure)
     axes.figure.draw_without_rendering()  # lays out the axes, without which nothing has a place
-    places = [axes.transData.transform(point[:2]) for point in points]
-    marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
+    marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in (axes.transData.transform(point[:2]) for point in points)]
+    lines = [axes.transData.transform_path(line.get_path()) for line in axes.lines if line.get_linestyle() == "-"]
     legend = axes.get_legend()
-    taken = [*marks, *_along_lines(axes), *([legend.get_window_extent()] if legend else [])]
+    taken = [*marks, *([legend.get_window_extent()] if legend else [])]
     for (left, height, name, color), mark in zip(points, marks, strict=True):
         label = axes.annotate(
             name, (left, height), xytext=(0, 0), textcoords="offset points", va="center", fontsize=fontsize, color=color,
             annotation_clip=False,
         )  # fmt: skip
 
-        def covered(place: tuple[float, float, str], label: Annotation = label, mark: Bbox = mark) -> float:
+        def met(place: tuple[float, float, str], label: Annotation = label, mark: Bbox = mark) -> int:
             label.set(position=place[:2], ha=place[2])
             box = label.get_window_extent()
-            outside = float(box.width * box.height) - _overlap(box, axes.bbox)
-            return round(sum(_overlap(box, other) for other in taken if other is not mark) + outside, 6)
+            outside = not all(axes.bbox.contains(*corner) for corner in box.corners())
+            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
+            return box.count_overlaps([other for other in taken if other is not mark]) + crossed + outside
 
-        x, y, side = min(_PLACES, key=covered)  # of equals the first
+        x, y, side = min(_PLACES, key=met)  # of equals the first
         label.set(position=(x, y), ha=side)
         taken.append(label.get_window_extent())
-
-
-def _along_lines(axes: Axes) -> list[Bbox]:
-    """Small boxes along every line that joins points."""
-    from matplotlib.transforms import Bbox
-
-    boxes = []
-    for line in (line for line in axes.lines if line.get_linestyle() == "-"):
-        corners = axes.transData.transform(line.get_xydata())
-        for (x, y), (to_x, to_y) in pairwise(corners.tolist()):
-            steps = max(1, round(max(abs(to_x - x), abs(to_y - y)) / 4))
-            boxes += [
-                Bbox.from_bounds(x + (to_x - x) * i / steps - 2, y + (to_y - y) * i / steps - 2, 4, 4) for i in range(steps)
-            ]
-    return boxes
-
-
-def _overlap(a: Bbox, b: Bbox) -> float:
-    """Square pixels that two boxes share."""
-    width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
-    return float(max(0.0, width) * max(0.0, height))

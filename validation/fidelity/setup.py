@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.engine.session import Session
@@ -27,11 +26,9 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.weight import Blocks, Weight
 from haarkv.validation.fidelity.evaluation import Setup, Workload
 
 BASELINE = "bf16"
-_SAMPLED = 1024
 
 
 def parse_list(
@@ -113,9 +110,10 @@ def load_setup(
         ).name
     kept = catalog.info(executor).block_types()  # whoever multiplies with a file's blocks is measured with these products
     loaded = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=kept)
-    for each in (spec, *(plans or {}).values()):
-        if each.weights:
-            each.require_weights(fingerprint(loaded.weights.named()))
+    if learned := [each for each in (spec, *(plans or {}).values()) if each.weights]:
+        weights = fingerprint(loaded.weights.named())
+        for each in learned:
+            each.require_weights(weights)
     uneven: tuple[balancing.Uneven, ...] = ()
     if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
         balanced = balancing.balance(loaded)  # the baseline in bf16 computes the same bits
@@ -139,7 +137,7 @@ def load_setup(
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
     ends = replace(loaded, weights=replace(loaded.weights, layers=())).to(base.executor.device)
-    return Setup(ends, base, caches, weights_fingerprint(loaded), uneven)
+    return Setup(ends, base, caches, fingerprint(loaded.weights.named()), uneven)
 
 
 def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
@@ -159,33 +157,12 @@ def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
     settings = [[(w.begin, w.length) for w in plan.windows], plan.prompts, plan.new_tokens]
     who = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
     return {
-        "model": setup.weights,
+        "model": setup.weights + _digest(json.dumps(asdict(setup.model.config), sort_keys=True, default=str).encode()),
         "text": _digest(plan.tokens.numpy().tobytes()),
         "windows or prompts": _digest(json.dumps(settings).encode()),
         "executor": ", ".join(sorted(who)),
         "dtype": str(setup.model.dtype).removeprefix("torch."),
     }
-
-
-def weights_fingerprint(model: DecoderModel) -> str:
-    """Digest of a model: its shapes and up to 1,024 evenly spaced numbers of every tensor."""
-    digest = hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True, default=str).encode())
-    for name, weight in model.weights.named():
-        digest.update(name.encode() + _sample(weight).float().numpy().tobytes())
-        if isinstance(weight, Blocks):  # products with blocks are others than with what is restored from them
-            digest.update(weight.type.name.encode())
-    return digest.hexdigest()[:16]
-
-
-def _sample(weight: Weight) -> Tensor:
-    """Up to 1,024 evenly spaced numbers, or a few more; of blocks only their rows are restored."""
-    count = weight.shape.numel()
-    step = max(1, count // _SAMPLED)
-    if not isinstance(weight, Blocks):
-        return weight.flatten()[::step]
-    places, width = torch.arange(0, count, step), weight.shape[1]
-    rows, row = torch.unique(places // width, return_inverse=True)
-    return weight.rows(rows)[row, places % width]
 
 
 def cache_fingerprint(side: Session) -> str:

@@ -21,7 +21,8 @@ from torch import Tensor
 from haarkv.codebooks.learned import Basis, expected_cost, learn
 from haarkv.engine.plans import plan_for, shape_of
 from haarkv.engine.session import Session
-from haarkv.executors.catalog import AUTO, check, create, info, select
+from haarkv.executors.base import Executor
+from haarkv.executors.catalog import AUTO, create, info, select
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
@@ -29,7 +30,6 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
@@ -38,7 +38,7 @@ from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.table import OpTable, with_ops
+from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.fidelity.scores import resumable, resumed_from
 from haarkv.validation.planning.candidates import one_layer
@@ -127,20 +127,18 @@ def fit_of(own: Sums, other: Sums, basis: Basis) -> float:
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model and what records its K and V.
+    """A loaded model and what runs it, op by op.
 
     Attributes:
-        model: where `ops` work.
-        ops: the executor's op table, with the reference's cache ops where it has no bf16 cache of its own.
+        model: where `runner` works.
     """
 
     name: str
     model: DecoderModel
+    runner: Executor
     ops: OpTable
     tokenizer: Tokenizer
     fingerprint: str
-    executor: str
-    device: str | None
 
     @property
     def config(self) -> ModelConfig:
@@ -161,14 +159,10 @@ class Subject:
 
     def session(self, spec: KVSpec) -> Session:
         """The model with a cache, on the executor at hand where it runs that, else on the reference."""
-        plan = plan_for(spec, self.config)
-        try:
-            check(self.executor, self.config, plan, self.device)
-            name, device = self.executor, self.device
-        except InputError:
-            name, device = "reference", None
-        model = self.model if name == self.executor else self.model.to(torch.device("cpu"))
-        return Session(self.name, self.config, create(name, model, plan, device), self.tokenizer, plan)
+        plan, runner = plan_for(spec, self.config), self.runner
+        if runner.supports(self.config, plan):
+            runner = create("reference", self.model.to(torch.device("cpu")), plan)
+        return Session(self.name, self.config, runner, self.tokenizer, plan)
 
 
 def unlearnable(config: ModelConfig) -> str | None:
@@ -200,25 +194,18 @@ def load_subject(
         InputError: whatever of this does not exist or does not fit together, or an executor whose layers run whole.
     """
     config = read_config(model, layers)
-    bf16, tq4 = (plan_for(KVSpec(kv), config) for kv in ("bf16", "tq4"))
     if reason := unlearnable(config):
         raise InputError(reason)
-    name, plan = select(executor, config, [tq4], device=device, dtype=dtype).name, bf16
-    try:
-        check(name, config, bf16, device)
-    except InputError:
-        plan = tq4
+    plan = plan_for(KVSpec("tq4"), config)
+    name = select(executor, config, [plan], device=device, dtype=dtype).name
     loaded = load_model(model, dtype or info(name).dtype, layers, progress, keep_blocks=info(name).block_types())
     runner = create(name, loaded, plan, device)
     if runner.ops is None:
         raise InputError(
             f"executor {name} runs a layer whole, so its K and V cannot be recorded; use --executor cpu or reference"
         )
-    ops = runner.ops
-    if plan is tq4:
-        ops = with_ops(ops, {name: getattr(reference, name) for name in ("store_kv", "paged_attention")})
-    tokenizer = load_tokenizer(model, loaded.config)
-    return Subject(str(model), loaded.to(runner.device), ops, tokenizer, fingerprint(loaded.weights.named()), name, device)
+    tokenizer, weights = load_tokenizer(model, loaded.config), fingerprint(loaded.weights.named())
+    return Subject(str(model), loaded.to(runner.device), runner, runner.ops, tokenizer, weights)
 
 
 # -- As a file to go on from -------------------------------------------------------------------------------------------

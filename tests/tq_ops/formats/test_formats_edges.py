@@ -12,7 +12,6 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, plain, rotated, turboquant
-from haarkv.tq_ops.formats.base import groups_to_flush
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 
@@ -75,18 +74,6 @@ def test_keys_must_come_in_whole_groups():
     for shape in ((31, 64), (33, 64), (64,)):
         with pytest.raises(InputError, match="groups of 32"):
             formats.get("kivi2").quantize(torch.zeros(shape), 0)
-
-
-@pytest.mark.parametrize(("window", "group"), [(32, 32), (32, 16), (128, 32), (5, 5), (7, 3)])
-def test_flush_rule(window, group):
-    for recent in range(4 * window):
-        left, flushed = recent, 0
-        while left >= window:
-            left, flushed = left - group, flushed + 1
-        assert groups_to_flush(recent, window, group) == flushed
-    for impossible in (0, window + 1):
-        with pytest.raises(ValueError, match="group"):
-            groups_to_flush(10, window, impossible)
 
 
 # -- Zero, tiny, huge --------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ import torch
 from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import NonFiniteVectorError
-from haarkv.tq_ops.formats.base import groups_to_flush
 from haarkv.tq_ops.formats.blocks import HadamardTBQ4
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 from haarkv.tq_ops.formats.plain import Kivi
+from haarkv.tq_ops.kv.kept import Kept
 
 
 def rows(golden, head_dim):
@@ -185,17 +185,31 @@ def test_kivi(golden, file):
     same_bits((restored.transpose(-1, -2).contiguous() if keys else restored).numpy(), data["dequant"])
 
 
+def flushing(tail, group):
+    """What says which tokens a query sees in groups."""
+    return Kept(tail=tail, sink=0, group=group, ring=0, num_rows=1, num_kv_heads=1, head_dim=64, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("window", "group"), [(32, 32), (32, 16), (128, 32), (5, 5), (7, 3)])
+def test_flush_rule(window, group):
+    """As many groups as keep fewer tokens than the window."""
+    for tokens in range(1, 4 * window):
+        left = tokens
+        while left >= window:
+            left -= group
+        assert max(0, flushing(window - 1, group).first_recent(tokens - 1)) == tokens - left
+
+
 def test_kivi_flush_rule_after_every_token(golden):
     """100 tokens at once, then 60 one by one: what is quantized when, and what the cache then holds."""
     data = golden("kivi_sycl/flush_trace_G16_R32_D64_pre100_tot160")
     keys, values = Kivi(2, 16, keys=True), Kivi(2, 16, keys=False)
     k, v = (torch.from_numpy(data[name])[0, 0] for name in ("k_in", "v_in"))
-    quantized, kept = 0, 0
+    window, quantized = flushing(31, 16), 0
     stored_keys, stored_values = [], []
     for row in data["trace_total_quant_res_kivibytes_fp32bytes"].tolist():
         total = row[0]
-        kept = total - quantized
-        for _ in range(groups_to_flush(kept, window=32, group=16)):
+        while quantized < window.first_recent(total - 1):
             tokens = slice(quantized, quantized + 16)
             stored_keys.append(keys.quantize(k[tokens], 0))
             stored_values.append(values.quantize(v[tokens], 0))
