@@ -6,7 +6,8 @@ import torch
 # It is a fault if it lies farther from their mean than so many of their standard deviations: by Student's distribution one
 # honest run in ten million does.
 SIGMAS = 9.0
-# A device may be so many times as far off as honest runs are: it may round once more wherever the reference rounds.
+# A device may be so many times as far off as honest runs are: it may round once more wherever the reference rounds. A vector
+# stored at another scale may be so many times as far off as the reference's.
 FARTHER = 1.5
 # The same as SIGMAS, of rare events that are counted.
 POISSON_SIGMAS = 7.0
