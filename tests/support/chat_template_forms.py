@@ -1,4 +1,4 @@
-"""Chat templates in the forms that public model cards have: each uses a name, filter or tag that jinja itself does not bring."""
+"""Chat templates in the forms of public model cards: each uses a name, filter or tag that jinja itself does not bring."""
 
 FORMS = {
     "tools as JSON lines in the system message": ("""
