@@ -89,22 +89,6 @@ def first(faults):
     return [name if i == 0 else pytest.param(name, marks=pytest.mark.npu_long) for i, name in enumerate(faults)]
 
 
-def still(table):
-    """No angle: cos, then sin."""
-    return torch.cat([torch.ones_like(table[:, :64]), torch.zeros_like(table[:, 64:])], 1)
-
-
-def other_way(table):
-    return torch.cat([table[:, :64], -table[:, 64:]], 1)
-
-
-OF_QUERIES = {
-    "the stretch before": lambda table: table.roll(1, 0),
-    "the stretch behind": lambda table: table.roll(-1, 0),
-    "queries not turned": still,
-    "queries turned the other way": other_way,
-}
-OF_KEYS = {"keys not turned": still, "keys turned the other way": other_way}
 # Text of `kernels.turned`.
 IN_THE_KERNEL = {
     "the mean of the step's first stretch": ("+ of_mean[part]", "+ of_mean[0]"),
@@ -115,40 +99,6 @@ IN_THE_KERNEL = {
     "scales of the step's first stretch": ("[0, part * tokens])\n            found", "[0, 0])\n            found"),
     "a stretch of another length": ("STRETCH // BLOCK", "2 * STRETCH // BLOCK"),
 }
-
-
-@with_pypto
-@pytest.mark.parametrize("name", first(OF_QUERIES))
-def test_queries_turned_wrongly_are_far_beyond_the_bound(name, monkeypatch):
-    spoil_turns(monkeypatch, OF_QUERIES[name])
-    error, wrong = error_of_layer((4, 2), [1, 1], [1100, 5], spec_of(), config=CONFIG)
-    print(f"{name}: {error:.1e}")
-    assert not wrong
-    assert error > 5 * NPU_LAYER_ADDED
-
-
-def spoil_turns(monkeypatch, spoil):
-    honest = inputs.domain_arguments
-
-    def spoiled(*call):
-        found = honest(*call)
-        return found | {"k_turns": spoil(found["k_turns"]).contiguous()}
-
-    monkeypatch.setattr(inputs, "domain_arguments", spoiled)
-
-
-@with_pypto
-@pytest.mark.parametrize("name", first(OF_KEYS))
-def test_keys_turned_wrongly_are_other_bytes(name, monkeypatch):
-    spoil_back(monkeypatch, OF_KEYS[name])
-    error, wrong = error_of_layer((4, 2), [1, 1], [1100, 5], spec_of(), config=CONFIG)
-    print(f"{name}: {error:.1e}")
-    assert "k codes" in wrong
-
-
-def spoil_back(monkeypatch, spoil):
-    honest = inputs.back_argument
-    monkeypatch.setattr(inputs, "back_argument", lambda *call: spoil(honest(*call)))
 
 
 @with_pypto

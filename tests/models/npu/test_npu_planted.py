@@ -1,6 +1,5 @@
 """Faults planted in a layer's attention, in the interpreter: each moves what the layer adds far beyond its bound."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -95,49 +94,3 @@ def test_a_bring_up_finds_it_in_a_decode_over_two_steps(name, monkeypatch):
     monkeypatch.setattr(SimRunner, "call", spoiled)
     found = long_decode(Workbench(Request("npu", "sim", "tiny"), lambda _: None))
     assert (found.passed, found.where) == (False, "tq4, layer 0, attention"), found.said
-
-
-def spec_with_kept(kv, **kept):
-    return replace(learned_spec(CONFIG, kv) if "lr" in kv else KVSpec(kv), **kept)
-
-
-_AT = 32 * " "
-# Of what a program does with tokens in BF16; its own text is the layer's or that of `kernels.attention`.
-KEPT_FAULTS = {
-    "what is seen in BF16 is seen packed as well": ("start - tail - t * step", "start - t * step"),
-    "one token more is seen packed": ("start - tail - t * step", "start + 1 - tail - t * step"),
-    "one token is not seen at all": ("start - tail - t * step", "start - 1 - tail - t * step"),
-    "sinks are seen packed as well": ("_sinks_of(sinks, first_step, shape) if has_sinks else None", "None"),
-    "nothing is written to the ring": ("pypto.loop(tile_keeps[tile]", "pypto.loop(tile_keeps[tile] * 0"),
-    "the first sequence's ring": ("kept_begin[first]", "kept_begin[0]"),
-    "the first head's ring": ("kept_begin[first] + g * at_once * window", "kept_begin[first]"),
-    "the ring is not looked at": (f"if kept is not None:\n{_AT}plain", f"if False:\n{_AT}plain"),
-}  # fmt: skip
-
-
-# One of what is seen, of what is written and of whose it is; all of them, in every kind, with `make test-npu`.
-FEW = ("what is seen in BF16 is seen packed as well", "nothing is written to the ring", "the first sequence's ring")
-
-
-@pytest.mark.parametrize(
-    ("kind", "kv", "names"),
-    [
-        pytest.param("decode", "k=lr4,v=tq4", FEW, marks=pytest.mark.npu_long),
-        *(
-            pytest.param(kind, kv, tuple(KEPT_FAULTS), marks=pytest.mark.npu_long)
-            for kind in CASES
-            for kv in ("k=lr4,v=tq4", "tq4")
-        ),
-    ],
-)
-def test_a_fault_in_what_stays_in_bf16_is_far_beyond_the_bound(kind, kv, names, model):
-    """A tail of 8 and 3 sinks, which weigh something beside the packed ones."""
-    spec = spec_with_kept(kv, tail=8, sink=3)
-    assert error_of(MAKE[kind], CASES[kind], spec, model) < NPU_LAYER_ADDED
-    for name in names:
-        honest, faulty = KEPT_FAULTS[name]
-        if name == "the first head's ring" and kind == "decode":
-            continue  # all heads at once
-        error = error_of(MAKE[kind], CASES[kind], spec, model, partial(Planted.of, honest=honest, faulty=faulty))
-        print(f"{name}: {error:.1e}")
-        assert error > 3 * NPU_LAYER_ADDED, name
