@@ -152,7 +152,6 @@ def test_lines_of_a_pipe_are_messages_whatever_they_say(run, alphabet, monkeypat
 def test_an_answer_that_was_cut_says_so(run, endless, monkeypatch):
     for given, words in (
         (("--max-new-tokens", 5), "the answer was cut after 5 tokens; --max-new-tokens allows more"),
-        ((), "the answer was cut after 512 tokens"),
         (("--max-context", 9), "the answer was cut where the context ends"),
     ):
         monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
