@@ -1,12 +1,10 @@
 """Layers whose state cannot be cut at a token, through all that takes tokens back, reuses them or runs them twice.
 
 Each way is a function that fails where the state is wrong: of a toy on the reference, within FP32, and of Gated DeltaNet on
-the executor whose numbers depend on no batch, to the bit. Every protection of `kv.recurrent` is then taken out, and at least
-one way must fail.
+the executor whose numbers depend on no batch, to the bit.
 """
 
 import random
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -32,7 +30,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.kv.stored import Advance, put, reusable, take
 
 TEXT = random.Random(0).choices(range(61), k=80)
@@ -265,87 +262,7 @@ def test_the_cpu_is_near_the_reference(name):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.std()))
 
 
-# -- Taken out, one by one ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def replaced(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def newest_version(self, batch):
-    """Reads what was written last, whatever tokens it has seen."""
-    rows, begin = self._rows(batch)
-    version = self.seen[rows].argmax(1)
-    fresh = (begin == 0).unsqueeze(1)
-    return {name: tensor[rows, version].masked_fill(fresh, 0) for name, tensor in self.tensors.items()}
-
-
-def not_reset(self, batch):
-    """Reads zeros only where a row was never written."""
-    rows, begin = self._rows(batch)
-    begin = torch.where(begin == 0, self.seen[rows].amax(1), begin)
-    version = (self.seen[rows] == begin.unsqueeze(1)).int().argmax(1)
-    return {name: tensor[rows, version] for name, tensor in self.tensors.items()}
-
-
-def in_their_own_rows(self, batch):
-    """Padding reads and writes the row that it names."""
-    return batch.rows, batch.positions[batch.query_start_loc[:-1].long()]
-
-
-def over_what_was_read(self, after, tokens, batch):
-    """Keeps one version, in the place of the one that was read."""
-    rows, _ = self._rows(batch)
-    last = batch.query_start_loc[1:].long() - 1
-    place = torch.searchsorted(tokens, last)
-    self.seen[rows] = -1
-    self.seen[rows, 0] = batch.positions[last] + 1
-    for name, tensor in self.tensors.items():
-        tensor[rows, 0] = after[name][place]
-
-
-def any_prefix(self, tensors, stored_length, length):
-    return length
-
-
-def newest_alone(self, place, length, whole=True):
-    """Takes the state that was written last as that of `length` tokens, and drops what it has seen."""
-    version = int(self.seen[place.row].argmax())
-    tensors = {name: tensor[place.row, version : version + 1] for name, tensor in self.tensors.items()}
-    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {"seen": torch.tensor([length])}
-
-
-TAKEN_OUT = {
-    "versions are told apart": ("read", newest_version, {"rollback", "drafts", "run_again"}),
-    "a new sequence begins with zeros": ("read", not_reset, {"another_sequence_in_the_row"}),
-    "padding has a row of its own": ("_rows", in_their_own_rows, {"padded_rows"}),
-    "what was read is not overwritten": ("write", over_what_was_read, {"run_again", "rollback"}),
-    "a prefix ends where a version does": ("reusable", any_prefix, {"prefix_reuse"}),
-}
-
-
-@pytest.mark.parametrize("protection", TAKEN_OUT)
-def test_each_protection_is_needed(protection):
-    name, broken, seen_by = TAKEN_OUT[protection]
-    red = set()
-    with replaced(Recurrent, name, broken):
-        for way, check in WAYS.items():
-            try:
-                check()
-            except (AssertionError, ValueError):
-                red.add(way)
-    assert seen_by <= red, red
-
-
-def test_a_file_without_the_state_fails(tmp_path):
-    with replaced(Recurrent, "take", newest_alone), pytest.raises(AssertionError):
-        cache_files(tmp_path)
+# -- What is refused ------------------------------------------------------------------------------------------------------
 
 
 def test_a_state_that_is_not_of_the_stored_tokens_is_refused(tmp_path):

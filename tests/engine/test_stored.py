@@ -1,32 +1,19 @@
 """Stored sequences: they go on as if they had never stopped, are read where they belong, and damaged files are refused."""
 
-import io
 import json
 import random
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import zstandard
 from bases import calibration
-from checkpoints import write_checkpoint
-from hypothesis import Phase, example, given, settings
-from hypothesis import strategies as st
 from kills import every_moment
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from small_models import small_model
 
 import tq
-from haarkv.engine.generation import generate, tail_chunk
-from haarkv.engine.plans import shape_of
-from haarkv.engine.session import Session
-from haarkv.executors.catalog import create
-from haarkv.models.caches import new_cache
-from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
-from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
@@ -36,7 +23,6 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of, pack, unpack
 from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, KVShape
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
-from tq.cli import main
 
 SPECS = {
     "tq4": KVSpec("tq4"),
@@ -128,15 +114,6 @@ def test_a_prefix_stores_what_the_whole_did(spec):
     assert allowed == [length for length in (1, 100, 200, 236, 250, 268, 299) if length >= least]
 
 
-def test_only_the_last_token_is_left_of_a_prompt_that_is_stored():
-    plan = KVSpec("tq4").plan(1)
-    _, stored = stored_of(plan)
-    cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=1)
-    assert reusable(stored, range(300), cache) == 299
-    assert reusable(stored, range(40), cache) == 39
-    assert reusable(stored, [7, *range(1, 300)], cache) == 0
-
-
 def test_what_others_left_in_a_block_is_not_taken():
     plan = KVSpec("tq4", tail=4, sink=2).plan(1)
     cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=1, num_rows=1)
@@ -163,98 +140,6 @@ def test_a_sequence_that_does_not_fit_begins_nothing():
     assert put(stored, cache, paging, 256) is not None
 
 
-# -- The next turn ---------------------------------------------------------------------------------------------------------
-
-PHASES = [Phase.explicit, Phase.generate]  # what is drawn here is small as it is
-DEFAULT = KVSpec("k=tq6,v=tq4", tail=24, sink=4)
-HEADS = Attention(2, 1, 64, Rope(1e4, 64), 0.125, head_norms=True)
-
-
-def of_mixers(*mixers):
-    layers = tuple(Layer(mixer, Dense(80), Norm(1e-6, plus_one=True)) for mixer in mixers)
-    return small_model(ModelConfig("qwen3_5", layers, 48, 61, Norm(1e-6, plus_one=True), max_position_embeddings=1024))
-
-
-TURNS = {
-    "plain": (of_mixers(HEADS, HEADS), DEFAULT),
-    "groups": (of_mixers(HEADS, HEADS), KVSpec("kivi2", tail=40)),
-    "windows": (of_mixers(replace(HEADS, window=30), HEADS), DEFAULT),
-    "windows alone": (of_mixers(replace(HEADS, window=30), HEADS), KVSpec("tq4")),
-    "states": (of_mixers(DeltaNet(2, 4, 48, 32, versions=2), HEADS), DEFAULT),
-}
-
-
-def turn(executor, plan, prompt, new, stored=None):
-    """An answer, and prompt and answer as they are stored."""
-    cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(prompt) + new, chunk=tail_chunk(executor))
-    ends = []
-    (done,), _ = generate(
-        executor, cache, paging, [prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[stored],
-        on_end=lambda _, stored: ends.append(stored),
-    )  # fmt: skip
-    return done, ends[0]
-
-
-@pytest.mark.parametrize(
-    ("executor", "name"),
-    [*(("cpu", name) for name in TURNS), *(("reference", name) for name in ("plain", "windows", "states"))],
-)
-def test_the_next_turn_goes_on_from_the_end_of_the_prompt_before(executor, name, tmp_path):
-    """Whatever becomes of the answer, through a file: the text is that of a fresh run, on `cpu` so is every stored byte."""
-    model, spec = TURNS[name]
-    plan = spec.plan(model.config.num_layers)
-    executor = create(executor, model, plan, None)
-    origin = cache_file.origin_of(plan, shape_of(model.config), "weights")
-    alike = executor.batches_alike and not any(kv_format.to_compare for kv_format in plan.formats)
-
-    @settings(max_examples=6 if alike else 1, deadline=None, derandomize=True, database=None, phases=PHASES)
-    @given(
-        st.randoms(use_true_random=False), st.integers(1, 330), st.integers(1, 40), st.sampled_from(["end", "before", "any"])
-    )
-    @example(random.Random(1), 128, 40, "end")
-    @example(random.Random(2), 300, 400 if name == "windows" and alike else 40, "end")
-    @example(random.Random(3), 300, 40, "before")
-    def check(draw, length, new, parting):
-        prompt = draw.choices(range(61), k=length)
-        stored = turn(executor, plan, prompt, new)[1]
-        cache_file.save(tmp_path / "c", stored, origin, compress=draw.random() < 0.5)
-        common = {"end": length, "before": max(length - 6, 1), "any": draw.randrange(stored.length + 1)}[parting]
-        following = [*stored.token_ids[:common], *draw.choices(range(61), k=30)]
-        done, after = turn(executor, plan, following, 5, cache_file.load_for(tmp_path / "c", origin, plan))
-        fresh, expected = turn(executor, plan, following, 5)
-        assert done.token_ids == fresh.token_ids
-        if common >= length:
-            assert done.reused_tokens >= length
-        elif name in ("plain", "states") and parting == "before" and length > KEPT_ROOM:
-            assert done.reused_tokens > length - KEPT_ROOM
-        if not alike:  # its sums follow the cut: this one is cut there as well
-            expected = turn(executor, plan, following, 5, turn(executor, plan, prompt, 1)[1])[1]
-        if alike or done.reused_tokens == length:
-            assert after.tensors.keys() == expected.tensors.keys()
-            for key, tensor in after.tensors.items():  # of a state other versions may be there beside the newest
-                part = slice(None) if ".k." in key or ".v." in key else -1
-                assert torch.equal(tensor[part], expected.tensors[key][part]), key
-
-    check()
-
-
-def test_a_turn_s_begin_costs_what_answers_replace_and_no_more():
-    """Of every layer, side and head what stays in BF16; nothing where nothing is replaced, or nothing was answered."""
-
-    def earlier(spec, new):
-        session = tq.load("tiny", kv=spec, executor="cpu", allow_collapse=True, on_warning=lambda _: None)
-        stored = session.generate([[1, 2, 3]], max_new_tokens=new, keep=True).stored[0]
-        assert stored.nbytes == sum(t.nbytes for t in stored.tensors.values()) + (
-            stored.earlier.nbytes if stored.earlier else 0
-        )
-        return stored.earlier and stored.earlier.nbytes
-
-    assert earlier(KVSpec("tq4", tail=124, sink=4), 2) == 6 * 2 * 2 * (4 + 124 + KEPT_ROOM) * 128 * 2
-    assert earlier(KVSpec("tq4", tail=124, sink=4), 1) is None
-    assert earlier(KVSpec("tq4", sink=4), 2) is None
-    assert earlier(KVSpec("tq4"), 2) is None
-
-
 # -- Another format --------------------------------------------------------------------------------------------------------
 
 
@@ -271,23 +156,6 @@ def test_requantizing_keeps_what_is_known_best():
     assert errors[0] < 1.02 * errors[1]
     assert changed.nbytes < stored.nbytes
     assert (changed.token_ids, changed.length) == (stored.token_ids, stored.length)
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_a_turn_s_begin_is_requantized_too(name):
-    """A sequence goes on from there by the other plan, which may keep other tokens in BF16."""
-    model, spec = TURNS[name]
-    prompt = random.Random(0).choices(range(61), k=250)
-    before, after = spec.plan(model.config.num_layers), KVSpec("tq8", tail=9).plan(model.config.num_layers)
-    stored = turn(create("cpu", model, before, None), before, prompt, 60)[1]
-    changed = requantized(stored, before, after, model.config.kv_shapes)
-    cache_file.origin_of(after, shape_of(model.config), "w").require_fits(changed, after, "it")
-    for layer, shape in enumerate(model.config.kv_shapes):
-        of, was = changed.of_layer(layer), stored.of_layer(layer)
-        assert of.keys() == was.keys() if shape is None else of
-        assert (shape is None) == all(torch.equal(of[field], was[field]) for field in of if field in was and field != "seen")
-    done, _ = turn(create("cpu", model, after, None), after, [*prompt, 1, 2, 3], 4, changed)
-    assert done.reused_tokens == len(prompt)
 
 
 # -- The file --------------------------------------------------------------------------------------------------------------
@@ -523,128 +391,3 @@ def test_a_save_killed_at_any_time_leaves_the_old_file_or_the_new(tmp_path, monk
     assert same(cache_file.load_for(path, origin, plan), new)
     cache_file.save(path, old, origin)
     assert [name.name for name in tmp_path.iterdir()] == ["c"]
-
-
-# -- The command -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
-    write_checkpoint(tmp_path / "m")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args, model="m"):
-        code = main(["cache" if args[0] in ("save", "info", "convert") else "generate", *args]
-                           + (["--model", model, "--no-chat"] if args[0] not in ("info", "convert") else []))  # fmt: skip
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def test_cache_commands(run):
-    assert run("save", "--prompt", "spam and eggs " * 12, "--no-compress", "--out", "c")[0] == 0
-    code, out, _ = run("info", "c", "--json")
-    found = json.loads(out)
-    assert (code, found["tokens"], found["stored"], found["formats"]) == (0, found["stored"], found["tokens"], ["tq4"] * 2)
-    whole = run("--prompt", "spam and eggs " * 12 + "and", "--max-new-tokens", "5", "--json")
-    code, out, _ = run("--prompt", "spam and eggs " * 12 + "and", "--max-new-tokens", "5", "--load-cache", "c", "--json")
-    assert code == 0
-    assert json.loads(out)["text"] == json.loads(whole[1])["text"]
-    assert json.loads(out)["reused_tokens"] == found["stored"]
-    code, _, err = run("--max-new-tokens", "2", "--load-cache", "c", "--save-cache", "d", "--seed", "1")
-    assert code == 0
-    assert "were stored already" in err
-    code, _, err = run("convert", "d", "--kv", "tq3", "--out", "d")
-    assert code == 0
-    assert err.endswith(f"; the file has {Path('d').stat().st_size:,} bytes\n")
-    assert run("save", "--prompt", "spam and eggs " * 12, "--out", "p")[0] == 0
-    assert Path("p").stat().st_size < Path("c").stat().st_size
-    # Two tokens take a block, of which nearly all is empty.
-    for flag, size in ((), 8_000), (("--no-compress",), 200_000):
-        assert run("save", "--prompt", "de", *flag, "--out", "s", model="tiny")[0] == 0
-        assert size / 2 < Path("s").stat().st_size < size * 1.1
-    assert (
-        json.loads(run("--prompt", "spam and eggs " * 12 + "and", "--max-new-tokens", "5", "--load-cache", "p", "--json")[1])[
-            "text"
-        ]
-        == json.loads(whole[1])["text"]
-    )
-    assert json.loads(run("info", "d", "--json")[1])["formats"] == ["tq3"] * 2
-    code, _, err = run("--load-cache", "d", "--max-new-tokens", "1")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "in tq3, and this run in tq4" in err
-    assert run("--load-cache", "d", "--kv", "tq3", "--max-new-tokens", "1")[0] == 0
-
-
-def test_a_chat_template_for_a_text_that_goes_on_is_refused(run):
-    session = tq.load("m", executor="reference", allow_collapse=True, on_warning=lambda _: None)
-    stored = session.generate("a", max_new_tokens=2, keep=True).stored[0]
-    for said, option in (({"chat": True}, "--chat"), ({"system": "Be brief."}, "--system")):
-        with pytest.raises(InputError, match=f"leave out {option}, or give a prompt"):
-            session.generate([], stored=stored, **said)
-    assert session.generate([], stored=stored, chat=False, max_new_tokens=1).texts
-
-
-# -- Conversations line by line --------------------------------------------------------------------------------------------
-
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-
-
-@pytest.fixture
-def chat(tmp_path, capsys, monkeypatch):
-    write_checkpoint(tmp_path / "m", tokenizer_config={"chat_template": TEMPLATE})
-    write_checkpoint(tmp_path / "plain")
-    monkeypatch.chdir(tmp_path)
-
-    def chat(lines, *args, model="m"):
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-        code = main(["chat", "--model", model, "--max-new-tokens", "4", *args])
-        return code, *capsys.readouterr()
-
-    return chat
-
-
-@pytest.mark.parametrize("model", ["m", "plain"])
-def test_a_conversation_goes_on_after_a_restart(chat, model):
-    """Three lines at once, and the third in another process: the same answers, and only what is new is computed."""
-    code, whole, _ = chat("spam\n\neggs and ham\nbacon\n", model=model)
-    assert code == 0
-    code, first, _ = chat("spam\neggs and ham\n", "--session", "s", model=model)
-    code, rest, err = chat("bacon\n", "--session", "s", model=model)
-    assert code == 0
-    assert first + rest == whole
-    assert err.splitlines()[0] == "s: 2 earlier messages"
-    assert [m["role"] for m in json.loads(cache_file.read_note(Path("s")))] == ["user", "assistant"] * 3
-
-
-def test_what_was_said_is_not_computed_again(chat, monkeypatch):
-    turns = []
-    generate = Session.generate
-
-    def counted(self, *args, **kwargs):
-        result = generate(self, *args, **kwargs)
-        turns.append(result.completions[0])
-        return result
-
-    monkeypatch.setattr(Session, "generate", counted)
-    assert chat("spam " * 40 + "\neggs\n", "--system", "You are a knight.")[0] == 0
-    assert turns[0].reused_tokens == 0
-    assert turns[1].reused_tokens >= turns[0].prompt_tokens
-    assert turns[1].prompt_tokens - turns[1].reused_tokens < 60
-
-
-def test_chats_that_cannot_go_on_are_refused(chat):
-    assert chat("spam\n", "--session", "s", "--system", "You are a knight.")[0] == 0
-    for args, words in (
-        (("--session", "s", "--system", "You are a king."), "another system message"),
-        (("--session", "s", "--kv", "tq3"), "in tq4, and this run in tq3"),
-        (("--session", "m"), "not a regular file"),
-        (("--session", "m/config.json"), "is no stored cache"),
-    ):
-        code, out, err = chat("eggs\n", *args)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert words in err
-    code, _, err = chat("eggs\n", "--system", "You are a knight.", model="plain")
-    assert (code, err.count("\n")) == (2, 1)
-    assert main(["cache", "save", "--model", "m", "--prompt", "spam", "--out", "c"]) == 0
-    assert "without a conversation" in chat("eggs\n", "--session", "c")[2]

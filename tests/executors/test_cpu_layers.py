@@ -17,7 +17,6 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.families import FAMILIES
 from haarkv.models.layer import DeltaNet
-from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops.cpu import layers as dense_layers
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.errors import NonFiniteError
@@ -88,19 +87,6 @@ def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype):
     require_same_bits(small_model(config, dtype=dtype), forwards, kv)
 
 
-def gemma_model(config: ModelConfig, dtype: torch.dtype) -> DecoderModel:
-    """Its norms are 1 + w in FP32, whatever the model's dtype."""
-    model = small_model(config, dtype=dtype)
-
-    def layer(weights: LayerWeights) -> LayerWeights:
-        return weights.changed(lambda field, tensor: tensor.float() if field.endswith("norm") else tensor)
-
-    changed = replace(
-        model.weights, layers=tuple(map(layer, model.weights.layers)), final_norm=model.weights.final_norm.float()
-    )
-    return DecoderModel.of(config, changed)
-
-
 def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Hidden states of two sequences that outgrow their windows and the rings behind them; and all that is stored."""
     cache = PagedKVCache(
@@ -124,11 +110,11 @@ def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor],
     ids=lambda of: getattr(of, "model_type", str(of)),
 )
 def test_layers_of_several_kinds_have_the_bits_of_the_ops_one_by_one(config, kv, dtype):
-    require_same_bits(gemma_model(config, dtype), past_windows, kv)
+    require_same_bits(small_model(config, dtype=dtype), past_windows, kv)
 
 
 def test_a_model_with_windows_is_the_references():
-    model = gemma_model(GEMMA, torch.float32)
+    model = small_model(GEMMA)
     ours, _ = past_windows(CpuExecutor(model), KVSpec("bf16"))
     theirs, _ = past_windows(ReferenceExecutor(model), KVSpec("bf16"))
     for a, b in zip(ours, theirs, strict=True):
@@ -138,7 +124,7 @@ def test_a_model_with_windows_is_the_references():
 
 def test_stretches_are_as_long_as_can_be():
     config = MIXED
-    executor = CpuExecutor(gemma_model(config, torch.float32))
+    executor = CpuExecutor(small_model(config))
     cache = new_cache(config, KVSpec("tq4", layers={1: "tq4_seed"}))
     parts = [(in_one, list(part)) for in_one, part in executor.whole.parts(range(1, 5), cache)]
     assert parts == [(False, [1, 2]), (True, [3]), (False, [4])]  # the reference's ops run tq4_seed
@@ -147,7 +133,7 @@ def test_stretches_are_as_long_as_can_be():
 
 
 def test_more_new_tokens_than_a_ring_has_room_for_are_refused():
-    executor = CpuExecutor(gemma_model(GEMMA, torch.float32))
+    executor = CpuExecutor(small_model(GEMMA))
     cache = PagedKVCache(KVSpec("tq4").plan(4), GEMMA.kv_shapes, num_blocks=8, block_size=32, ring_chunk=40)
     paging = new_paging(cache)
     with pytest.raises(ValueError, match="at most 40 new tokens"):

@@ -68,6 +68,7 @@ ROWS = [
     row("gemma3, window, decode, tail", CONFIGS["gemma3"], DECODE, "tq4", WINDOWED, short=True, tail=8, sink=3),
     row("gemma3, prefill, tail", CONFIGS["gemma3"], ([20, 9], [250, 3]), "tq4", WHOLE, short=True, tail=64),
     row("border, decode, tail", FAR, AT_A_BORDER, "k=lr4,v=tq4", short=True, **TAIL),
+    row("third stretch, decode", FAR, ([1, 1], [2100, 5]), "k=lr4,v=tq4", short=True),
     row("border, prefill", FAR, ACROSS_A_BORDER, "k=lr4,v=tq4", short=True),
     *(row(f"qwen3, {case}", *heads(case)) for case in LAYER_CASES if case != "decode, GQA 5"),
     *(

@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from npu_layers import CONFIG, filled, learned_spec
-from npu_programs import needs_pypto
-from small_models import random_tokens, resized, small_model
+from small_models import resized, small_model
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import learn
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor
-from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.qwen3_14b.npu import inputs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
@@ -21,7 +18,6 @@ from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.tq_ops.npu.sides import sides_of
-from haarkv.validation.layers.runner import validate
 
 CPU = torch.device("cpu")
 ONE_LAYER = resized(CONFIG, num_layers=1)
@@ -132,54 +128,3 @@ def test_coordinates_are_handed_over_once(monkeypatch):
     for first, second in zip(called[:2], called[2:], strict=True):
         assert all(first[name] is second[name] for name in first)
         assert all(any(tensor is one for one in promised) for tensor in first.values())
-
-
-# -- Faults ------------------------------------------------------------------------------------------------------------------
-def validated(spec):
-    model = small_model(ONE_LAYER, dtype=torch.bfloat16)
-    plan = spec.plan(1)
-    candidate = catalog.create("npu", model, plan, "sim")
-    return validate(
-        ReferenceExecutor(model), candidate, model, [random_tokens(ONE_LAYER, 20, 1)], 0, plan, modes=("teacher-forced",)
-    )
-
-
-def exchange(tensor, rows):
-    """The parts of the two heads exchanged."""
-    return tensor.view(2, rows, -1).flip(0).reshape(tensor.shape)
-
-
-def transpose(tensor):
-    return tensor.view(2, 128, 128).mT.reshape(tensor.shape)
-
-
-def without_mean(numbers):
-    """Heads' means are the first rows."""
-    return torch.cat([torch.zeros_like(numbers[:2]), numbers[2:]])
-
-
-FAULTS = {
-    "two heads' matrices exchanged": ("k_forward", lambda tensor: exchange(tensor, 128), "store_kv.k"),
-    "a transposed matrix": ("k_forward", transpose, "store_kv.k"),
-    "a missing mean": ("k_numbers", without_mean, "store_kv.k"),
-    "two heads' rows exchanged": ("k_rows", lambda tensor: exchange(tensor, 192), "attention_mlp"),
-    "levels at each other's places": ("k_places", lambda tensor: tensor.flip(1), "store_kv.k"),
-    "rows all of a length": ("k_rows", lambda t: t / t.norm(dim=1, keepdim=True).clamp(min=1e-9), "attention_mlp"),
-}
-
-
-@needs_pypto[1]
-@pytest.mark.npu_long
-@pytest.mark.parametrize(("name", "spoil", "stage"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_in_the_coordinates_is_found_at_its_stage(monkeypatch, name, spoil, stage):
-    honest = inputs.domain_arguments
-
-    def spoiled(*call):
-        found = honest(*call)
-        assert not torch.equal(found[name], spoil(found[name]))
-        return found | {name: spoil(found[name]).contiguous()}
-
-    monkeypatch.setattr(inputs, "domain_arguments", spoiled)
-    report = validated(learned_spec(ONE_LAYER))
-    assert not report.passed
-    assert (report.first_divergence.stage, report.first_divergence.reason) == (stage, "fault")

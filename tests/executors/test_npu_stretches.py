@@ -1,14 +1,12 @@
 """Learned keys by stretches on the NPU programs: what the host hands over, what is stored, and planted faults."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from npu_layers import CONFIG as SHORT
-from npu_layers import error_of_layer, filled, learned_spec
+from npu_layers import filled, learned_spec
 from npu_programs import with_pypto
-from planted_programs import PlantedKeys
 from small_models import cache_tensors, resized
 
 from haarkv.executors.npu import NpuExecutor
@@ -20,7 +18,6 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.device import open_runner
 from haarkv.tq_ops.npu.sides import sides_of, turn_table, turns_of_tokens
 from haarkv.tq_ops.npu.store import StoreByProgram
-from haarkv.validation.bounds import NPU_LAYER_ADDED
 
 CONFIG = resized(SHORT, max_position_embeddings=4096)
 SMALLER = resized(CONFIG, num_heads=4)
@@ -81,82 +78,3 @@ def test_the_store_alone_turns_keys_as_the_reference_does(bits, turning):
         store(k, v, cache, 1, paging.batch(sequences, [15, 10]))
         stored.append([tensor for *_, tensor in cache_tensors(cache)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*stored, strict=True))
-
-
-# -- Faults ------------------------------------------------------------------------------------------------------------------
-def first(faults):
-    """Names of faults, all but the first for long runs only."""
-    return [name if i == 0 else pytest.param(name, marks=pytest.mark.npu_long) for i, name in enumerate(faults)]
-
-
-def still(table):
-    """No angle: cos, then sin."""
-    return torch.cat([torch.ones_like(table[:, :64]), torch.zeros_like(table[:, 64:])], 1)
-
-
-def other_way(table):
-    return torch.cat([table[:, :64], -table[:, 64:]], 1)
-
-
-OF_QUERIES = {
-    "the stretch before": lambda table: table.roll(1, 0),
-    "the stretch behind": lambda table: table.roll(-1, 0),
-    "queries not turned": still,
-    "queries turned the other way": other_way,
-}
-OF_KEYS = {"keys not turned": still, "keys turned the other way": other_way}
-# Text of `kernels.turned`.
-IN_THE_KERNEL = {
-    "the mean of the step's first stretch": ("+ of_mean[part]", "+ of_mean[0]"),
-    "the mean is not turned": ("pypto.sum(own * mean", "pypto.sum(plain * mean"),
-    "the mean is left out": (" + of_mean[part]", ""),
-    "queries of the step's first stretch": ("[part * rows, 0])\n            keys", "[0, 0])\n            keys"),
-    "keys of the step's first stretch": ("[0, part * tokens])\n            scales", "[0, 0])\n            scales"),
-    "scales of the step's first stretch": ("[0, part * tokens])\n            found", "[0, 0])\n            found"),
-    "a stretch of another length": ("STRETCH // BLOCK", "2 * STRETCH // BLOCK"),
-}
-
-
-@with_pypto
-@pytest.mark.parametrize("name", first(OF_QUERIES))
-def test_queries_turned_wrongly_are_far_beyond_the_bound(name, monkeypatch):
-    spoil_turns(monkeypatch, OF_QUERIES[name])
-    error, wrong = error_of_layer((4, 2), [1, 1], [1100, 5], spec_of(), config=CONFIG)
-    print(f"{name}: {error:.1e}")
-    assert not wrong
-    assert error > 5 * NPU_LAYER_ADDED
-
-
-def spoil_turns(monkeypatch, spoil):
-    honest = inputs.domain_arguments
-
-    def spoiled(*call):
-        found = honest(*call)
-        return found | {"k_turns": spoil(found["k_turns"]).contiguous()}
-
-    monkeypatch.setattr(inputs, "domain_arguments", spoiled)
-
-
-@with_pypto
-@pytest.mark.parametrize("name", first(OF_KEYS))
-def test_keys_turned_wrongly_are_other_bytes(name, monkeypatch):
-    spoil_back(monkeypatch, OF_KEYS[name])
-    error, wrong = error_of_layer((4, 2), [1, 1], [1100, 5], spec_of(), config=CONFIG)
-    print(f"{name}: {error:.1e}")
-    assert "k codes" in wrong
-
-
-def spoil_back(monkeypatch, spoil):
-    honest = inputs.back_argument
-    monkeypatch.setattr(inputs, "back_argument", lambda *call: spoil(honest(*call)))
-
-
-@with_pypto
-@pytest.mark.parametrize("name", first(IN_THE_KERNEL))
-def test_a_fault_in_what_queries_meet_is_far_beyond_the_bound(name):
-    """A step of two stretches and another of the third, and beside them a short sequence."""
-    plant = partial(PlantedKeys.of, **dict(zip(("honest", "faulty"), IN_THE_KERNEL[name], strict=True)))
-    error, wrong = error_of_layer((4, 2), [1, 1], [2100, 5], spec_of(), config=CONFIG, plant=plant)
-    print(f"{name}: {error:.1e}")
-    assert not wrong
-    assert error > 5 * NPU_LAYER_ADDED

@@ -155,16 +155,6 @@ def long_plan(**rest):
     return spec_of("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
 
 
-@MORE
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_learned_keys_of_a_text_of_several_stretches(dtype):
-    """One sequence decodes in its third stretch, and one goes on into its second."""
-    model = small_model(LONG, dtype=dtype)
-    prompts = [random_tokens(LONG, 2600, 1), random_tokens(LONG, 1022, 2)]
-    report = validate(ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 3, long_plan())
-    assert report.passed, report.first_divergence
-
-
 def with_turns(of, change):
     """A calibration whose keys turn otherwise."""
     bases = tuple(replace(basis, inv_freq=change(basis.inv_freq)) for basis in of.k)

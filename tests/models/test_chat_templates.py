@@ -73,7 +73,7 @@ def ours_of(words):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_twenty_forms_are_rendered_as_in_transformers_or_refused(name, tmp_path):
+def test_a_form_is_rendered_as_in_transformers_or_refused(name, tmp_path):
     source, each = FORMS[name]
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=forms_tokenizer(), chat_template=source, **NAMED)
     ours = ours_of(Words(forms_tokenizer(), tmp_path, None, {"default": source}, NAMED))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-import bounds
 import pytest
 import torch
 import vllm_paged
-from op_tables import relative
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -17,7 +15,7 @@ from vllm_paged import Shape, Worker, configuration, described, spec_of
 
 from haarkv.serving.vllm_plugin import backend, kernels
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, batch_of
-from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -160,22 +158,6 @@ def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(layout, dtyp
             wanted = ops.paged_attention(wide(q[:tokens]), caches[index], index, batch, shape.softmax_scale)
             assert torch.equal(out[:tokens], wanted.to(dtype))
             assert (out[tokens:] == 77.0).all()
-
-
-@every_layout
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_attention_over_pages_is_near_the_references(layout, dtype):
-    """The same K and V, quantized and read by plain torch, in a cache of its own."""
-    shape, index = SHAPES["d128"], 7
-    worker = Worker(shape, LAYERS, layout)
-    cache = own_cache(worker, index)
-    limit = (bounds.LAYER_BF16 if dtype == torch.bfloat16 else bounds.LAYER_FP32).attention
-    for step, batch in enumerate(batches(FORWARDS["mixed"])):
-        q, k, v = qkv(batch, shape, dtype, seed=step)
-        worker.store(index, k, v, batch.slot_mapping)
-        out = worker.attend(index, q, k, v, RotatedMetadata(batch_from(described(batch))))
-        reference.store_kv(k, v, cache, index, batch)
-        assert relative(out, reference.paged_attention(q, cache, index, batch, shape.softmax_scale)) <= limit
 
 
 def test_a_layers_rotation_is_that_of_the_index_in_its_name():

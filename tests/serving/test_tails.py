@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from haarkv.models.catalog import TINY
 from haarkv.serving.serve import kept_bytes
 from haarkv.serving.vllm_plugin import SINK as SINK_KEY
 from haarkv.serving.vllm_plugin import TAIL as TAIL_KEY
-from haarkv.serving.vllm_plugin import chosen, limits, tails
+from haarkv.serving.vllm_plugin import chosen, limits
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
@@ -154,47 +153,6 @@ def test_a_prefix_whose_first_tokens_are_gone_is_not_known(config):
     made.manager.free(again)
     made.manager.evict_blocks({first})
     assert served.begin("once more", text)[1] == 0
-
-
-# -- Planted faults -------------------------------------------------------------------------------------------------------
-def short(monkeypatch):
-    kept = tails.KeptBlocks
-    monkeypatch.setattr(tails, "KeptBlocks", lambda of, *, tail, sink: kept(of, tail=tail - 1, sink=sink))
-
-
-def without_sinks(monkeypatch):
-    kept = tails.KeptBlocks
-    monkeypatch.setattr(tails, "KeptBlocks", lambda of, *, tail, sink: kept(of, tail=tail, sink=0))
-
-
-def of_the_neighbour(monkeypatch):
-    join = tails.Tail.join
-    monkeypatch.setattr(
-        tails.Tail, "join", lambda self, batch: replace(of := join(self, batch), kept_table=of.kept_table.roll(1, 0))
-    )
-
-
-def of_the_forward_before(monkeypatch):
-    """A table that stays as it was when a request is put off and its blocks are another's."""
-    join, last = tails.Tail.join, {}
-
-    def stale(self, batch):
-        joined = join(self, batch)
-        table, before = joined.kept_table.clone(), last.get(self.name)
-        last[self.name] = joined.kept_table
-        if before is not None:
-            rows, columns = min(len(table), len(before)), min(table.shape[1], before.shape[1])
-            table[:rows, :columns] = before[:rows, :columns]
-        return replace(joined, kept_table=table)
-
-    monkeypatch.setattr(tails.Tail, "join", stale)
-
-
-@pytest.mark.parametrize("plant", [short, without_sinks, of_the_neighbour, of_the_forward_before])
-def test_a_planted_fault_is_seen(config, monkeypatch, plant):
-    plant(monkeypatch)
-    served, _ = scenario(engine(config))
-    assert not served.equal
 
 
 # -- What is refused ------------------------------------------------------------------------------------------------------

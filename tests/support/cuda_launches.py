@@ -9,8 +9,6 @@ A process of its own: where Triton has been imported to interpret, it does not c
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +17,8 @@ import torch
 import triton
 from block_weights import made
 from small_models import gemma_config, small_config, small_model
-from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import ASTSource, make_backend
+from triton.compiler.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from haarkv.executors.cuda import CudaExecutor
@@ -55,10 +52,6 @@ class Asked:
         """Arguments that became constants, by name, those of a tuple as `k.BITS`."""
         return {self._name(path): value for path, value in self.source.constants.items()}
 
-    def pointers(self) -> set[str]:
-        """Arguments that are tensors, by name."""
-        return {name for name, kind in self.source.signature.items() if isinstance(kind, str) and kind.startswith("*")}
-
     def _name(self, path: tuple[int, ...]) -> str:
         name = self.source.fn.arg_names[path[0]]
         return f"{name}.{self.source.signature[name]._fields[path[1]]}" if path[1:] else name
@@ -71,15 +64,6 @@ class Asked:
             types |= {part: constants.get(part, one) for part, one in parts.items()}
         divisible = [self._name(path) for path, attributes in self.source.attrs.items() if attributes]
         return f"{self.source.fn.__name__} {types}, divisible by 16: {divisible}"
-
-    def lower(self) -> None:
-        """Through Triton's front end: what it refuses there, it refuses on a card."""
-        backend = make_backend(self.target)
-        options, context = backend.parse_options(self.options), ir.context()
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        functions = backend.get_codegen_implementation(options)
-        self.source.make_ir(self.target, options, functions, backend.get_module_map(), context)
 
 
 class _Driver:
@@ -292,20 +276,3 @@ def because(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[-400:]
-
-
-def main(capability: int, head_dim: int | str) -> None:
-    """Lower every launch of a head_dim; print each refusal as JSON, and how many there were of each kernel."""
-    counts: dict[str, int] = {}
-    for name, one in everything(capability, [head_dim]).items():
-        kernel = one.source.fn.__name__
-        counts[kernel] = counts.get(kernel, 0) + 1
-        try:
-            one.lower()
-        except Exception as error:
-            print(json.dumps({"refused": name, "because": because(error)}), flush=True)
-    print(json.dumps({"triton": triton.__version__, "capability": capability, "specialisations": counts}), flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), GEMMA if sys.argv[2] == GEMMA else int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Programs with a fault planted in them, which the checks of emitted text and its execution must find."""
+"""Layers of NPU programs with a fault planted in them."""
 
 import sys
 from dataclasses import dataclass, fields
@@ -8,34 +8,6 @@ from pathlib import Path
 
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.tq_ops.npu.program import with_tuned
-from haarkv.tq_ops.npu.store import StoreProgram
-
-_MENDED = "high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)"
-_FAULTY = "pypto.where(pypto.ge(high, 8.0), high - 16.0, high)"
-
-
-_BARRIER = ", submit_before_loop=True"
-
-
-@dataclass(frozen=True)
-class StridedWhere(StoreProgram):
-    """The store program with a `where` that takes views into a wider tile: the device's headers read them with its own width.
-
-    PyPTO's interpreter finds it right. To be compiled in a simulator of its own, which is then closed: the fault stays in the
-    worker process.
-    """
-
-    name: str = "strided_where"
-
-    def build(self, **options):
-        from haarkv.tq_ops.npu.kernels import tq4
-
-        text = Path(tq4.__file__).read_text(encoding="utf-8")
-        assert text.count(_MENDED) == 1, "the line to spoil is no longer there"
-        faulty = {"__name__": tq4.__name__}
-        exec(compile(text.replace(_MENDED, _FAULTY), tq4.__file__, "exec"), faulty)
-        tq4.quantize = faulty["quantize"]
-        return super().build(**options)
 
 
 @dataclass(frozen=True)
@@ -73,17 +45,6 @@ class Planted(LayerProgram):
 
 
 @dataclass(frozen=True)
-class PlantedKeys(Planted):
-    """A layer with another text at one place of how it reads keys by stretches. To be built in a simulator of its own."""
-
-    def build(self, **options):
-        from haarkv.tq_ops.npu.kernels import sides, turned
-
-        sides.TurnedKeys = self._spoiled(turned).TurnedKeys
-        return LayerProgram.build(self, **options)
-
-
-@dataclass(frozen=True)
 class PlantedSteps(Planted):
     """A layer with another text at one place of a step of attention. To be built in a simulator of its own."""
 
@@ -96,19 +57,6 @@ class PlantedSteps(Planted):
         return LayerProgram.build(self, **options)
 
 
-def unordered(program):
-    """A layer without the barrier between APPEND and UNIT: of a cache's many writers PyPTO's tables remember one."""
-    return Planted.of(program, _BARRIER, "")
-
-
-STALE = "a later step reads the first one's keys"
-FAULTS = {
-    "each query sees the token behind it": ("start - tail - t * step", "start + 1 - tail - t * step"),
-    "no query sees itself": ("start - tail - t * step", "start - 1 - tail - t * step"),
-    STALE: ("t * (step // BLOCK)", "t * 0"),
-    "the first sequence's blocks": ("Place(block_table, sequence[first]", "Place(block_table, sequence[0]"),
-}
-"""What a layer's attention may do wrong -> the text to spoil, and its fault."""
 NOT_SHRUNK = "what came before a larger maximum does not shrink"
 IN_STEPS = {
     "the first head's scales for all": ("key_scales, place, head, shape)", "key_scales, place, 0, shape)"),

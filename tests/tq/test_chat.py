@@ -5,9 +5,11 @@ import json
 import sys
 
 import pytest
-from checkpoints import saying, write_checkpoint
+from checkpoints import TEMPLATE, saying, write_checkpoint
+from refusals import assert_refused
 from terminal import Terminal
 
+from haarkv.engine.session import Session
 from haarkv.tq_ops.kv.cache_file import read_note
 
 CTRL_C, CTRL_D, UP, LEFT, BACKSPACE = "\x03", "\x04", "\x1b[A", "\x1b[D", "\x7f"
@@ -150,10 +152,61 @@ def test_lines_of_a_pipe_are_messages_whatever_they_say(run, alphabet, monkeypat
 def test_an_answer_that_was_cut_says_so(run, endless, monkeypatch):
     for given, words in (
         (("--max-new-tokens", 5), "the answer was cut after 5 tokens; --max-new-tokens allows more"),
-        ((), "the answer was cut after 512 tokens"),
         (("--max-context", 9), "the answer was cut where the context ends"),
     ):
         monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
         code, _, err = run("chat", "--model", endless, *given)
         assert code == 0
         assert words in err.splitlines()[-1]
+
+
+@pytest.fixture
+def piped(run, monkeypatch, tmp_path):
+    """A conversation whose messages come by a pipe, with a model that has a chat template and with one that has none."""
+    write_checkpoint(tmp_path / "m", tokenizer_config={"chat_template": TEMPLATE})
+    write_checkpoint(tmp_path / "plain")
+
+    def chat(lines, *args, model="m"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return run("chat", "--model", model, "--max-new-tokens", 4, *args)
+
+    return chat
+
+
+@pytest.mark.parametrize("model", ["m", "plain"])
+def test_a_conversation_goes_on_after_a_restart(piped, model):
+    """Three lines at once, and the third in another process: the same answers."""
+    whole = piped("spam\n\neggs and ham\nbacon\n", model=model)
+    first = piped("spam\neggs and ham\n", "--session", "s", model=model)
+    rest = piped("bacon\n", "--session", "s", model=model)
+    assert (whole.code, rest.code, first.out + rest.out) == (0, 0, whole.out)
+    assert rest.err.splitlines()[0] == "s: 2 earlier messages"
+
+
+def test_what_was_said_is_not_computed_again(piped, monkeypatch):
+    turns, generate = [], Session.generate
+
+    def counted(self, *args, **kwargs):
+        result = generate(self, *args, **kwargs)
+        turns.append(result.completions[0])
+        return result
+
+    monkeypatch.setattr(Session, "generate", counted)
+    assert piped("spam " * 40 + "\neggs\n", "--system", "You are a knight.").code == 0
+    assert turns[0].reused_tokens == 0
+    assert turns[0].prompt_tokens <= turns[1].reused_tokens
+    assert turns[1].prompt_tokens - turns[1].reused_tokens < 60
+
+
+def test_chats_that_cannot_go_on_are_refused(run, piped):
+    assert piped("spam\n", "--session", "s", "--system", "You are a knight.").code == 0
+    assert run("cache", "save", "--model", "m", "--prompt", "spam", "--out", "c").code == 0
+    for args, words in (
+        (("--session", "s", "--system", "You are a king."), "another system message"),
+        (("--session", "s", "--kv", "tq3"), "in tq4, and this run in tq3"),
+        (("--session", "m"), "not a regular file"),
+        (("--session", "m/config.json"), "is no stored cache"),
+        (("--session", "c"), "without a conversation"),
+    ):
+        assert_refused(piped("eggs\n", *args), words)
+    assert_refused(piped("eggs\n", "--system", "You are a knight.", model="plain"), "--system")

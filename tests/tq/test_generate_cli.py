@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from checkpoints import END_OF_TEXT, TEMPLATE, byte_pieces, byte_tokenizer, saying, write_checkpoint
+from checkpoints import END_OF_TEXT, TEMPLATE, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
 from tokenizers import AddedToken
 
@@ -28,13 +28,6 @@ def run(run):
 def found(run):
     """Its JSON."""
     return lambda folder, *args: run(folder, *args, "--json").json
-
-
-def test_bytes_that_are_no_character_are_printed_as_signs(run, found, tmp_path):
-    files = {"tokenizer.json": byte_pieces().to_str()}
-    folder = write_checkpoint(tmp_path / "m", mutate=saying(b"b\xc3\xa9\xe2\nc"), files=files)
-    assert run(folder)[:2] == (0, "é\ufffd\nc\n")
-    assert found(folder)["text"] == "é\ufffd\nc"
 
 
 # -- generation_config.json -----------------------------------------------------------------------------------------------
@@ -214,19 +207,6 @@ def test_a_text_ends_before_the_stop(run, found, alphabet, stops, text, finish):
     result = found(alphabet, *args)
     assert (result["text"], result["finish"]) == (text, finish)
     assert run(alphabet, *args)[1] == text + "\n"
-
-
-def test_a_stop_ends_one_prompt_and_not_the_other(alphabet):
-    streamed = {0: "", 1: ""}
-
-    def on_text(index, text):
-        streamed[index] += text
-        # Nothing of the stop is shown while it may still become whole.
-        assert "f" not in streamed[0]
-
-    result = tq.load(alphabet).generate(["ab", "h"], max_new_tokens=6, stop="fg", on_text=on_text)
-    assert result.texts == ["cde", "ijklmn"] == list(streamed.values())
-    assert [c.finish for c in result.completions] == ["stop", "length"]
 
 
 @pytest.mark.parametrize(("returned", "text"), [(True, "c"), (1, "cdef"), ("yes", "cdef"), (None, "cdef")])

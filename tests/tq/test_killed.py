@@ -1,14 +1,10 @@
 """Commands that are killed at any moment: nothing is lost, and the next run removes what is left."""
 
 import os
-import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from checkpoints import write_checkpoint
 from kills import every_moment
 
 from haarkv.tq_ops import output_files as files
@@ -211,70 +207,3 @@ def test_a_fork_does_not_remove_what_its_parent_uses(tmp_path):
     assert temporary.path.is_dir()
     temporary.close()
     assert names_in(tmp_path) == []
-
-
-# -- Whole commands -------------------------------------------------------------------------------------------------------
-
-TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
-UNSEEN = "while True:\n    say('Ekke Ekke Ekke Ekke Ptang Zoo Boing!')\n"  # one text cannot judge what it chose
-SMALL = (
-    "--text", "text.txt", "--verify", "unseen.txt", "--tokens", "60", "--verify-tokens", "60", "--resume", "run", "--force",
-)  # fmt: skip
-COMMANDS = {
-    "export": (["--out", "out", "--force"], ["out"]),
-    "plan": (["--out", "out", "--budget", "3.5", "--candidates", "tq2,tq4", "--tails", "0", *SMALL], ["out", "run"]),
-    "calibrate": (["--out", "out", *SMALL], ["out", "run"]),
-    "eval": (["--text", "text.txt", "--kv", "tq4,tq2", "--window", "8", "--resume", "run", "--plot", "out"], ["out", "run"]),
-}
-INPUTS = ["checkpoint", "text.txt", "unseen.txt"]
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_killed_at_any_time_loses_nothing(tmp_path, command):
-    """Thirteen times each, at moments spread over the time that it takes; then it is run to its end."""
-    write_checkpoint(tmp_path / "checkpoint")
-    for name, text in (("text.txt", TEXT), ("unseen.txt", UNSEEN)):
-        (tmp_path / name).write_text(text * 2, encoding="utf-8")
-    options, made = COMMANDS[command]
-    model = "tiny" if command == "export" else "checkpoint"
-    line = [sys.executable, "-m", "tq", command, "--model", model, *options]
-
-    before = None
-    for moment, kill in enumerate(killed_at_moments(13, line, tmp_path)):
-        before = before or content_of(tmp_path / "out")
-        if moment % 2:
-            (tmp_path / "run").unlink(missing_ok=True)
-        kill()
-        assert sorted(content_of(tmp_path / "out")) == sorted(before)
-        assert [name for name in names_in(tmp_path) if name[0] != "." and name != "run"] == sorted([*INPUTS, "out"])
-    killed_while(line, tmp_path, None)
-    assert names_in(tmp_path) == sorted([*INPUTS, *made])
-
-
-def killed_at_moments(count, line, folder):
-    """Run a command to its end, then kill it at several moments, spread over the time that it took."""
-    began = time.monotonic()
-    killed_while(line, folder, None)
-    whole, draw = time.monotonic() - began, random.Random(" ".join(line[1:]))
-    for moment in range(count):
-        seconds = whole * (moment + draw.random()) / count
-        yield lambda seconds=seconds: killed_while(line, folder, seconds)
-
-
-def killed_while(line, folder, seconds):
-    """Run a command in a process that is killed after so many seconds."""
-    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        _, err = process.communicate(timeout=seconds)
-        assert process.returncode == 0, err.decode()
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-
-
-def content_of(path):
-    """Names of the files of a folder; of a file, that it is there and not empty."""
-    if path.is_dir():
-        return {file.name: file.stat().st_size for file in path.iterdir()}
-    return {"": path.stat().st_size > 0}

@@ -56,6 +56,34 @@ def test_a_file_of_ours_in_the_wrong_place_is_called_what_it_is(run, wide, learn
     assert_refused(run(*given, "--kv-plan", learned), "is a calibration without a plan")
 
 
+# -- Stored caches ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_cache_goes_on_and_is_converted(run, checkpoint):
+    text = "spam and eggs " * 12
+
+    def generate(*args):
+        return run("generate", "--model", checkpoint, "--no-chat", "--max-new-tokens", 5, *args)
+
+    def save(name, *args):
+        assert run("cache", "save", "--model", checkpoint, "--no-chat", "--prompt", text, "--out", name, *args).code == 0
+
+    save("plain", "--no-compress")
+    save("packed")
+    assert Path("packed").stat().st_size < Path("plain").stat().st_size
+    held = run("cache", "info", "plain", "--json").json
+    assert (held["tokens"], held["formats"]) == (held["stored"], ["tq4"] * 2)
+    whole = generate("--prompt", f"{text}and", "--json").json
+    for name in ("plain", "packed"):
+        went_on = generate("--prompt", f"{text}and", "--load-cache", name, "--json").json
+        assert (went_on["text"], went_on["reused_tokens"]) == (whole["text"], held["stored"])
+    assert "were stored already" in generate("--load-cache", "plain", "--save-cache", "d", "--seed", 1).err
+    ran = run("cache", "convert", "d", "--kv", "tq3", "--out", "d")
+    assert ran.err.endswith(f"; the file has {Path('d').stat().st_size:,} bytes\n")
+    assert_refused(generate("--load-cache", "d"), "in tq3, and this run in tq4")
+    assert generate("--load-cache", "d", "--kv", "tq3").code == 0
+
+
 def test_a_conversion_keeps_what_is_not_asked_to_change(run, wide):
     given = ("--kv", "k=tq6,v=tq3", "--kv-tail", 8, "--kv-sink", 2)
     assert run("cache", "save", "--model", wide, "--prompt", "spam " * 40, *given, "--out", "a").code == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from at_length import MORE_JUDGE, rest, thinned
 from block_weights import TYPES, in_blocks, made
+from judged import report_of
 from small_models import random_tokens, small_config, small_model
 
 from haarkv.executors.cpu import CpuExecutor
@@ -33,14 +34,8 @@ PROMPTS = [random_tokens(CONFIG, 11), random_tokens(CONFIG, 5, seed=1)]
 DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 
 
-NULLS = {}
-"""What honest runs gave, by model, and by the blocks that a candidate multiplies with."""
-
-
-def run(model, candidate, steps=1, kv="tq4", known=None):
-    plan = KVSpec(kv).plan(model.config.num_layers)
-    known = NULLS.setdefault((id(model), steps, kv, tuple(candidate.blocks)), {}) if known is None else known
-    return validate(ReferenceExecutor(model), candidate, model, PROMPTS, steps, plan, known=known)
+def run(model, candidate, **more):
+    return report_of(candidate, model, PROMPTS, **more)
 
 
 def rounding(bits, types=TYPES, restored=False):

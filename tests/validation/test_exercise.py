@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from judged import report_of
 from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, resized, small_model
 
 from haarkv.engine.generation import PREFILL_CHUNK
@@ -18,7 +19,6 @@ from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import validate
 from haarkv.validation.faults.base import table_with
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts, with_extreme_scales
 from haarkv.validation.layers.report import joined
@@ -30,8 +30,6 @@ CONFIG = resized(
 MODEL = small_model(CONFIG)
 ONE_LAYER = small_model(resized(CONFIG, num_layers=1))
 STEPS = 2
-KEPT, NULLS = [], {}
-"""Models, and what honest runs of the same prompts gave."""
 
 
 @cache
@@ -42,11 +40,7 @@ def chosen():
 
 
 def run(ops, prompts, steps, model=MODEL, kv="tq4", modes=("teacher-forced",)):
-    candidate = ReferenceExecutor(model, table_with(ops))
-    plan, what = KVSpec(kv).plan(model.config.num_layers), (id(model), str(prompts), steps, kv)
-    KEPT.append(model)  # and its id
-    known = NULLS.setdefault(what, {})
-    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, modes=modes, known=known)
+    return report_of(ReferenceExecutor(model, table_with(ops)), model, prompts, steps, kv, modes=modes)
 
 
 def with_batch(change):
@@ -231,7 +225,7 @@ def test_an_executor_whose_decode_takes_keys_in_steps_is_run_beyond_one():
     ids = chosen_prompts(tokenizer, CONFIG, plan, STEPS, candidate.decode_step)
     assert [len(prompt) for prompt in ids] == [128, 129, 601]
     found = [
-        validate(ReferenceExecutor(ONE_LAYER), candidate, ONE_LAYER, prompts, STEPS, plan, modes=("teacher-forced",))
+        report_of(candidate, ONE_LAYER, prompts, STEPS, modes=("teacher-forced",))
         for prompts in ([random_tokens(CONFIG, 7)], [[token % CONFIG.vocab_size for token in prompt] for prompt in ids])
     ]
     what = "decode over a second step of keys (over 600 tokens)"

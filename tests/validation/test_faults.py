@@ -30,7 +30,7 @@ from haarkv.validation.faults.model import block_faults, forward_faults
 from haarkv.validation.faults.states import delta_faults, delta_layers, small_hybrid
 from haarkv.validation.faults.windows import WINDOWED, window_faults
 from haarkv.validation.layers.parts import snapshot
-from haarkv.validation.layers.self_test import _row, _Setting, first_layers
+from haarkv.validation.layers.self_test import _row, _Setting, first_layers, self_test
 
 FROZEN = json.loads((Path(__file__).parent / "faults.json").read_text(encoding="utf-8"))
 """By group: layer, stages op by op, stages by whole layers (the first should be named), KV head, and the faults there."""
@@ -168,3 +168,17 @@ def code(row):
     """Tokens of code."""
     text = (ROOT / "tq_ops/reference.py").read_text(encoding="utf-8")[2000 * row :]
     return load_tokenizer("tiny", load_model("tiny").config).encode(text[:2000])
+
+
+def test_the_self_test_says_what_it_does_not_find(monkeypatch):
+    """Here since nothing is planted."""
+    model = small_model(SMALL3)
+    fault = next(fault for fault in planted(model, 1) if fault.name == "zero output")
+    monkeypatch.setattr(f"{self_test.__module__}.planted", lambda *_: [fault, replace(fault, name="nothing", ops={})])
+    seen = []
+    rows = self_test([model], [list(range(7)), [3, 2, 1]], seen.append, slice(0), "tq4_seed")
+    assert rows == seen
+    assert {row.fault for row in rows if not row.caught} == {"nothing"}
+    assert {(row.driven, row.found) for row in rows if row.fault == "zero output"} == {
+        ("ops", "layer 1 paged_attention"), ("layers", "layer 1 attention_mlp")
+    }  # fmt: skip

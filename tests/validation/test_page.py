@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from judged import report_of
 from small_models import SMALL, random_tokens, resized, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import validate
 from haarkv.validation.faults.base import reordered
 from haarkv.validation.faults.layer import planted
 from haarkv.validation.layers.page import About, page
@@ -34,6 +33,11 @@ TABLES = {
     "failed": next(fault for fault in planted(MODEL, 1) if fault.name == "zero output").table(),
     "nan": next(fault for fault in planted(MODEL, 1) if fault.name == "one NaN").table(),
 }
+
+
+def report_with(table):
+    prompts = [random_tokens(CONFIG, 9), random_tokens(CONFIG, 4, seed=1)]
+    return report_of(ReferenceExecutor(MODEL, table), MODEL, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +73,7 @@ def pages(tmp_path_factory):
     """A page of each kind, as a file."""
     folder = tmp_path_factory.mktemp("pages")
     for name, table in TABLES.items():
-        prompts, plan = [random_tokens(CONFIG, 9), random_tokens(CONFIG, 4, seed=1)], KVSpec("tq4").plan(CONFIG.num_layers)
-        report = validate(ReferenceExecutor(MODEL), ReferenceExecutor(MODEL, table), MODEL, prompts, 1, plan)
-        named = replace(report, candidate="an-executor-of-a-long-name")
+        named = replace(report_with(table), candidate="an-executor-of-a-long-name")
         (folder / f"{name}.html").write_text(page(named, ABOUT), encoding="utf-8")
     return folder
 
@@ -141,3 +143,18 @@ def test_the_table_of_tensors_sorts(browser, pages):
         table.get_by_role("button", name="of what is allowed").press("Enter")  # by keyboard too
         shares = [math.inf if text == "beyond it" else float(text.removesuffix(" %")) for text in column(4)]
         assert shares == sorted(shares, reverse=True)
+
+
+def test_the_page_stands_alone_escapes_what_it_shows_and_cuts_long_prompts():
+    hostile = replace(ABOUT, command="tq '<script>", prompts=["<script>", "x" * 5000])
+    named = replace(report_with(reordered()), candidate="<script>alert(1)</script>")
+    text = page(named, hostile)
+    assert text == page(named, hostile)
+    assert "<script>alert" not in text
+    assert text.count("<script") == 1  # the page's own, which sorts tables
+    assert "&lt;script&gt;" in text
+    assert not [word for word in ("http", "src=", "@import", "url(") if word in text]
+    assert text.count("<polyline") == 8
+    assert "prefers-color-scheme: dark" in text
+    assert "x" * 200 + "…" in text
+    assert "x" * 201 not in text

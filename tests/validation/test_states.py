@@ -6,6 +6,7 @@ import bounds
 import pytest
 import torch
 from at_length import MORE_JUDGE, thinned
+from judged import report_of
 from small_models import random_tokens
 
 from haarkv.executors.cpu import CpuExecutor
@@ -13,7 +14,6 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import validate
 from haarkv.validation.faults.base import DRIVES, table_with
 from haarkv.validation.faults.states import delta_faults, small_hybrid
 from haarkv.validation.layers.exercise import OTHER_STATE, STATE_READ, with_extreme_scales
@@ -22,16 +22,11 @@ from haarkv.validation.layers.report import as_json, csv_rows
 MODELS = {dtype: small_hybrid(dtype, 61) for dtype in (torch.float32, torch.bfloat16)}
 MODEL = MODELS[torch.float32]
 PROMPTS = [random_tokens(MODEL.config, 11), random_tokens(MODEL.config, 5, seed=1)]
-NULLS = {}
-"""What honest runs of the same prompts gave."""
 FAULTS = {fault.name: fault for fault in delta_faults(MODEL, 2)}
 
 
 def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", **more):
-    plan = KVSpec(kv).plan(model.config.num_layers)
-    if any(model is one for one in MODELS.values()):
-        more.setdefault("known", NULLS.setdefault((str(model.dtype), str(prompts), steps, kv), {}))
-    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, **more)
+    return report_of(candidate, model, prompts, steps, kv, **more)
 
 
 @pytest.mark.parametrize("drive", DRIVES)

@@ -1,4 +1,4 @@
-"""The validator: it passes what is right, finds what is wrong where it is, and is not taken in."""
+"""The validator: it passes what is right, and finds what is wrong where it is."""
 
 import json
 import math
@@ -8,65 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from at_length import MORE_JUDGE, thinned
-from bases import calibration
-from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, random_tokens, resized, small_model
+from judged import MODEL, Whole, where
+from judged import report_of as run
+from small_models import CONFIGS, KV_FORMATS, SMALL, random_tokens, small_model
 
-import haarkv.validation.layers.runner as runner
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation import validate
-from haarkv.validation.faults.base import DRIVES, reordered, table_with
-from haarkv.validation.faults.layer import LEARNED, planted
+from haarkv.validation.faults.base import DRIVES, table_with
+from haarkv.validation.faults.layer import planted
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
-from haarkv.validation.layers.page import About, page
-from haarkv.validation.layers.parts import poison
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json
-from haarkv.validation.layers.self_test import WholeLayers, self_test
-
-MODEL = small_model(SMALL)
-MODELS = {torch.float32: MODEL, torch.bfloat16: small_model(SMALL, dtype=torch.bfloat16)}
-CALIBRATION = calibration(SMALL.num_layers, SMALL.heads.num_kv_heads, SMALL.heads.head_dim)
-PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]
-ABOUT = About(
-    model="a model", command="tq validate --html a.html", prompts=[f"prompt {i}" for i in range(len(PROMPTS))],
-    versions={"haarkv": "1.2", "torch": "9"}, machine={"cpu": "A CPU"}, date="2026-11-21 10:00 UTC",
-)  # fmt: skip
-
-
-NULLS, KEPT = {}, []
-"""What honest runs of the same prompts gave, by model and cache; and the models, so that no other has their ids."""
-
-
-def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None, **kwargs):
-    plan = KVSpec(kv, calibration=CALIBRATION if "lr" in kv else None).plan(model.config.num_layers)
-    if trusted is None:
-        KEPT.append(model)
-        kwargs["known"] = NULLS.setdefault((id(model), str(prompts), steps, kv), {})
-    return validate(trusted or ReferenceExecutor(model), candidate, model, prompts, steps, plan, **kwargs)
+from haarkv.validation.layers.self_test import WholeLayers
 
 
 def candidate_with(model=MODEL, **ops):
     return ReferenceExecutor(model, table_with(ops))
-
-
-class Whole(WholeLayers):
-    """A fused executor whose layers, forward or head can be spoilt: each is given what it would be, and what it gave."""
-
-    def __init__(self, model=MODEL, **changed):
-        super().__init__(ReferenceExecutor(model))
-        for name, change in changed.items():
-            right = getattr(self, name)
-            setattr(self, name, lambda *args, right=right, change=change: change(right(*args), *args))
-
-
-def where(report):
-    first = report.first_divergence
-    assert not report.passed
-    assert first.reason == "fault"
-    return first.layer, first.stage
 
 
 # -- What is right passes --------------------------------------------------------------------------------------------------
@@ -96,23 +52,6 @@ def test_other_shapes_can_be_validated(config):
     assert run(ReferenceExecutor(model), model, prompts, 0).passed
     broken = candidate_with(model, paged_attention=lambda q, *_: torch.ones_like(q))
     assert where(run(broken, model, prompts, 0)) == (0, "paged_attention")
-
-
-# The rest runs with `make test-judge`.
-@pytest.mark.parametrize(
-    ("driven", "dtype"),
-    thinned(
-        MORE_JUDGE,
-        [*((kv, "ops") for kv in ("tq4", "k=bf16,v=tq4_seed", LEARNED)), ("tq4", "layers")], list(MODELS),
-    ),
-)  # fmt: skip
-def test_another_order_of_sums_is_rounding_and_ties(driven, dtype):
-    """Op by op each layer runs whole as well."""
-    kv, drive = driven
-    model = MODELS[dtype]
-    report = run(DRIVES[drive](ReferenceExecutor(model, reordered())), model, steps=2, kv=kv)
-    assert report.passed
-    assert report.first_divergence.reason in ("rounding", "tie")
 
 
 def test_a_tie_is_taken_over_into_what_follows():
@@ -153,16 +92,6 @@ def test_a_tie_is_taken_over_into_what_follows():
 
 
 # -- What is wrong is found ------------------------------------------------------------------------------------------------
-def test_a_fault_in_decode_alone_is_found_there():
-    def paged_attention(q, cache, layer, batch, scale):
-        out = reference.paged_attention(q, cache, layer, batch, scale)
-        return -out if len(q) == len(batch.seq_lens) and layer == 2 else out
-
-    report = run(candidate_with(paged_attention=paged_attention), steps=2)
-    assert where(report) == (2, "paged_attention")
-    assert (report.first_divergence.phase, report.first_divergence.step) == ("decode", 0)
-
-
 STAGE_OF_OP = {
     "rms_norm": "input_norm", "linear": "q_proj", "rope": "q_rope", "silu_mul": "silu_mul",
     "paged_attention": "paged_attention",
@@ -278,6 +207,7 @@ WRONG = {
     "a forward that stores other scales": (lambda: Whole(forward=doubled_scales), 0, (None, "head")),
     "a forward that stores elsewhere": (lambda: Whole(forward=stray), 0, (None, "untouched_slots")),
     "a layer that writes into another": (lambda: Whole(layers=into_another_layer), 0, (2, "untouched_slots")),
+    "its input": (lambda: Whole(layers=lambda _, hidden, *more: hidden), 0, (0, "attention_mlp")),
     "zeros": (lambda: Whole(layers=lambda out, *_: out * 0), 0, (0, "attention_mlp")),
     "a batch that is changed": (lambda: Whole(layers=spoilt_batch), 0, (0, "call")),
     "nan": (lambda: Whole(layers=changed_at((2, 5), math.nan, 1)), 0, (1, "attention_mlp")),
@@ -299,193 +229,6 @@ def test_what_is_wrong_is_found_where_it_is_and_can_be_written(name):
     assert report.first_divergence.phase == ("decode" if steps else "prefill")
     assert place[1] != "call" or "refused" not in name or "layer 0: K of token 0" in report.first_divergence.detail
     json.dumps(as_json(report), allow_nan=False)
-    page(report, ABOUT)
-
-
-# -- Not taken in ----------------------------------------------------------------------------------------------------------
-def test_a_stale_cache_does_not_match():
-    """Right K and V from an earlier run are in the slots; an executor that writes nothing must not find them there."""
-
-    def layers(hidden, span, batch, cache):
-        scratch = new_cache(SMALL, num_blocks=cache.num_blocks, block_size=cache.block_size)
-        return ReferenceExecutor(MODEL).layers(hidden, span, batch, scratch)
-
-    candidate = Whole()
-    candidate.layers = layers
-    assert where(run(candidate, steps=0)) == (0, "store_kv.k")
-    candidate.layers = lambda hidden, *_: torch.zeros_like(hidden)
-    assert where(run(candidate, steps=0)) == (0, "store_kv.k")
-
-
-@pytest.mark.parametrize("kv", KV_FORMATS)
-def test_poison_differs_from_the_right_values_in_every_coordinate(kv):
-    cache = new_cache(SMALL, kv)
-    generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, 5, SMALL.heads.num_kv_heads, SMALL.heads.head_dim, generator=generator)
-    v[2, 0, :5] = 0
-    v[3, 1] = 0
-    paging = new_paging(cache)
-    bad = poison(cache, 1, (k, v), paging.batch([paging.add()], [len(k)]))
-    for kv_format, side, x in ((cache.k_format(1), "k", k), (cache.v_format(1), "v", v)):
-        right = kv_format.quantize(x, 1)
-        levels = kv_format.levels(right)
-        if levels is None:
-            assert (right["data"] != bad[side]["data"]).all()
-        else:
-            differs = levels != kv_format.levels(bad[side])
-            assert differs[x.abs().sum(-1) > 0].float().mean() > 0.95
-            assert differs.any(-1).all()
-
-
-def test_a_context_of_one_token_proves_nothing():
-    with pytest.raises(InputError, match="one token"):
-        run(ReferenceExecutor(MODEL), prompts=[[1], [2]], steps=0)
-    assert run(ReferenceExecutor(MODEL), prompts=[[1], [2]], steps=1).passed
-
-
-@pytest.mark.parametrize("which", ["embedding", "o_proj"])
-def test_zeros_in_the_reference_prove_nothing(which):
-    weights = MODEL.weights
-    if which == "embedding":
-        embedding = weights.embedding.clone()
-        embedding[PROMPTS[1][1]] = 0
-        model = replace(MODEL, weights=replace(weights, embedding=embedding))
-    else:  # the last layer takes back what came in, so that nothing is left
-        model = replace(MODEL, weights=replace(weights, embedding=torch.zeros_like(weights.embedding)))
-    with pytest.raises(InputError, match="zero at token"):
-        run(ReferenceExecutor(model), model)
-
-
-def test_a_reference_whose_values_are_zero_or_nan_is_refused():
-    def zeros(q, *_):
-        return torch.zeros_like(q)
-
-    silent = table_with({"silu_mul": lambda g, u, d: (g * 0).to(d)})
-    # Attention and MLP switched off leave the embedding: not zero, and so it can be compared with.
-    still = ReferenceExecutor(MODEL, silent)
-    assert run(still, trusted=still).passed
-    v_zero = table_with({"store_kv": lambda k, v, c, i, s: reference.store_kv(k, v * 0, c, i, s), "paged_attention": zeros})
-    assert where(run(ReferenceExecutor(MODEL, v_zero))) == (0, "store_kv.v")
-    gone = table_with({"linear": lambda x, w: reference.linear(x, w) * 0})
-    with pytest.raises(InputError, match="K of layer 0 is zero"):
-        run(ReferenceExecutor(MODEL), trusted=ReferenceExecutor(MODEL, gone))
-    nan = table_with({"silu_mul": lambda g, u, d: (g * torch.nan).to(d)})
-    with pytest.raises(InputError, match="not finite"):
-        run(ReferenceExecutor(MODEL), trusted=ReferenceExecutor(MODEL, nan))
-
-
-@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
-def test_an_executor_that_hands_its_input_back_fails(dtype):
-    candidate = Whole(MODELS[dtype], layers=lambda _, hidden, *more: hidden)
-    assert where(run(candidate, MODELS[dtype], steps=0)) == (0, "attention_mlp")
-
-
-def test_an_executor_that_overwrites_its_input_fails_and_does_not_reach_the_references():
-    report = run(Whole(layers=lambda out, hidden, *_: hidden.copy_(out)), steps=0)
-    assert where(report) == (0, "call")
-    # Its numbers are right: what it was given were copies.
-    assert all(row.max_abs == 0 for row in report.rows)
-
-
-def test_an_executor_that_reuses_one_buffer_is_compared_by_what_was_in_it():
-    buffer = {}
-    reusing = Whole(layers=lambda out, *_: buffer.setdefault(out.shape, torch.empty_like(out)).copy_(out))
-    assert run(reusing).passed
-
-
-def test_an_executor_that_writes_to_the_weights_fails():
-    model = small_model(SMALL)
-    unused = next(token for token in range(SMALL.vocab_size) if token not in {*PROMPTS[0], *PROMPTS[1]})
-
-    def spoils(out, *_):
-        model.weights.embedding[unused] += 1
-        return out
-
-    assert run(Whole(model), model, steps=0).passed
-    assert where(run(Whole(model, layers=spoils), model, steps=0)) == (None, "weights")
-
-
-def test_a_long_token_does_not_hide_a_short_one():
-    """Massive activations: an error of 2 % in an ordinary token is nothing beside a token a thousand times as long."""
-    embedding = MODEL.weights.embedding.clone()
-    embedding[PROMPTS[0][0]] *= 3000
-    model = replace(MODEL, weights=replace(MODEL.weights, embedding=embedding))
-
-    def layers(out, _hidden, span, *_):
-        out = out.clone()
-        out[2] *= 1 + 2e-2 * (span[0] == 1)
-        return out
-
-    assert run(Whole(model), model, steps=0).passed
-    report = run(Whole(model, layers=layers), model, steps=0)
-    assert where(report) == (1, "attention_mlp")
-    row = next(r for r in report.rows if r.layer == 1 and r.mode == "teacher-forced")
-    assert row.ascend["RelativeEuclideanDistance"] < 1e-3 < 1e-2 < row.rel_l2
-
-
-@pytest.mark.parametrize("dtype", list(MODELS), ids=str)
-def test_a_long_residual_does_not_hide_a_layer_that_does_nothing(dtype):
-    """Each layer adds a fraction of a percent to the stream here; without its attention it is still found."""
-    model = MODELS[dtype]
-    big = replace(model, weights=replace(model.weights, embedding=model.weights.embedding * 60))
-
-    silent = ReferenceExecutor(big, table_with({"silu_mul": lambda g, u, d: (g * 0).to(d)}))
-    report = run(WholeLayers(silent), big, steps=0)
-    assert where(report) == (0, "attention_mlp")
-    row = report.rows[0]
-    assert row.update_err > 0.1
-    if dtype == torch.bfloat16:
-        assert row.rel_l2 < row.update_err / 3
-
-
-def test_a_layer_that_is_left_out_of_a_very_long_residual_is_found_by_its_update_alone():
-    big = replace(MODEL, weights=replace(MODEL.weights, embedding=MODEL.weights.embedding * 3e6))
-    report = run(Whole(big, layers=lambda _, hidden, *more: hidden), big, steps=0)
-    assert where(report)[1] == "attention_mlp"
-    row = report.rows[0]
-    assert row.rel_l2 < 1e-5
-    assert row.update_err > 0.5
-
-
-@pytest.mark.parametrize("spoil", [lambda out: out.roll(1, -1), lambda out: out * 1.001], ids=["rolled", "a little too long"])
-def test_what_is_wrong_when_left_to_itself_is_named(spoil):
-    """Right whenever it is fed the reference's input, wrong when left to itself, and of one mind with its whole forward."""
-    calls, last = [], {}
-
-    def layers(out, _hidden, span, *_):
-        calls.append(span[0])
-        if span[0] == SMALL.num_layers - 1 and calls.count(span[0]) >= 2:
-            last["hidden"] = out = spoil(out)
-        return out
-
-    def forward(*_):
-        return last["hidden"]
-
-    report = run(Whole(layers=layers, forward=forward), steps=0)
-    assert where(report) == (SMALL.num_layers - 1, "free_running")
-    assert all(row.passed for row in report.rows if row.mode == "teacher-forced")
-
-
-def test_nothing_compared_is_not_passed(monkeypatch):
-    monkeypatch.setattr(runner._Validation, "_row", lambda *_: None)
-    assert not run(ReferenceExecutor(MODEL)).passed
-
-
-def test_what_cannot_be_run_is_refused():
-    class Picky(ReferenceExecutor):
-        def supports(self, config, plan):
-            return "it knows no 4 bits" if plan.k(0).name == "tq4" else None
-
-    with pytest.raises(InputError, match="4 bits"):
-        run(Picky(MODEL))
-    with pytest.raises(InputError, match="4 bits"):
-        run(ReferenceExecutor(MODEL), trusted=Picky(MODEL))
-    assert run(Picky(MODEL), kv="bf16").passed
-    with pytest.raises(InputError, match="another model"):
-        run(ReferenceExecutor(small_model(CONFIGS["mha_d64"])))
-    for prompts, steps, word in ([[], 1, "token"], [[[1], []], 1, "token"], [[[1]], -1, "steps"], [[[1] * 512], 1, "context"]):
-        with pytest.raises(InputError, match=word):
-            run(ReferenceExecutor(MODEL), prompts=prompts, steps=steps)
 
 
 # -- Modes -----------------------------------------------------------------------------------------------------------------
@@ -496,17 +239,6 @@ def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_
     assert [by["teacher-forced", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, False]
     assert [by["free-running", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, True]
     assert report.worst("free-running")[2].rel_l2 == by["free-running", 2].rel_l2
-
-
-def test_a_long_prompt_is_prefilled_in_chunks():
-    config = resized(SMALL, max_position_embeddings=1024, num_layers=1)
-    model = small_model(config)
-    report = run(ReferenceExecutor(model), model, [random_tokens(config, 515), [1, 2]], 1)
-    assert report.passed
-    assert [(row.phase, row.step) for row in report.logits] == [
-        ("prefill", 0), ("prefill", 1), ("decode", 0), ("verify", 0), ("decode", 1)
-    ]  # fmt: skip
-    assert [row.predictions for row in report.logits] == [2, 1, 2, 5, 2]
 
 
 def test_a_fused_reference_can_be_held_against_too():
@@ -549,39 +281,3 @@ def test_ascends_columns_are_its_published_formulas():
     p, q = [v / sum(p) for v in p], [v / sum(q) for v in q]
     assert figures["KullbackLeiblerDivergence"] == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
     assert ascend_metrics(y, y)["KullbackLeiblerDivergence"] == 0
-
-
-def test_the_page_stands_alone_escapes_what_it_shows_and_cuts_long_prompts():
-    report = run(ReferenceExecutor(MODEL, reordered()))
-    hostile = replace(ABOUT, command="tq '<script>", prompts=["<script>", "x" * 5000])
-    named = replace(report, candidate="<script>alert(1)</script>")
-    text = page(named, hostile)
-    assert text == page(named, hostile)
-    assert "<script>alert" not in text
-    assert text.count("<script") == 1  # the page's own, which sorts tables
-    assert "&lt;script&gt;" in text
-    assert not [word for word in ("http", "src=", "@import", "url(") if word in text]
-    assert text.count("<polyline") == 8
-    assert "prefers-color-scheme: dark" in text
-    assert "x" * 200 + "…" in text
-    assert "x" * 201 not in text
-
-
-def test_the_self_test_says_what_it_does_not_find(monkeypatch):
-    """Here since nothing is planted."""
-    own, fault = self_test.__module__, next(fault for fault in planted(MODEL, 1) if fault.name == "zero output")
-    monkeypatch.setattr(f"{own}.planted", lambda *_: [fault, replace(fault, name="nothing", ops={})])
-    for group in ("planted_learned", "window_faults", "long_faults", "forward_faults"):
-        monkeypatch.setattr(f"{own}.{group}", lambda *_: [])
-    monkeypatch.setattr(f"{own}.LONGEST", 9)
-    seen = []
-    rows = self_test([MODEL], PROMPTS, seen.append, slice(0))
-    assert rows == seen
-    assert {row.fault for row in rows if not row.caught} == {"nothing"}
-    assert {(row.driven, row.found) for row in rows if row.fault == "zero output"} == {
-        ("ops", "layer 1 paged_attention"), ("layers", "layer 1 attention_mlp")
-    }  # fmt: skip
-
-
-def test_op_names_are_those_of_the_protocol():
-    assert set(vars(reordered())) == set(OP_NAMES)

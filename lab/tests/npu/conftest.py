@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from emitted_programs import compile_all, compile_store, shared
 from executed_leaves import ROWS
+from npu_calls import StridedWhere
 from npu_programs import store_case
-from planted_programs import StridedWhere
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import ordered

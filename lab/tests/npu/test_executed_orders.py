@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import torch
 from executed_leaves import functions, without, wrong_stores
-from npu_layers import LAYER, layer_call, worst_token
-from planted_programs import unordered
+from npu_calls import LAYER, layer_call, unordered
+from npu_layers import worst_token
 from small_models import SMALL, resized, small_model
 
 from haarkv.models.qwen3_14b.npu import programs

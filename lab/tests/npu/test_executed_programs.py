@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_stores
-from npu_layers import CONFIGS, LAYER, layer_call, learned_spec, worst_token
+from npu_calls import LAYER, StridedWhere, layer_call
+from npu_layers import CONFIGS, learned_spec, worst_token
 from npu_programs import store_case
-from planted_programs import StridedWhere
 from small_models import SMALL, resized, small_model
 
 from haarkv.models.catalog import load_model, read_config

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from npu_calls import unordered
 from npu_layers import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
-from planted_programs import unordered
 from small_models import resized
 
 from haarkv.models.catalog import read_config

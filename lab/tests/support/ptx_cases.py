@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 import bounds
-import cuda_expert_faults
+import cuda_mixtures
 import numpy as np
 import torch
 import triton
 from block_weights import made
 from cuda_caches import as_bytes, everything_in, padded, same
-from cuda_expert_faults import Mixture
+from cuda_mixtures import Mixture
 from op_tables import LAYER, Case, filled, relative
 from ptx_faults import FAULTS
 from ptx_launches import executed
@@ -185,7 +185,7 @@ def mixture(case: Mixture, *kinds: str) -> Check:
             return by_planes(made(kinds[("gate", "up", "down").index(name)], *numbers.shape), CPU)
 
         with executed(capability):
-            error = cuda_expert_faults.off_by(case, stored=in_planes if kinds else None)
+            error = cuda_mixtures.off_by(case, stored=in_planes if kinds else None)
         return None if error <= bound else f"error {error}"
 
     return f"{case} {' '.join(kinds)}", check

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bounds
 import pytest
 import torch
-from at_length import MORE_CUDA, rest
 from cuda_caches import DEVICE
 from delta_runs import VERSIONS, Run, whole
 from op_tables import LAYER, relative
@@ -13,7 +12,6 @@ from op_tables import LAYER, relative
 from haarkv.tq_ops import reference
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-import planted_kernels
 
 from haarkv.tq_ops.cuda import delta, ops
 from haarkv.tq_ops.cuda.layout import fault_place
@@ -23,26 +21,6 @@ from haarkv.validation.ops.delta import Delta
 CASE = Delta(1, 2, 16, 12, (0,), (1,))
 """Heads that share keys, and columns that fill no program."""
 TOLD = 7
-_MATCH = "match = tl.min(tl.where(had == known, version, 2147483647), 0)"
-
-
-def _or_else(seen: str) -> str:
-    """Reads the version that has seen another number of tokens, where there is one."""
-    other = _MATCH.replace("known", seen).replace("match", "other")
-    return f"{_MATCH}\n    {other}\n    match = tl.where(other < 2147483647, other, match)"
-
-
-FAULTS = {
-    "decay of another head": ("tl.load(a_log + head)", "tl.load(a_log + (head + 1) % VALUE_HEADS)"),
-    "a convolution's state one token late": (
-        "if tap > 0:\n            tl.store(kept_at + (tap - 1) *",
-        "if tap < TAPS - 1:\n            tl.store(kept_at + tap *",
-    ),
-    "a state that is not reset": ("tl.where(known == 0, ZEROS, found)", "tl.where(known == 0, 0, found)"),
-    "rolled back one step too few": (_MATCH, _or_else("known + 1")),
-    "a stale version": (_MATCH, _or_else("known - 1")),
-    "written in full": ("gates + 2 * at + 1, 1.0 / (1.0 + tl.exp(-tl.load(b + at)))", "gates + 2 * at + 1, 1.0"),
-}
 LENGTH = 6
 
 
@@ -110,9 +88,3 @@ def off_by():
 
 def test_a_text_is_the_references():
     assert off_by() <= bounds.LAYER_FP32.op
-
-
-@pytest.mark.parametrize("fault", rest(MORE_CUDA, FAULTS, lambda _, name: name != "written in full"))
-def test_a_fault_of_the_kernels_is_seen(fault):
-    with planted_kernels.planted(delta, *FAULTS[fault]):
-        assert not off_by() <= bounds.LAYER_FP32.op

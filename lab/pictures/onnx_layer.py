@@ -1,6 +1,6 @@
 """A picture of one decoder layer, drawn from the graph itself.
 
-    python tests/support/onnx_picture.py | dot -Tsvg > docs/onnx_layer.svg
+    python -m lab.pictures.onnx_layer | dot -Tsvg > docs/onnx_layer.svg
 
 `dot` is graphviz's. Calls of functions are filled; attention is drawn with its own nodes inside. Constants are left out.
 """

@@ -1,12 +1,11 @@
-"""Mixtures of experts for the GPU's kernels, what they are by their formula, and faults that the kernels could have."""
+"""Mixtures of experts for the GPU's kernels, and what they are by their formula."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import planted_kernels
 import torch
 from op_tables import relative
 from torch import Tensor
@@ -75,31 +74,9 @@ class Mixture:
 
 
 CASE = Mixture(5, 2, 24, 20, 6)
-"""Few experts and short rows, for faults; an even number of tokens."""
+"""Few experts and short rows."""
 FULL = Mixture(2, 1, 16, 16, 20, crowded=1)
 """All tokens choose one expert: a tile that is full, and another."""
-
-FAULTS: dict[str, tuple[Mixture, str, str]] = {
-    "experts of the token beside it": (CASE, "logits + token.to(tl.int64)", "logits + (token ^ 1).to(tl.int64)"),
-    "shares that are not normalised": (CASE, "if NORMALIZED:", "if not NORMALIZED:"),
-    "a token's last expert is left out": (CASE, "for place in range(PER_TOKEN):", "for place in range(PER_TOKEN - 1):"),
-    "the last expert is never chosen": (CASE, "inside = expert < EXPERTS\n", "inside = expert < EXPERTS - 1\n"),
-    "weights of another expert": (CASE, "row = expert.to(tl.int64)", "row = ((expert + 1) % 5).to(tl.int64)"),
-    "the token after the pair's own": (CASE, "read, to = pair // PER_TOKEN, at", "read, to = (pair + 1) // PER_TOKEN % 6, at"),
-    "the gate in place of up": (CASE, "gated(total, sums_of(up,", "gated(total, sums_of(gate,"),
-    "the last pair of a tile is left out": (CASE, "(column < count)[None, :]", "(column < count - 1)[None, :]"),
-    "what a tile has no room for": (FULL, "leads = here & (earlier % COLUMNS == 0)", "leads = here & (earlier == 0)"),
-}  # fmt: skip
-
-
-SHORT = tuple(FAULTS)[:3] + tuple(FAULTS)[-1:]
-"""Those that every run of the tests plants."""
-
-
-def planted(name: str) -> AbstractContextManager[None]:
-    """The kernels with a fault."""
-    _, old, new = FAULTS[name]
-    return planted_kernels.planted(experts, old, new)
 
 
 @contextmanager

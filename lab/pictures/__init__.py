@@ -1,0 +1,1 @@
+"""Figures of the docs that are drawn from the code itself."""
