@@ -119,9 +119,6 @@ class AsItComes(KVFormat):
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         return fields["restored"]
 
-    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        raise NotImplementedError("only what comes out of it is kept")
-
 
 def without_waiting(plan: KVPlan) -> KVPlan:
     """The same, but for groups that are stored as they come."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import fwht
-from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
-from haarkv.tq_ops.formats.blocks import to_fp16
+from haarkv.tq_ops.formats.base import Field, KVFormat, Part, require_finite
+from haarkv.tq_ops.formats.compared import to_fp16
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
 
 TOKENS = 128
@@ -97,6 +97,8 @@ class KVarN(KVFormat):
     def __init__(self, bits: int, *, rows_are_tokens: bool, name: str, purpose: str) -> None:
         self.name, self.purpose, self.bits = name, purpose, bits
         self._rows_are_tokens = rows_are_tokens
+        numbers = ("across", "scale", "zero") if rows_are_tokens else ("scale", "zero", "across")
+        self.layout = Part("codes", torch.uint8, bits, 2), *(Part(name, torch.float16) for name in numbers)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 8 or head_dim & (head_dim - 1):
@@ -150,11 +152,6 @@ class KVarN(KVFormat):
         level = unpack_stream(fields["codes"], self.bits).float()
         rows = level * fields["scale"].float().unsqueeze(-1) + fields["zero"].float().unsqueeze(-1)
         return _rotate(self._arranged(rows * fields["across"].float().unsqueeze(-2)))
-
-    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """Codes, then K's scale, zero and across, or V's across, scale and zero, in FP16 little-endian, of one tile."""
-        numbers = ("across", "scale", "zero") if self._rows_are_tokens else ("scale", "zero", "across")
-        return torch.cat([bytes_of(fields["codes"], 2), *(bytes_of(fields[name], 1) for name in numbers)], dim=-1)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """[..., 128, D] uint8."""

@@ -14,7 +14,7 @@ were compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -25,8 +25,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
-from haarkv.tq_ops.formats.blocks import to_fp16
+from haarkv.tq_ops.formats.base import Field, KVFormat, Part, require_finite
+from haarkv.tq_ops.formats.compared import to_fp16
 from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
@@ -58,6 +58,8 @@ class Oscar(KVFormat):
 
     name = NAME
     purpose = "OSCAR, 2 bits: a learned rotation, even levels"
+    layout = (Part("codes", torch.uint8, _BITS), Part("scale", torch.float16), Part("zero", torch.float16))
+    unpack = staticmethod(partial(unpack_parts, bits=_BITS))
     to_compare = True
 
     def __init__(self, rotations: Sequence[Tensor], kept: float) -> None:
@@ -90,16 +92,9 @@ class Oscar(KVFormat):
         return {"codes": pack_parts(level, _BITS), "scale": to_fp16(scale), "zero": to_fp16(zero)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        level = groups_of(self.levels(fields).float(), min(self.head_dim, _GROUP))
+        level = groups_of(self.unpack(fields["codes"]).float(), min(self.head_dim, _GROUP))
         y = (level - fields["zero"].float().unsqueeze(-1)) * fields["scale"].float().unsqueeze(-1)
         return y.flatten(-2) @ _on(self._rotations[layer], y.device, back=True)
-
-    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """Codes, scales, zeros, little-endian."""
-        return torch.cat([fields["codes"], bytes_of(fields["scale"], 1), bytes_of(fields["zero"], 1)], dim=-1)
-
-    def levels(self, fields: dict[str, Tensor]) -> Tensor:
-        return unpack_parts(fields["codes"], _BITS)
 
 
 @cache

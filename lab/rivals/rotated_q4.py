@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import fwht
-from haarkv.tq_ops.formats.blocks import BlockQ4
+from haarkv.tq_ops.formats.compared import BlockQ4
 from haarkv.tq_ops.formats.packing import groups_of
 
 
@@ -27,15 +26,11 @@ class RotatedBlockQ4(BlockQ4):
 
     name = "q4_0_rot"
     purpose = "llama.cpp's, rotated first"
-    smallest = 64
+    smallest = multiple = 64
+    cuts = "rotates 64 values at a time"
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
-
-    def count_blocks(self, head_dim: int) -> int:
-        if head_dim < 1 or head_dim % self.smallest:
-            raise InputError(f"{self.name} rotates {self.smallest} values at a time and cannot hold head_dim {head_dim}")
-        return super().count_blocks(head_dim)
 
     def _rotate(self, x: Tensor) -> Tensor:
         """[..., D] fp32, its own inverse."""
@@ -44,7 +39,7 @@ class RotatedBlockQ4(BlockQ4):
         return (fwht(groups_of(x, size)) * float(size**-0.5)).flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
-        self.count_blocks(x.shape[-1])
+        self.fields(x.shape[-1])
         return super().split(self._rotate(x.float()))
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:

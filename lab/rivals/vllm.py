@@ -12,16 +12,17 @@ Written here after vLLM's `triton_turboquant_store.py` and `turboquant/config.py
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.arithmetic import divide, fwht, reciprocal, square_root, sum_in_order
-from haarkv.tq_ops.formats.base import Field, KVFormat, bytes_of, require_finite
-from haarkv.tq_ops.formats.blocks import to_fp16
+from haarkv.tq_ops.formats.base import Field, KVFormat, Part, require_finite
+from haarkv.tq_ops.formats.compared import to_fp16
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
-from haarkv.tq_ops.formats.rotated import centroids_at
-from haarkv.tq_ops.formats.turboquant import codebook_on
+from haarkv.tq_ops.formats.rotated import centroids_at, codebook_on
 
 NAME = "vllm_nc4"
 _BITS, _STEPS, _LEAST_SCALE = 4, 15, 1e-8
@@ -32,10 +33,8 @@ class _Nibbles(KVFormat):
 
     name = NAME
     purpose = "vLLM's turboquant_4bit_nc: K Hadamard, V even steps"
+    unpack = staticmethod(partial(unpack_stream, bits=_BITS))
     to_compare = True
-
-    def levels(self, fields: dict[str, Tensor]) -> Tensor:
-        return unpack_stream(fields["codes"], _BITS)
 
 
 class NormCorrectedKeys(_Nibbles):
@@ -48,10 +47,12 @@ class NormCorrectedKeys(_Nibbles):
     Rounding points: the sum of squares in order, and each operation, to FP32; norm to FP16.
     """
 
+    layout = (Part("codes", torch.uint8, _BITS), Part("norm", torch.float16, axes=0))
+
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 2 or head_dim & (head_dim - 1):
             raise InputError(f"{NAME} needs a head_dim that is a power of two, not {head_dim}")
-        return {"codes": Field(torch.uint8, (head_dim // 2,)), "norm": Field(torch.float16, ())}
+        return super().fields(head_dim)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         self.fields(x.shape[-1])
@@ -64,14 +65,10 @@ class NormCorrectedKeys(_Nibbles):
         return {"codes": pack_stream(level, _BITS), "norm": to_fp16(norm)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        level = self.levels(fields)
+        level = self.unpack(fields["codes"])
         centroids = centroids_at(level, codebook_on(level.shape[-1], level.device, _BITS).centroids)
         unit = centroids / square_root(sum_in_order(centroids * centroids)).unsqueeze(-1)
         return fwht(unit) * float(level.shape[-1] ** -0.5) * fields["norm"].float().unsqueeze(-1)
-
-    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """Levels, then the length, little-endian."""
-        return torch.cat([fields["codes"], bytes_of(fields["norm"], 0)], dim=-1)
 
 
 class EvenValues(_Nibbles):
@@ -84,11 +81,14 @@ class EvenValues(_Nibbles):
     Rounding points: each FP32 operation; scale and zero to FP16.
     """
 
+    layout = (
+        Part("codes", torch.uint8, _BITS), Part("scale", torch.float16, axes=0), Part("zero", torch.float16, axes=0),
+    )  # fmt: skip
+
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim < 2 or head_dim % 2:
             raise InputError(f"{NAME} packs 2 values together and needs an even head_dim, not {head_dim}")
-        number = Field(torch.float16, ())
-        return {"codes": Field(torch.uint8, (head_dim // 2,)), "scale": number, "zero": number}
+        return super().fields(head_dim)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         self.fields(x.shape[-1])
@@ -102,8 +102,4 @@ class EvenValues(_Nibbles):
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         scale, zero = (fields[name].float().unsqueeze(-1) for name in ("scale", "zero"))
-        return self.levels(fields).float() * scale + zero
-
-    def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """Levels, scale, zero, little-endian."""
-        return torch.cat([fields["codes"], bytes_of(fields["scale"], 0), bytes_of(fields["zero"], 0)], dim=-1)
+        return self.unpack(fields["codes"]).float() * scale + zero

@@ -13,7 +13,7 @@ from published_model import CONFIG, COSINE, HALF_ULP, MATCH, NORM, ROTATED_BF16_
 from small_models import table_of
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
+from haarkv.tq_ops.formats.rotated import TurboQuant4Seed, codebook_on
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 
 from haarkv.tq_ops.cuda import available, decode
 
-GPU, SHAPE = torch.device("cuda", 0), (8, 5, 128, 4, 4, 128, 0, 2, 0, 0, 0)
+GPU, SHAPE = torch.device("cuda", 0), (8, 5, 128, 4, 4, 128, 2, 0, 0, 0)
 
 with (
     patch("torch.cuda.init"),

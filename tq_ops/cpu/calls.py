@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.layout import READS, Layout, Tables, layout, tables
+from haarkv.tq_ops.cpu.layout import READS, Layout, layout
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
@@ -58,10 +58,9 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
         block_table=0, query_start=0, positions=0, rows=0, kept_table=0, sequences=0, max_blocks=0, kept_blocks=0, num_heads=0,
         bf16=0, window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
-    k_tables, v_tables = (tables(kv_format, layer, shape.head_dim) for kv_format in pair)
     store = library.Store(
-        k=_store_side(k_fields, k_tables, k_kept, shape.head_dim, stretches),
-        v=_store_side(v_fields, v_tables, v_kept, shape.head_dim, _stretches(None)),
+        k=_store_side(k_fields, keys, k_kept, stretches),
+        v=_store_side(v_fields, values, v_kept, _stretches(None)),
         slots=0, positions=0, query_start=0, rows=0, kept_slots=0, tokens=0, num_slots=cache.num_slots_of(layer), sequences=0,
         num_kv_heads=shape.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
@@ -127,54 +126,48 @@ def _kept(kept: Kept | None) -> library.Kept:
     )  # fmt: skip
 
 
-def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
-    stored, widths = _stored(fields, of.planes, of.columns is not None), (*of.planes, 0, 0)
-    return library.SideArgs(
-        codes=stored.codes, scales=_or_null(stored.scale), centroids=_sixteen(of.centroids),
-        codes_stride=_block_bytes(stored.codes), scales_stride=stored.scales_stride, levels=of.levels, bytes=stored.bytes,
-        cell=stored.cell, first_plane=widths[0], second_plane=widths[1], unit=of.unit, integers=_sixteen(of.integers),
-        mean=_or_null(of.mean), columns=_or_null(of.columns), kept=kept,
+class _Stored(NamedTuple):
+    """The fields of a side as the kernels see them.
+
+    Attributes:
+        bytes: of a vector's codes.
+        codes_stride: from a block to the next, in bytes; scales_stride in scales.
+    """
+
+    codes: Tensor
+    scales: Tensor | int
+    codes_stride: int
+    scales_stride: int
+    bytes: int
+    cell: Cell
+    first_plane: int
+    second_plane: int
+
+
+def _stored(fields: dict[str, Tensor], of: Layout) -> _Stored:
+    if of.columns is not None:
+        cell = Cell.MIXED
+    elif of.planes:
+        cell = Cell.NIBBLE if sum(of.planes) <= 4 else Cell.BYTE
+    else:
+        cell = Cell.BF16 if is_bf16(fields["data"]) else Cell.FP32
+    codes, scales, widths = fields.get("codes", fields.get("data")), fields.get("scale"), (*of.planes, 0, 0)
+    assert codes is not None, "a format has levels or plain numbers"
+    return _Stored(
+        codes, _or_null(scales), codes.stride(0) * codes.itemsize, 0 if scales is None else scales.stride(0),
+        codes.itemsize * codes.shape[3], cell, widths[0], widths[1],
     )  # fmt: skip
 
 
-class _Stored(NamedTuple):
-    """The fields of a side as the kernels see them."""
-
-    codes: Tensor
-    scale: Tensor | None
-    cell: Cell
-
-    @property
-    def bytes(self) -> int:
-        """Of a vector's codes."""
-        return self.codes.itemsize * self.codes.shape[3]
-
-    @property
-    def scales_stride(self) -> int:
-        """From a block to the next."""
-        return 0 if self.scale is None else self.scale.stride(0)
-
-
-def _stored(fields: dict[str, Tensor], widths: tuple[int, ...], mixed: bool) -> _Stored:
-    """
-    Args:
-        widths: of a level's planes; () of plain numbers.
-        mixed: whether levels differ in width.
-    """
-    if mixed:
-        return _Stored(fields["codes"], fields["scale"], Cell.MIXED)
-    if widths:
-        return _Stored(fields["codes"], fields["scale"], Cell.NIBBLE if sum(widths) <= 4 else Cell.BYTE)
-    return _Stored(fields["data"], None, Cell.BF16 if is_bf16(fields["data"]) else Cell.FP32)
+def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
+    return library.SideArgs(
+        **_stored(fields, of)._asdict(), centroids=_sixteen(of.centroids), levels=of.levels, unit=of.unit,
+        integers=_sixteen(of.integers), mean=_or_null(of.mean), columns=_or_null(of.columns), kept=kept,
+    )  # fmt: skip
 
 
 def _or_null(table: Tensor | None) -> Tensor | int:
     return 0 if table is None else table
-
-
-def _block_bytes(field: Tensor) -> int:
-    """From a block to the next."""
-    return field.stride(0) * field.itemsize
 
 
 def _sixteen(table: Tensor | None) -> Tensor | int:
@@ -183,18 +176,18 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
 
 
 def _store_side(
-    fields: dict[str, Tensor], by: Tables, kept: library.Kept, head_dim: int, stretches: library.Stretches
-) -> library.StoreSide:
-    widths, stored = (*by.planes, 0, 0), _stored(fields, by.planes, by.gains is not None)
+    fields: dict[str, Tensor], of: Layout, kept: library.Kept, stretches: library.Stretches
+) -> library.StoreSide:  # fmt: skip
+    stored = _stored(fields, of)
     quantizer = library.Quantizer(
-        matrix=_matrix(by.matrix, head_dim), boundaries=_or_null(by.boundaries), centroids=_sixteen(by.centroids),
-        mean=_or_null(by.mean), weights=_or_null(by.weights), gains=_or_null(by.gains), columns=_or_null(by.columns),
-        tries=0 if by.gains is None else len(by.gains), along=by.along, first_plane=widths[0], second_plane=widths[1],
-        bytes=stored.bytes, cell=stored.cell,
+        matrix=_matrix(of.matrix, of.levels), boundaries=_or_null(of.boundaries), centroids=_sixteen(of.centroids),
+        mean=_or_null(of.mean), weights=_or_null(of.weights), gains=_or_null(of.gains), columns=_or_null(of.columns),
+        tries=0 if of.gains is None else len(of.gains), along=of.along, first_plane=stored.first_plane,
+        second_plane=stored.second_plane, bytes=stored.bytes, cell=stored.cell,
     )  # fmt: skip
     return library.StoreSide(
-        x=0, codes=stored.codes, scales=_or_null(stored.scale), codes_stride=_block_bytes(stored.codes),
-        scales_stride=stored.scales_stride, quantizer=quantizer, stretches=stretches, kept=kept, bf16=0,
+        x=0, codes=stored.codes, scales=stored.scales, codes_stride=stored.codes_stride, scales_stride=stored.scales_stride,
+        quantizer=quantizer, stretches=stretches, kept=kept, bf16=0,
     )  # fmt: skip
 
 

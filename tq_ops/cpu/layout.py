@@ -10,7 +10,7 @@ differ in width, are in their own order too: kernels take them out of their colu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,7 +21,7 @@ from haarkv.codebooks.cubic import boundaries as boundaries_of
 from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.packing import Column, planes
-from haarkv.tq_ops.formats.rotated import Description, numbers_on
+from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.reads import Reads
 
 READS = Reads(
@@ -37,55 +37,38 @@ _MOST_COLUMNS, _MOST_PARTS = 3, 5
 
 @dataclass(frozen=True)
 class Layout:
-    """What attention needs of one format and layer. A rotation serves all KV heads: H is 1 then.
+    """What the kernels need of one format and layer. A rotation serves all KV heads: H is 1 then.
 
     Attributes:
         levels: N, of a vector.
         planes: widths of a level's planes, low bits first, one or two; () of plain numbers, which have nothing below.
+        matrix: [H, D, N] bf16, by which vectors are multiplied before they are stored, levels in the format's own order.
         rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order, of levels above 4 bits in their own.
         rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of the levels) to the model's own.
         rotate_pairs, rotate_back_pairs: the same as `in_pairs` has them.
-        mean: [H, D] fp32, what vectors come back with beside that; None of a rotation.
         centroids: [2**bits] fp32; where widths differ, of 1 to 6 bits one after the other.
+        boundaries: [2**bits - 1] fp32, likewise.
+        along: of `Description`.
         integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of words, and
             where widths differ: tables of 32 for 1 to 5 bits, each its own again and again, and one of 64.
         unit: that makes the largest error of a level, `centroids - integers * unit`, least.
-        columns: int32, what `Columns` of kernels.h holds, where widths differ; else None.
+        mean, weights: of learned coordinates, [H, D] fp32, as in `Coordinates`; None of a rotation, as the next two.
+        gains: fp32, the sizes at which a vector is quantized.
+        columns: int32, what `Columns` of kernels.h holds.
     """
 
     levels: int
     planes: tuple[int, ...] = ()
+    matrix: Tensor | None = None
     rotate: Tensor | None = None
     rotate_back: Tensor | None = None
     rotate_pairs: Tensor | None = None
     rotate_back_pairs: Tensor | None = None
-    mean: Tensor | None = None
     centroids: Tensor | None = None
+    boundaries: Tensor | None = None
+    along: bool = False
     integers: Tensor | None = None
     unit: float = 0.0
-    columns: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Tables:
-    """What vectors are stored by, of one format and layer, in the format's own order of coordinates.
-
-    Attributes:
-        planes: widths of a level's planes, low bits first; () of plain numbers, which have nothing below.
-        matrix: [H, D, D] bf16; H is 1 of a rotation.
-        boundaries: [2**bits - 1] fp32; where widths differ, of 1 to 6 bits one after the other.
-        centroids: [2**bits] fp32, likewise.
-        along: of `Description`.
-        mean, weights: of learned coordinates, [H, D] fp32, as in `Coordinates`; None of a rotation, as the next two.
-        gains: fp32, the sizes at which a vector is quantized.
-        columns: as in `Layout`.
-    """
-
-    planes: tuple[int, ...] = ()
-    matrix: Tensor | None = None
-    boundaries: Tensor | None = None
-    centroids: Tensor | None = None
-    along: bool = False
     mean: Tensor | None = None
     weights: Tensor | None = None
     gains: Tensor | None = None
@@ -96,48 +79,41 @@ def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
     if kv_format.plain:
         return Layout(head_dim)
-    return _layout(replace(_described(kv_format, head_dim), along=False), layer)  # K and V that are read alike share one
-
-
-def tables(kv_format: KVFormat, layer: int, head_dim: int) -> Tables:
-    """What the append kernel stores a format by that `READS` takes. Do not write to it."""
-    return Tables() if kv_format.plain else _tables(_described(kv_format, head_dim), layer)
-
-
-def _described(kv_format: KVFormat, head_dim: int) -> Description:
     described = kv_format.description(head_dim)
     assert described is not None, "misfit() lets formats of rotated levels pass alone"
-    return described
+    return _layout(described, layer)
 
 
 @cache
 def _layout(described: Description, layer: int) -> Layout:
     if described.transform.coordinates is not None:
-        return _learned_layout(described, layer)
+        return _learned_layout(described, described.transform.coordinates(layer))
     queries = sums = torch.arange(described.head_dim)
     centroids, integers, unit = numbers_on(described.centroids, _CPU), None, 0.0
     if described.bits <= 4:  # as words of eight levels
         queries = queries.view(2, -1).T.flatten()
         sums = queries.view(-1, 8).T.flatten()
         integers, unit = whole_levels(tuple(centroids.tolist()))
-    back = described.transform.on(layer, described.head_dim, _CPU).T.unsqueeze(0)
+    rotation = described.transform.on(layer, described.head_dim, _CPU)
+    back = rotation.T.unsqueeze(0)
     rotate, rotate_back = back[:, queries].mT.contiguous(), back[:, sums].contiguous()
     return Layout(
-        described.head_dim, tuple(planes(described.bits)), rotate, rotate_back, in_pairs(rotate), in_pairs(rotate_back),
-        None, centroids, integers, unit,
+        described.head_dim, tuple(planes(described.bits)), rotation.bfloat16().unsqueeze(0), rotate, rotate_back,
+        in_pairs(rotate), in_pairs(rotate_back), centroids, numbers_on(described.boundaries, _CPU), described.along,
+        integers, unit,
     )  # fmt: skip
 
 
-def _learned_layout(described: Description, layer: int) -> Layout:
+def _learned_layout(described: Description, of: Coordinates) -> Layout:
     """Of each KV head another matrix: in BF16, which they are, only half of the bytes are fetched."""
-    assert described.transform.coordinates is not None, "asked for learned coordinates alone"
-    coordinates = described.transform.coordinates(layer)
-    rotate = coordinates.rows.bfloat16().mT.contiguous()
-    assert torch.equal(rotate.float(), coordinates.rows.mT), "rows are BF16 numbers"
+    matrix, rotate = of.forward.bfloat16().contiguous(), of.rows.bfloat16().mT.contiguous()
+    assert torch.equal(rotate.float(), of.rows.mT), "rows are BF16 numbers"
+    assert torch.equal(matrix.float(), of.forward), "coordinates are BF16 numbers"
     integers, unit = _mixed_integers()
     return Layout(
-        described.head_dim, (), rotate, None, in_pairs(rotate), None, coordinates.mean.contiguous(),
-        _every_width(centroids_of), integers, unit, _columns(described.columns),
+        described.head_dim, (), matrix, rotate, None, in_pairs(rotate), None, _every_width(centroids_of),
+        _every_width(boundaries_of), False, integers, unit, of.mean.contiguous(), of.weights.contiguous(),
+        torch.tensor(of.gains), _columns(described.columns),
     )  # fmt: skip
 
 
@@ -163,21 +139,6 @@ def _columns(columns: tuple[Column, ...]) -> Tensor:
         parts = [number for part in column.parts for number in (part.eighth, part.bits, part.shift)]
         row[: 2 + len(parts)] = torch.tensor([column.nbytes, len(column.parts), *parts])
     return torch.cat([torch.tensor([len(columns)], dtype=torch.int32), found.flatten()])
-
-
-@cache
-def _tables(described: Description, layer: int) -> Tables:
-    if described.transform.coordinates is None:
-        boundaries, centroids = numbers_on(described.boundaries, _CPU), numbers_on(described.centroids, _CPU)
-        rotation = described.transform.on(layer, described.head_dim, _CPU).bfloat16().unsqueeze(0)
-        return Tables(tuple(planes(described.bits)), rotation, boundaries, centroids, along=described.along)
-    coordinates = described.transform.coordinates(layer)
-    matrix = coordinates.forward.bfloat16()
-    assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
-    return Tables(
-        (), matrix.contiguous(), _every_width(boundaries_of), _every_width(centroids_of), False, coordinates.mean.contiguous(),
-        coordinates.weights.contiguous(), torch.tensor(coordinates.gains), _columns(described.columns),
-    )  # fmt: skip
 
 
 def in_pairs(matrix: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.block_levels import GROUP, fifth_of_q5, nibbles, of_q4, of_q6, six_bits
+from haarkv.tq_ops.block_levels import GROUP, fifth_of_q5, of_q4, of_q6, six_bits
 from haarkv.tq_ops.weight import Blocks, BlockType, Weight, dense
 
 BLOCK = GROUP
@@ -90,12 +90,11 @@ class PlaneBlocks(Blocks):
     planes: Planes = PLANES["Q8_0"]
 
     def rows(self, index: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `Blocks.rows`; of rows by their numbers on a GPU, one launch."""
-        if isinstance(index, slice) or not self.data.is_cuda:
-            return super().rows(index, dtype)
+        """As `Blocks.rows`, in one launch."""
         from haarkv.tq_ops.cuda.block_products import rows_of
 
-        return rows_of(self, index, dtype or self.dtype)
+        numbers = torch.arange(len(self), device=self.device)[index] if isinstance(index, slice) else index
+        return rows_of(self, numbers, dtype or self.dtype)
 
 
 def placed(weight: Weight, device: torch.device) -> Tensor | PlaneBlocks:
@@ -115,21 +114,16 @@ def by_planes(weight: Blocks, device: torch.device) -> PlaneBlocks:
         stored = weight.data[at : at + step].to(device)
         data[at : at + step] = _in_planes(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
     rows, columns = (of if of is None else of.to(device) for of in (weight.row_scales, weight.column_scales))
-    return PlaneBlocks(data, _type_of(weight.type.name, data.shape[1]), weight.dtype, rows, columns, planes=planes)
+    return PlaneBlocks(data, _type_of(weight.type.name), weight.dtype, rows, columns, planes=planes)
 
 
 @cache
-def _type_of(name: str, row_bytes: int) -> BlockType:
-    """Of rows of so many bytes: unlike blocks, planes of rows that lie behind each other are not those of one longer row."""
-    planes = PLANES[name]
-
-    def restore(rows: Tensor) -> Tensor:
-        return _restored(rows.reshape(-1, row_bytes), planes).view(len(rows), -1)
-
-    return BlockType(f"{name} in planes", planes.numbers, planes.nbytes, restore)
+def _type_of(name: str) -> BlockType:
+    return BlockType(f"{name} in planes", PLANES[name].numbers, PLANES[name].nbytes, _restored)
 
 
-# -- From the order of the file --------------------------------------------------------------------------------------------
+def _restored(rows: Tensor) -> Tensor:
+    raise NotImplementedError("a kernel restores planes")
 
 
 def _packed(bits: Tensor, each: int) -> Tensor:
@@ -166,36 +160,3 @@ def _in_planes(stored: Tensor, name: str) -> Tensor:
 def _codes(levels: Tensor) -> Tensor:
     """Levels' lower bits [..., 32] as 16 bytes."""
     return levels[..., :16] | levels[..., 16:] << 4
-
-
-# -- Back to numbers -------------------------------------------------------------------------------------------------------
-
-
-def _restored(rows: Tensor, planes: Planes) -> Tensor:
-    """Rows [R, bytes] on the host as fp32 [R, numbers], the bits that the file's order is restored to."""
-    blocks = rows.shape[1] // planes.nbytes * planes.together
-    high, scales, minima, d, m = planes.places(blocks)
-    codes = rows[:, :high].reshape(len(rows), blocks, -1)
-    levels = codes.contiguous().view(torch.int8).float() if planes.low == 8 else torch.cat(nibbles(codes), -1).float()
-    if planes.high:
-        above = rows[:, high:scales].reshape(len(rows), blocks, -1)
-        shifts = torch.arange(0, 8, planes.high, dtype=torch.uint8)
-        levels += ((above.unsqueeze(-1) >> shifts & 2**planes.high - 1).flatten(-2) << 4).float()
-    levels -= planes.shift
-    scale = _halves(rows[:, d:m], planes)
-    if planes.scales:
-        whole = rows[:, scales:minima].contiguous()
-        whole = whole.view(torch.int8) if planes.scales == 2 else whole
-        scale = scale.repeat_interleave(planes.scales, 1) * whole.float()
-    each = levels.view(len(rows), scale.shape[1], -1)
-    numbers = each * scale.unsqueeze(-1)
-    if planes.minimum:
-        least = _halves(rows[:, m:], planes)
-        of = rows[:, minima:d].float()
-        numbers = numbers - (least * of).unsqueeze(-1) if planes.scales else numbers + least.unsqueeze(-1)
-    return numbers.view(len(rows), -1)
-
-
-def _halves(stored: Tensor, planes: Planes) -> Tensor:
-    """FP16 of whole blocks as fp32, one for each 32 numbers."""
-    return stored.contiguous().view(torch.float16).float().repeat_interleave(planes.together, 1)

@@ -5,56 +5,86 @@ are added in FP32, and the sum is multiplied with its scale once: nothing of the
 is that of the restored FP32 weight, but for the order of FP32 sums.
 """
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices
+from haarkv.tq_ops.cuda.arguments import constant
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
 from haarkv.tq_ops.cuda.rotate import dot, rounded
+from haarkv.tq_ops.weight import Weight
 
 _HALF = tl.constexpr(BLOCK // 2)
 
+Stored = namedtuple(
+    "Stored",
+    "weight row_scales column_scales row_bytes high scales minima d m LOW HIGH SHIFT SCALES MINIMUM TOGETHER",
+)
+"""A weight [outputs, inputs] as kernels read it.
+
+Attributes:
+    weight: bf16 or fp32, or in planes as bytes.
+    row_scales, column_scales: [outputs] and [inputs], or None.
+    row_bytes, high, scales, minima, d, m: of a row in planes, and `Planes.places`.
+    LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER: of `Planes`; LOW is 0 of a dense weight.
+"""
+
+
+def stored_of(weight: Weight) -> Stored:
+    """A dense weight, or one in planes."""
+    if isinstance(weight, Tensor):
+        return Stored(weight, None, None, *(0,) * 6, *map(constant, (0, 0, 0, 0, False, 1)))
+    assert isinstance(weight, PlaneBlocks)
+    planes = weight.planes
+    return Stored(
+        weight.data, weight.row_scales, weight.column_scales, weight.data.shape[1],
+        *planes.places(weight.shape[1] // BLOCK),
+        *map(constant, (planes.low, planes.high, planes.shift, planes.scales, planes.minimum, planes.together)),
+    )  # fmt: skip
+
 
 @triton.jit
-def levels_of(row, high, block, upper: tl.constexpr, number, LOW: tl.constexpr, HIGH: tl.constexpr, SHIFT: tl.constexpr):
+def levels_of(row, of, block, upper: tl.constexpr, number):
     """Half a block's levels, int32 [ROWS, 16]: the first, or with `upper` the second.
 
     Args:
         row: [ROWS, 1] where each row begins.
-        high: where in a row its upper bits begin.
+        of: `Stored`.
         number: [1, 16] 0 to 15.
     """
-    if LOW == 8:
+    if of.LOW == 8:
         return tl.load((row + block * (2 * _HALF) + upper * _HALF + number).to(tl.pointer_type(tl.int8))).to(tl.int32)
     codes = tl.load(row + block * _HALF + number).to(tl.int32)
     level = codes >> 4 if upper else codes & 15
-    if HIGH > 0:
-        each: tl.constexpr = 8 // HIGH  # levels of a byte
-        stored = tl.load(row + high + block * (4 * HIGH) + upper * (2 * HIGH) + number // each).to(tl.int32)
-        level += (stored >> number % each * HIGH & 2**HIGH - 1) << 4
-    return level - SHIFT
+    if of.HIGH > 0:
+        each: tl.constexpr = 8 // of.HIGH  # levels of a byte
+        above = tl.load(row + of.high + block * (4 * of.HIGH) + upper * (2 * of.HIGH) + number // each).to(tl.int32)
+        level += (above >> number % each * of.HIGH & 2**of.HIGH - 1) << 4
+    return level - of.SHIFT
 
 
 @triton.jit
-def scale_of(row, scales, d, block, upper: tl.constexpr, SCALES: tl.constexpr, TOGETHER: tl.constexpr):
+def scale_of(row, of, block, upper: tl.constexpr):
     """What half a block's levels are multiplied with, fp32 [ROWS]; `row` is [ROWS]."""
-    scale = tl.load((row + d + block // TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
-    if SCALES == 1:
-        scale *= tl.load(row + scales + block).to(tl.float32)
-    if SCALES == 2:
-        scale *= tl.load((row + scales + block * 2 + upper).to(tl.pointer_type(tl.int8))).to(tl.float32)
+    scale = tl.load((row + of.d + block // of.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
+    if of.SCALES == 1:
+        scale *= tl.load(row + of.scales + block).to(tl.float32)
+    if of.SCALES == 2:
+        scale *= tl.load((row + of.scales + block * 2 + upper).to(tl.pointer_type(tl.int8))).to(tl.float32)
     return scale
 
 
 @triton.jit
-def least_of(row, minima, m, block, SCALES: tl.constexpr, TOGETHER: tl.constexpr):
+def least_of(row, of, block):
     """What is added to a block's numbers, fp32 [ROWS]; `row` is [ROWS]."""
-    least = tl.load((row + m + block // TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
-    if SCALES > 0:
-        least *= -tl.load(row + minima + block).to(tl.float32)
+    least = tl.load((row + of.m + block // of.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
+    if of.SCALES > 0:
+        least *= -tl.load(row + of.minima + block).to(tl.float32)
     return least
 
 
@@ -70,51 +100,46 @@ def half_of_x(x, column_scales, token, number, inputs, first):
 
 @triton.jit
 def block_sums(
-    row, x, column_scales, read, inputs, high, scales, minima, d, m,
-    LOW: tl.constexpr, HIGH: tl.constexpr, SHIFT: tl.constexpr, SCALES: tl.constexpr, MINIMUM: tl.constexpr,
-    TOGETHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
+    row, x, of, read, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
     """Rows of a weight in planes times rows of x: [ROWS, COLUMNS] fp32.
 
     Args:
-        row: [ROWS] where each row of the weight begins; `high` to `m` are `Planes.places`.
+        row: [ROWS] where each row of the weight begins.
         x: [..., inputs] bf16 or fp32, of which rows `read` [COLUMNS] are multiplied with.
-        column_scales: [inputs], or None.
+        of: `Stored`.
         TYPE: of operands.
     """
     number = tl.arange(0, _HALF)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(0, inputs // (2 * _HALF)):
-        low = levels_of(row[:, None], high, block, False, number[None, :], LOW, HIGH, SHIFT).to(tl.float32)
-        up = levels_of(row[:, None], high, block, True, number[None, :], LOW, HIGH, SHIFT).to(tl.float32)
-        x_low = half_of_x(x, column_scales, read, number, inputs, block * (2 * _HALF))
-        x_up = half_of_x(x, column_scales, read, number, inputs, block * (2 * _HALF) + _HALF)
+        low = levels_of(row[:, None], of, block, False, number[None, :]).to(tl.float32)
+        up = levels_of(row[:, None], of, block, True, number[None, :]).to(tl.float32)
+        x_low = half_of_x(x, of.column_scales, read, number, inputs, block * (2 * _HALF))
+        x_up = half_of_x(x, of.column_scales, read, number, inputs, block * (2 * _HALF) + _HALF)
         none = tl.zeros([ROWS, COLUMNS], tl.float32)
-        scale = scale_of(row, scales, d, block, False, SCALES, TOGETHER)[:, None]
-        if SCALES == 2:
-            second = scale_of(row, scales, d, block, True, SCALES, TOGETHER)[:, None]
+        scale = scale_of(row, of, block, False)[:, None]
+        if of.SCALES == 2:
+            second = scale_of(row, of, block, True)[:, None]
             total += scale * dot(low, x_low, none, TYPE)
             total += second * dot(up, x_up, none, TYPE)
         else:
             total += scale * dot(up, x_up, dot(low, x_low, none, TYPE), TYPE)
-        if MINIMUM:
+        if of.MINIMUM:
             sums = tl.sum(x_low.to(tl.float32), 0) + tl.sum(x_up.to(tl.float32), 0)
-            total += least_of(row, minima, m, block, SCALES, TOGETHER)[:, None] * sums[None, :]
+            total += least_of(row, of, block)[:, None] * sums[None, :]
     return total
 
 
 @triton.jit
 def product_kernel(
-    x, weight, row_scales, column_scales, out, tokens, outputs, inputs, row_bytes, high, scales, minima, d, m, out_stride,
-    LOW: tl.constexpr, HIGH: tl.constexpr, SHIFT: tl.constexpr, SCALES: tl.constexpr, MINIMUM: tl.constexpr,
-    TOGETHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
+    x, of, out, tokens, outputs, inputs, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
     """out [tokens, outputs] fp32 = x @ weight.T. Grid: [outputs / ROWS, tokens / COLUMNS].
 
     Args:
         x: [tokens, inputs] bf16 or fp32.
-        weight: [outputs, row_bytes] uint8, in planes; `high` to `m` are `Planes.places`.
-        row_scales, column_scales: [outputs] and [inputs], or None.
+        of: `Stored`, of a weight in planes.
         out_stride: between tokens.
         TYPE: of operands.
     """
@@ -122,53 +147,34 @@ def product_kernel(
     token = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here, asked = output < outputs, token < tokens
     # For rows and tokens that are not there the last ones stand.
-    row = weight + tl.minimum(output, outputs - 1).to(tl.int64) * row_bytes
-    total = block_sums(
-        row, x, column_scales, tl.minimum(token, tokens - 1), inputs, high, scales, minima, d, m,
-        LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER, ROWS, COLUMNS, TYPE,
-    )  # fmt: skip
-    if row_scales is not None:
-        total *= tl.load(row_scales + output, here, 0.0).to(tl.float32)[:, None]
+    row = of.weight + tl.minimum(output, outputs - 1).to(tl.int64) * of.row_bytes
+    total = block_sums(row, x, of, tl.minimum(token, tokens - 1), inputs, ROWS, COLUMNS, TYPE)
+    if of.row_scales is not None:
+        total *= tl.load(of.row_scales + output, here, 0.0).to(tl.float32)[:, None]
     at = token.to(tl.int64)[None, :] * out_stride + output[:, None]
     tl.store(out + at, total, here[:, None] & asked[None, :])
 
 
 @triton.jit
-def rows_kernel(
-    index, weight, row_scales, column_scales, out, inputs, row_bytes, high, scales, minima, d, m,
-    LOW: tl.constexpr, HIGH: tl.constexpr, SHIFT: tl.constexpr, SCALES: tl.constexpr, MINIMUM: tl.constexpr,
-    TOGETHER: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def rows_kernel(index, of, out, inputs, BLOCKS: tl.constexpr):
     """out [R, inputs] = rows of the weight by their numbers `index` [R] int64, rounded once. Grid: [R, blocks / BLOCKS]."""
     program, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     wanted = tl.load(index + program)
-    row = weight + wanted * row_bytes + tl.zeros([BLOCKS], tl.int64)
+    row = of.weight + wanted * of.row_bytes + tl.zeros([BLOCKS], tl.int64)
     last = inputs // (2 * _HALF) - 1
     inside, read, number = block <= last, tl.minimum(block, last), tl.arange(0, _HALF)
-    of_row = tl.load(row_scales + wanted).to(tl.float32) if row_scales is not None else 1.0
+    of_row = tl.load(of.row_scales + wanted).to(tl.float32) if of.row_scales is not None else 1.0
     for upper in tl.static_range(2):
-        level = levels_of(row[:, None], high, read[:, None], upper == 1, number[None, :], LOW, HIGH, SHIFT).to(tl.float32)
-        made = level * scale_of(row, scales, d, read, upper == 1, SCALES, TOGETHER)[:, None]
-        if MINIMUM:
-            made += least_of(row, minima, m, read, SCALES, TOGETHER)[:, None]
+        level = levels_of(row[:, None], of, read[:, None], upper == 1, number[None, :]).to(tl.float32)
+        numbers = level * scale_of(row, of, read, upper == 1)[:, None]
+        if of.MINIMUM:
+            numbers += least_of(row, of, read)[:, None]
         column = block[:, None] * (2 * _HALF) + upper * _HALF + number[None, :]
         # Powers of two, which change nothing that rounding sees.
-        made *= of_row
-        if column_scales is not None:
-            made *= tl.load(column_scales + column, inside[:, None], 0.0).to(tl.float32)
-        tl.store(out + program * inputs + column, rounded(made, out.dtype.element_ty), inside[:, None])
-
-
-def _planes_of(weight: PlaneBlocks) -> dict[str, object]:
-    """The arguments that describe a weight to either kernel."""
-    planes, names = weight.planes, ("high", "scales", "minima", "d", "m")
-    return {
-        "weight": weight.data, "row_scales": weight.row_scales, "column_scales": weight.column_scales,
-        "inputs": weight.shape[1], "row_bytes": weight.data.shape[1],
-        **dict(zip(names, planes.places(weight.shape[1] // BLOCK), strict=True)),
-        "LOW": planes.low, "HIGH": planes.high, "SHIFT": planes.shift, "SCALES": planes.scales,
-        "MINIMUM": planes.minimum, "TOGETHER": planes.together,
-    }  # fmt: skip
+        numbers *= of_row
+        if of.column_scales is not None:
+            numbers *= tl.load(of.column_scales + column, inside[:, None], 0.0).to(tl.float32)
+        tl.store(out + program * inputs + column, rounded(numbers, out.dtype.element_ty), inside[:, None])
 
 
 def product(x: Tensor, weight: PlaneBlocks) -> Tensor:
@@ -186,7 +192,7 @@ def product(x: Tensor, weight: PlaneBlocks) -> Tensor:
     out = torch.empty(tokens, outputs, device=x.device)
     tile = choices.block_tile(tokens, x.dtype)
     launch(product_kernel, (triton.cdiv(outputs, tile["ROWS"]), triton.cdiv(tokens, tile["COLUMNS"])))(
-        x, tokens=tokens, outputs=outputs, out=out, out_stride=outputs, **_planes_of(weight), **tile,
+        x, stored_of(weight), out, tokens, outputs, x.shape[1], outputs, **tile,
         TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **choices.COMPILED,
     )  # fmt: skip
     return out
@@ -197,6 +203,6 @@ def rows_of(weight: PlaneBlocks, index: Tensor, dtype: torch.dtype) -> Tensor:
     index, blocks = index.contiguous(), weight.shape[1] // BLOCK
     out = torch.empty(len(index), weight.shape[1], dtype=dtype, device=weight.device)
     launch(rows_kernel, (len(index), triton.cdiv(blocks, 8)))(
-        index, out=out, **_planes_of(weight), BLOCKS=8, **choices.COMPILED
+        index, stored_of(weight), out, weight.shape[1], BLOCKS=8, **choices.COMPILED
     )
     return out

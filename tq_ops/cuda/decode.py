@@ -69,7 +69,6 @@ class Shape(NamedTuple):
     k_bits: int
     v_bits: int
     block: int
-    rotation_fp32: int
     processor_blocks: int
     tail: int
     sink: int
@@ -103,7 +102,7 @@ def shape_of(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -
     of, kept = cache.shape(layer), kept_in(cache, layer)
     group = q.shape[1] // of.num_kv_heads
     return Shape(
-        of.num_kv_heads, group, of.head_dim, k.bits, v.bits, cache.block_size, int(v.rotation.dtype == torch.float32),
+        of.num_kv_heads, group, of.head_dim, k.bits, v.bits, cache.block_size,
         blocks_a_processor(group, of.head_dim, available.processor_shared_bytes(q.device)),
         kept.tail if kept else 0, kept.sink if kept else 0, int(k.learned is not None), of.window or 0,
     )  # fmt: skip

@@ -3,18 +3,14 @@
 A *pair* is a token and one expert that it chose: number `token * PER_TOKEN + place`, its experts in their order.
 """
 
-from collections import namedtuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices
-from haarkv.tq_ops.cuda.arguments import constant
 from haarkv.tq_ops.cuda.available import launch
-from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
-from haarkv.tq_ops.cuda.block_products import block_sums
+from haarkv.tq_ops.cuda.block_products import block_sums, stored_of
 from haarkv.tq_ops.cuda.elementwise import gated
 from haarkv.tq_ops.cuda.rotate import dot, rounded
 from haarkv.tq_ops.table import Stack
@@ -116,17 +112,14 @@ def sums_of(
     """Rows `output` [ROWS] of an expert's weight times rows `read` [COLUMNS] of x: [ROWS, COLUMNS] fp32.
 
     Args:
-        of: of `experts.Stacked`.
+        of: `block_products.Stored`, of all experts, without scales of columns.
         output: less than `outputs`, the rows of an expert.
     """
     row = expert.to(tl.int64) * outputs + output
     if of.LOW == 0:
         total = dense_sums(of.weight + row * inputs, x, read, inputs, ROWS, COLUMNS, STEP, TYPE)
     else:
-        total = block_sums(
-            of.weight + row * of.row_bytes, x, None, read, inputs, of.high, of.scales, of.minima, of.d, of.m,
-            of.LOW, of.HIGH, of.SHIFT, of.SCALES, of.MINIMUM, of.TOGETHER, ROWS, COLUMNS, TYPE,
-        )  # fmt: skip
+        total = block_sums(of.weight + row * of.row_bytes, x, of, read, inputs, ROWS, COLUMNS, TYPE)
     if of.row_scales is not None:
         total *= tl.load(of.row_scales + row).to(tl.float32)[:, None]
     return total
@@ -148,7 +141,7 @@ def expert_kernel(
     Args:
         x: [T, inputs] or [pairs, inputs] bf16 or fp32.
         order, tiles: of `order_kernel`.
-        gate, up: of `experts.Stacked`; up is None without ACT.
+        gate, up: of `block_products.Stored`; up is None without ACT.
         ACT: of `elementwise.gated`, or "".
         TYPE: of operands.
     """
@@ -190,29 +183,6 @@ _ROWS, _AT_ONCE = 16, 128
 """Pairs that a program puts in order, and that they are compared with at a time."""
 
 
-Stacked = namedtuple("Stacked", "weight row_scales row_bytes high scales minima d m LOW HIGH SHIFT SCALES MINIMUM TOGETHER")
-"""A weight of all experts, as `sums_of` reads it.
-
-Attributes:
-    weight: [experts * outputs, inputs] bf16 or fp32, or in planes as bytes.
-    row_bytes, high, scales, minima, d, m, LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER: of planes, as of
-        `block_products.block_sums`; LOW is 0 of a dense weight.
-    row_scales: [experts * outputs], or None.
-"""
-
-
-def _stacked(weight: Weight) -> Stacked:
-    if isinstance(weight, Tensor):
-        return Stacked(weight, None, *(0,) * 6, *map(constant, (0, 0, 0, 0, False, 1)))
-    assert isinstance(weight, PlaneBlocks)
-    assert weight.column_scales is None
-    planes = weight.planes
-    return Stacked(
-        weight.data, weight.row_scales, weight.data.shape[1], *planes.places(weight.shape[1] // BLOCK),
-        *map(constant, (planes.low, planes.high, planes.shift, planes.scales, planes.minimum, planes.together)),
-    )  # fmt: skip
-
-
 def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
     """The most likely experts of each token, in the experts' order, in one launch.
 
@@ -251,7 +221,7 @@ def multiply(
     """One launch of `expert_kernel`, whose arguments these are."""
     tile, (outputs, inputs) = choices.expert_tile(x.dtype), (out.shape[1], x.shape[1])
     launch(expert_kernel, (triton.cdiv(outputs, tile["ROWS"]), len(tiles)))(
-        x, order, tiles, _stacked(gate), None if up is None else _stacked(up), out, outputs, inputs, PER_TOKEN=per_token,
+        x, order, tiles, stored_of(gate), None if up is None else stored_of(up), out, outputs, inputs, PER_TOKEN=per_token,
         ACT=act, COLUMNS=COLUMNS, TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **tile, **choices.COMPILED,
     )  # fmt: skip
 

@@ -144,8 +144,7 @@ def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
     of_k, shape = _layouts(cache, layer, q.device)[0], cache.shape(layer)
     stretches = stretches_of(batch, cache.block_size) if of_k.learned else 1
     out = unset_queries(tokens, heads, of_k, stretches, q.dtype, q.device)
-    exact = of_k.rotation.dtype == q.dtype == torch.bfloat16
-    operand = choices.rotation_operand(q, exact)
+    operand = choices.rotation_operand(q, q.dtype == torch.bfloat16)
     launch(rotate_kernel, (arguments.tiles_of(tokens, heads, of_k), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
         q.contiguous(), *out, of_k.rotation, arguments.turning(of_k, batch, shape.window, operand), tokens, HEADS=heads,
         MATRICES=of_k.matrices, D=head_dim, TYPE=operand, ROWS=arguments.ROWS, WIDTH=_WIDTH,
@@ -288,7 +287,7 @@ def rotate_and_append(
     of_k = layouts[0]
     assert of_k.learned is None or 2 * of_k.learned.half == shape.head_dim, "cos and sin turn all of a head"
     queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
-    q_type = choices.rotation_operand(qkv, of_k.rotation.dtype == heads.dtype == torch.bfloat16)
+    q_type = choices.rotation_operand(qkv, heads.dtype == torch.bfloat16)
     ahead = tokens <= _at_once(queries, cache, layer, batch)
     stretches = stretches_of(batch, cache.block_size) if of_k.learned and ahead else 1
     rotated = unset_queries(tokens, heads.num_heads, of_k, stretches, heads.dtype, qkv.device) if ahead else None

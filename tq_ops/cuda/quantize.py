@@ -13,7 +13,7 @@ from haarkv.tq_ops.cuda.rotate import STRETCH, places, power_of_two, rotate_colu
 
 @triton.jit
 def exact_norm(low, high):
-    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.turboquant.exact_norm`.
+    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.rotated.exact_norm`.
 
     Returns:
         low, high [rows, D/2] of the unit vectors, zeros where x is zero; norm [rows].

@@ -79,7 +79,7 @@ def rotate_columns(
 
     Args:
         low, high: [ROWS, D/2], the halves of x; a single row is multiplied without tensor cores, which take 16.
-        rotation: pointer to [D, D] bf16 or fp32.
+        rotation: pointer to [D, D] bf16.
     """
     i, column = tl.arange(0, D // 2)[:, None], first + tl.arange(0, WIDTH)[None, :]
     # BACK reads the same matrix along its other axis.

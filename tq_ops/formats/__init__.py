@@ -17,11 +17,10 @@ from typing import Literal
 import torch
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import Field, KVFormat, NonFiniteVectorError, stored_bytes
-from haarkv.tq_ops.formats.blocks import BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3
+from haarkv.tq_ops.formats.base import Field, KVFormat, NonFiniteVectorError, Plain, stored_bytes
+from haarkv.tq_ops.formats.compared import FP8E4M3, BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3, Manthan3, kivi_pair
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, bits_of, unlearned
-from haarkv.tq_ops.formats.plain import FP8E4M3, Manthan3, Plain, kivi_pair
-from haarkv.tq_ops.formats.turboquant import SEED_EPS, TurboQuant, TurboQuant4Seed, rotated_pair
+from haarkv.tq_ops.formats.rotated import SEED_EPS, TurboQuant, TurboQuant4Seed, rotated_pair
 
 Side = Literal["k", "v"]
 

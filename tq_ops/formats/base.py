@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.errors import NonFiniteError
+from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.formats.packing import groups_of
 from haarkv.tq_ops.formats.stretches import Turns
 
 if TYPE_CHECKING:
@@ -33,6 +35,22 @@ class Field:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
+class Part(NamedTuple):
+    """One stored tensor of a format, for every head_dim.
+
+    Attributes:
+        name: of the field.
+        dtype: element type.
+        bits: of each number of a vector; 0 of what there is one of: for each block, or for a vector without blocks.
+        axes: of what is stored of one group of tokens.
+    """
+
+    name: str
+    dtype: torch.dtype
+    bits: int = 0
+    axes: int = 1
+
+
 def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
     """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
     flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
@@ -50,14 +68,18 @@ def stored_bytes(fields: dict[str, Field]) -> int:
     return sum(field.nbytes for field in fields.values())
 
 
-class KVFormat(Protocol):
+class KVFormat:
     """How K or V vectors are stored. K and V may use different formats; a format knows no cache and no device.
 
-    What most formats have in common stands here; a class of its own inherits it.
+    What most formats have in common stands here: of `layout`, what is stored and its bytes; of `unpack`, the levels.
 
     Attributes:
         name: the word for it in `formats.get` and `--kv`.
         purpose: one line for a table: what it is for.
+        layout: what is stored, in the order of the format's origin.
+        block: numbers that the origin's blocks hold, one after the other; None where it knows none.
+        unpack: from the field `codes` to the level [..., D] uint8 of every coordinate; None of a format without levels.
+        multiple: what divides a head_dim that it can hold; `cuts` says why, behind the name.
         group_tokens: tokens that are quantized together; 1 if each vector stands alone.
         lossy: whether BF16 says more of a vector than what is stored.
         plain: dtype of the numbers that a vector is stored as, in the one field `data`; None of any other format.
@@ -66,14 +88,15 @@ class KVFormat(Protocol):
 
     name: str
     purpose: str
+    layout: tuple[Part, ...] = ()
+    block: int | None = None
+    unpack: Callable[[Tensor], Tensor] | None = None
+    multiple: int = 1
+    cuts: str = "stores single numbers"
     group_tokens: int = 1
     lossy: bool = True
     plain: torch.dtype | None = None
     to_compare: bool = False
-
-    def __hash__(self) -> int:
-        """What a backend prepares for a format, it keeps by the format itself."""
-        return object.__hash__(self)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         """Stored tensors of one group of one KV head.
@@ -81,6 +104,13 @@ class KVFormat(Protocol):
         Raises:
             InputError: the format has no layout for this head_dim.
         """
+        if head_dim < self.multiple or head_dim % self.multiple:
+            raise InputError(f"{self.name} {self.cuts} and cannot hold head_dim {head_dim}")
+        single = () if self.block is None else (head_dim // self.block,)
+        return {
+            name: Field(dtype, (head_dim * bits // (8 * dtype.itemsize),) if bits else single)
+            for name, dtype, bits, _ in self.layout
+        }
 
     def description(self, head_dim: int) -> Description | None:
         """What a backend has to know to read and write it; None of a format that is not one of rotated levels.
@@ -116,20 +146,43 @@ class KVFormat(Protocol):
         Raises:
             NonFiniteError: with the index of the first vector that is not finite, in a lossy format.
         """
+        raise NotImplementedError
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         """Vectors [..., Hkv, n, D] fp32 in the model's own domain, the inverse of `quantize` up to its loss."""
+        raise NotImplementedError
 
     def length(self, x: Tensor, layer: int) -> Tensor:
         """Length [..., Hkv, n] fp32 of differences x [..., Hkv, n, D] of vectors, in the norm in which levels are chosen."""
         return x.float().square().sum(-1).sqrt()
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """uint8 [..., n]: each vector in the byte layout of the format's origin."""
+        """uint8 [..., n]: each vector, or group of them, as its origin lays it: the layout, little-endian, block by block."""
+        parts = [bytes_of(fields[part.name], part.axes) for part in self.layout]
+        if self.block is None:
+            return torch.cat(parts, -1)
+        blocks = next(fields[part.name].shape[-1] for part in self.layout if not part.bits)
+        return torch.cat([groups_of(part, part.shape[-1] // blocks) for part in parts], -1).flatten(-2)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         """Level [..., D] uint8 of every coordinate; None of a format that stores numbers and no levels."""
-        return None
+        return None if self.unpack is None else self.unpack(fields["codes"])
+
+
+class Plain(KVFormat):
+    """Vectors stored as one tensor `data` of a floating dtype; not finite values pass through."""
+
+    lossy = False
+
+    def __init__(self, name: str, dtype: torch.dtype, purpose: str) -> None:
+        self.name, self.purpose, self.plain = name, purpose, dtype
+        self.layout = (Part("data", dtype, 8 * dtype.itemsize),)
+
+    def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
+        return {"data": x.to(self.plain)}
+
+    def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
+        return fields["data"].float()
 
 
 def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:

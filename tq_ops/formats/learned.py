@@ -234,7 +234,7 @@ class LearnedFormat(RotatedFormat):
         return {"codes": self.pack(levels), "scale": stored_scale(scale)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
-        levels = self.levels(fields)
+        levels = self.unpack(fields["codes"])
         centroids = eighths_of(self.columns, levels.device).centroids(levels)
         return centroids * fields["scale"].float().unsqueeze(-1)
 

@@ -193,7 +193,7 @@ def test_planted_faults_are_found(fault):
     one = CASES[0]
     made, batch = filled(one)
 
-    shape = (2, 5, 128, 4, 4, 128, 0, 2, 0, 0, 0)
+    shape = (2, 5, 128, 4, 4, 128, 2, 0, 0, 0)
     broken = FAULTS[fault](ptx_of(decode.Shape(*shape)))  # an edit that changes nothing fails here
 
     def check_twice() -> None:

@@ -13,6 +13,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import NonFiniteVectorError
+from haarkv.tq_ops.formats.packing import unpack_parts
 from haarkv.tq_ops.kv.plan import KVSpec
 from lab.rivals import ROWS, register
 
@@ -63,7 +64,8 @@ def test_k_and_v_are_rotated_by_matrices_of_their_own():
     x[0, 70] = 1.0
     for side, first, last in (("k", 0, 256), ("v", 64, 128)):
         kv_format = get("q4_0_rot", side)
-        level = kv_format._codes(kv_format.quantize(x, 0)).flatten()
+        codes = kv_format.quantize(x, 0)["codes"].view(-1, kv_format.block // 2)
+        level = unpack_parts(codes, 4).flatten()
         assert (level != 8).nonzero().flatten().tolist() == list(range(first, last))
 
 

@@ -13,7 +13,7 @@ from published_model import CONFIG, COSINE, HALF_ULP, MATCH, NORM, ROTATED_BF16_
 
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.formats.turboquant import TurboQuant4Seed, codebook_on
+from haarkv.tq_ops.formats.rotated import TurboQuant4Seed, codebook_on
 from haarkv.tq_ops.npu.sides import PUBLISHED
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 

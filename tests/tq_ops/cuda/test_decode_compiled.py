@@ -42,16 +42,15 @@ MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 @cache
 def built(
     capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, tail: int, sink: int,
-    learned: int = 0, fp32: int = 0, window: int = 0,
+    learned: int = 0, window: int = 0,
 ) -> tuple[str, int]:  # fmt: skip
     """Machine code as text, and registers a thread.
 
     Args:
         learned: 1 of learned keys, of which `k_bits` is the mean.
-        fp32: whether V's rotation is of this type.
     """
     at_once = decode.blocks_a_processor(group, head_dim, MEMORY[capability])
-    shape = (8, group, head_dim, k_bits, v_bits, block, fp32, at_once, tail, sink, learned, window)
+    shape = (8, group, head_dim, k_bits, v_bits, block, at_once, tail, sink, learned, window)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "decode.cubin"
         path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
@@ -143,22 +142,6 @@ def test_a_window_costs_the_loop_a_comparison_a_logit(capability):
     assert sum(now.values()) <= sum(before.values()) + 2 * 16
     assert registers * decode.THREADS * decode.blocks_a_processor(4, 256, MEMORY[capability]) <= 65536
     check_spills(windowed)
-
-
-def test_a_rotation_in_fp32_costs_the_loop_nothing():
-    """That of the formats whose rotation is no BF16 matrix: it is read once the loop is over, four numbers at a time."""
-    shape = (90, 128, 5, 4, 4, 128, 0, 0)
-    (text, _), (fp32, registers) = built(*shape), built(*shape, fp32=1)
-    before, now = (machine_code.count(machine_code.hottest_loop(one)) for one in (text, fp32))
-    assert abs(sum(now.values()) - sum(before.values())) <= 2  # moves between registers come and go
-    assert (now["LDS"], now["PRMT"], now["LDG"], now["LDL"]) == (before["LDS"], before["PRMT"], before["LDG"], 0)
-    assert registers * decode.THREADS * decode.blocks_a_processor(5, 128, MEMORY[90]) <= 65536
-    check_spills(fp32)
-
-    def of_rotation(code: str) -> int:
-        return sum(one.op == "LDG" and one.modifiers == ".E.128" for one in machine_code.parse(code)[0])
-
-    assert of_rotation(fp32) == 2 * of_rotation(text) > 0
 
 
 def test_the_table_is_looked_up_where_shared_memory_begins():

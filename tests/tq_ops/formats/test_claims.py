@@ -8,7 +8,7 @@ from places import ROOT
 
 from haarkv.codebooks.tables import gaussian_centroids
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.formats.plain import CENTROIDS
+from haarkv.tq_ops.formats.compared import CENTROIDS
 
 PAGE = (ROOT / "benchmarks" / "CLAIMS.md").read_text(encoding="utf-8").replace(",", "")
 SIZES = {("tq4_seed", 128): (132, 8.25), ("tbq4_0", 128): (66, 4.125), ("manthan3", 256): (100, 3.125)}

@@ -10,8 +10,7 @@ from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import NonFiniteVectorError
-from haarkv.tq_ops.formats.rotated import exact_norm
-from haarkv.tq_ops.formats.turboquant import TurboQuant, TurboQuant4Seed, codebook_on
+from haarkv.tq_ops.formats.rotated import TurboQuant, TurboQuant4Seed, codebook_on, exact_norm
 
 LAYERS = [0, 1]
 CPU = torch.device("cpu")

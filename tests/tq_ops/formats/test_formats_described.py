@@ -214,7 +214,7 @@ def test_a_backend_may_read_levels_in_several_planes():
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
     """Descriptions and declarations are all that the rooms know of each other."""
-    modules = "turboquant|blocks|plain"
+    modules = "compared"
     class_of = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
     asked = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
     rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")
@@ -225,4 +225,4 @@ def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name(
         assert not class_of.search(text), path
         assert not asked.search(text), path
     assert asked.search('if kv_format.name != "tq4":')
-    assert class_of.search("from haarkv.tq_ops.formats.blocks import HadamardTBQ4")
+    assert class_of.search("from haarkv.tq_ops.formats.compared import HadamardTBQ4")

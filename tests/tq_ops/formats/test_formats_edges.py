@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import NonFiniteVectorError, blocks, plain, rotated, turboquant
+from haarkv.tq_ops.formats import NonFiniteVectorError, compared, rotated
+from haarkv.tq_ops.formats.packing import unpack_parts
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 
@@ -152,7 +153,7 @@ def test_ties_of_even_steps():
     q4_0 = formats.get("q4_0")
     fields = q4_0.quantize(x, 0)
     assert fields["scale"].item() == 1
-    assert q4_0._codes(fields)[0, :8].tolist() == [0, 9, 10, 8, 7, 15, 15, 1]
+    assert unpack_parts(fields["codes"], 4)[:8].tolist() == [0, 9, 10, 8, 7, 15, 15, 1]
     assert q4_0.quantize(-x, 0)["scale"].item() == -1
 
 
@@ -227,7 +228,7 @@ def test_bytes_are_what_the_fields_hold(name, side, head_dim):
 @pytest.mark.parametrize(("name", "side"), EVERY)
 def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     """On a device without numbers, which refuses to meet another; only whether all is finite cannot be asked there."""
-    for module in (blocks, plain, rotated, turboquant):
+    for module in (compared, rotated):
         monkeypatch.setattr(module, "require_finite", lambda x: None)
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")

@@ -7,9 +7,8 @@ import torch
 from haarkv.codebooks import hadamard_signs
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import NonFiniteVectorError
-from haarkv.tq_ops.formats.blocks import HadamardTBQ4
+from haarkv.tq_ops.formats.compared import HadamardTBQ4, Kivi
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
-from haarkv.tq_ops.formats.plain import Kivi
 from haarkv.tq_ops.kv.kept import Kept
 
 

@@ -11,8 +11,8 @@ from levels import compare_levels
 from haarkv.codebooks import haar_rotation, lloyd_max
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.arithmetic import fwht, round_half_away, square_root, sum_in_order, sum_pairwise
+from haarkv.tq_ops.formats.compared import Kivi
 from haarkv.tq_ops.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
-from haarkv.tq_ops.formats.plain import Kivi
 from haarkv.tq_ops.formats.rotated import choose_levels, exact_norm
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 //
 // Compiled at run time for one shape. Defined by the caller: HEADS KV heads, GROUP query heads of each (up to 16), HEAD_DIM
 // (64, 128 or 256; 64 for 4 bits alone), K_BITS and V_BITS of a level (2, 3 or 4), BLOCK tokens of a block (a multiple of 16),
-// PROCESSOR_BLOCKS thread blocks a processor, ROTATION_FP32, TAIL newest and SINK first tokens that are seen in BF16, WINDOW
+// PROCESSOR_BLOCKS thread blocks a processor, TAIL newest and SINK first tokens that are seen in BF16, WINDOW
 // tokens that a query sees, 0 for all. Of learned keys K_LEARNED is 1 and K_BITS is the mean, 2 to 5; K_COLUMNS, K_PARTS and
 // K_CUBIC then say what learned.cuh needs.
 //

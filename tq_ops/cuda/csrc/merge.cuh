@@ -112,21 +112,17 @@ __device__ __forceinline__ void normalize() {
 
 // Eight numbers of the rotation's row from `index` on.
 __device__ __forceinline__ void load_rotation(float (&out)[8], const Arguments& given, int index) {
-#if ROTATION_FP32
-    for (int i = 0; i < 8; i += 4) *(float4*)(out + i) = *(const float4*)((const float*)given.rotation + index + i);
-#else
     uint4 four = *(const uint4*)((const half_bits*)given.rotation + index);
     word pairs[4] = {four.x, four.y, four.z, four.w};
     for (int i = 0; i < 4; i++) {
         out[2 * i] = __uint_as_float(pairs[i] << 16);
         out[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
     }
-#endif
 }
 
 // The rotation is needed last, by whoever merges, and lies in no cache: ask for it first.
 __device__ __forceinline__ void fetch_rotation(const Arguments& given) {
-    constexpr int SIZE = HEAD_DIM * HEAD_DIM * (ROTATION_FP32 ? 4 : 2);
+    constexpr int SIZE = HEAD_DIM * HEAD_DIM * 2;
     for (int i = 128 * thread(); i < SIZE; i += 128 * THREADS)
         asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)given.rotation + i));
 }

@@ -205,7 +205,7 @@ class SeedBytes(RotatedSide):
     """
 
     def quantize(self, x, count):
-        """As `tq_ops.formats.turboquant.TurboQuant4Seed`.
+        """As `tq_ops.formats.rotated.TurboQuant4Seed`.
 
         Args:
             x: [count, D] FP32.
