@@ -19,9 +19,8 @@ from haarkv.models.catalog import path_of, read_config, source_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.planning.auto import (
     FORMATS,
     JUDGED_BY,
@@ -112,11 +111,9 @@ def chosen_before(file: Path) -> KVSpec | None:
 def remember(file: Path, chosen: Chosen) -> None:
     """Keep a choice; a folder that cannot be written keeps none."""
     measured = {"said": str(chosen), "rows": [row.measured for row in chosen.rows]}
-    text = plan_file.dumps(plan_for(chosen.spec, chosen.config), chosen.file.shape, measured)
-    content = calibration_file.dumps(replace(chosen.file, plan=text))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content)
+        plan_file.save(file, plan_for(chosen.spec, chosen.config), chosen.file.shape, measured, chosen.file)
     except (OSError, InputError):
         return
 
