@@ -42,7 +42,6 @@ class Kind:
         noun, taker: what it is, and the option or command that reads it.
         remedy: what to do where one is wanted and none is there.
         versions: the first one is written, the second with packed tensors.
-        entries: that its metadata has beside `key` and `sha256`, at least.
         blocks: a pattern of the names of those tensors that are not in `sha256`.
     """
 
@@ -51,20 +50,18 @@ class Kind:
     taker: str
     remedy: str
     versions: tuple[object, ...]
-    entries: tuple[str, ...]
     blocks: str = r"(?!)"
 
     def require(self, metadata: Mapping[str, object]) -> None:
         """Refuse metadata of another kind or version.
 
         Raises:
-            ValueError: with what it is instead, or lacks.
+            ValueError: with what it is instead.
+            KeyError: it is of no kind.
         """
         other = next((kind for kind in KINDS if kind.key in metadata), self)
-        if other.key != self.key and self.key not in metadata:
+        if other.key != self.key:
             raise ValueError(f"it is a {other.noun}, which {other.taker} takes")
-        if missing := {self.key, *self.entries} - metadata.keys():
-            raise ValueError("it lacks " + ", ".join(sorted(missing)))
         if (version := metadata[self.key]) not in self.versions:
             raise ValueError(f"its version is {shown(version)}, not {' or '.join(map(str, self.versions))}")
 
@@ -88,7 +85,7 @@ class Refusing:
             raise InputError(f"the {self.kind.noun} {self.name} cannot be read: {error.strerror or error}") from None
         if isinstance(error, _OF_CONTENT):
             plain = {SafetensorError: "it is truncated or no safetensors file", UnicodeDecodeError: "it is not UTF-8"}
-            reason = plain.get(type(error), error)
+            reason = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else plain.get(type(error), error)
             raise InputError(f"{self.name} is no {self.kind.noun}: {reason}; {self.kind.remedy}") from None
 
 
@@ -96,28 +93,15 @@ _OF_CONTENT = (SafetensorError, ValueError, TypeError, AttributeError, KeyError,
 
 
 CACHE = Kind(
-    "haarkv_cache", "stored cache", "--load-cache", "`tq cache save` writes one", ("1", "2"), ("length", "origin", "note"),
-    r"layers\.\d+\.[kv]\.(?!window$)[^.]+",
+    "haarkv_cache", "stored cache", "--load-cache", "`tq cache save` writes one", ("1", "2"),
+    blocks=r"layers\.\d+\.[kv]\.(?!window$)[^.]+",
 )  # fmt: skip
-PLAN = Kind(
-    "haarkv_plan", "KV plan", "--kv-plan", "`tq plan` writes one", (1,), ("model", "layers", "tail", "sink")
-)  # fmt: skip
+PLAN = Kind("haarkv_plan", "KV plan", "--kv-plan", "`tq plan` writes one", (1,))
 """JSON, without tensors and SHA-256."""
-CALIBRATION = Kind(
-    "haarkv_calibration", "calibration", "--calibration", "`tq calibrate` writes one", ("4",),
-    ("model", "fingerprint", "context", "learned", "plan"),
-)  # fmt: skip
-LEARNING = Kind(
-    "haarkv_calibrating", "half-done calibration", "`tq calibrate --resume`", "begin a new one", ("5",), ("run", "fits")
-)
-SCORES = Kind("haarkv_eval", "partial result", "`tq eval --resume`", "begin a new one", ("3",), ("run", "caches"))
-REPLAY = Kind(
-    "haarkv_replay", "replay file", "`tq dev replay`", "`tq validate --replay` writes one", ("5",),
-    (
-        "blocks", "config", "kv", "tail", "sink", "counts", "lengths", "phase", "step", "finding", "reference", "candidate",
-        "versions",
-    ),
-)  # fmt: skip
+CALIBRATION = Kind("haarkv_calibration", "calibration", "--calibration", "`tq calibrate` writes one", ("4",))
+LEARNING = Kind("haarkv_calibrating", "half-done calibration", "`tq calibrate --resume`", "begin a new one", ("5",))
+SCORES = Kind("haarkv_eval", "partial result", "`tq eval --resume`", "begin a new one", ("3",))
+REPLAY = Kind("haarkv_replay", "replay file", "`tq dev replay`", "`tq validate --replay` writes one", ("5",))
 KINDS = (CACHE, PLAN, CALIBRATION, LEARNING, SCORES, REPLAY)
 
 

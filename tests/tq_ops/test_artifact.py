@@ -26,7 +26,7 @@ def kind(request):
 
 
 def written(path, kind, tensors=TENSORS, **changes):
-    write(path, kind, dict.fromkeys(kind.entries, '"a\\nb"') | changes, tensors)
+    write(path, kind, {"run": '"a\\nb"'} | changes, tensors)
     return path
 
 
@@ -39,7 +39,7 @@ def same(one, other):
 
 def test_what_is_written_comes_back(tmp_path, kind):
     metadata, tensors = read(written(tmp_path / "f", kind), kind)
-    assert metadata == {kind.key: kind.versions[0], **dict.fromkeys(kind.entries, '"a\\nb"')}
+    assert metadata == {kind.key: kind.versions[0], "run": '"a\\nb"'}
     assert same(tensors, TENSORS)
     assert header(tmp_path / "f", kind).items() > metadata.items()
 
@@ -57,7 +57,7 @@ def test_any_flipped_bit_or_missing_end_is_refused_in_one_line(tmp_path, kind):
             header(path, kind)
 
 
-def test_another_kind_and_version_and_missing_entries_are_called_so(tmp_path, kind):
+def test_another_kind_and_version_are_called_so(tmp_path, kind):
     other = SCORES if kind is CALIBRATION else CALIBRATION
     for changes, words in (
         ({kind.key: "0"}, f"its version is '0', not {' or '.join(kind.versions)}"),
@@ -65,8 +65,8 @@ def test_another_kind_and_version_and_missing_entries_are_called_so(tmp_path, ki
     ):
         with pytest.raises(InputError, match=words):
             header(written(tmp_path / "f", kind if changes else other, **changes), kind)
-    save_file(TENSORS, tmp_path / "f", {kind.key: "1"})
-    with pytest.raises(InputError, match=f"it lacks {', '.join(sorted(kind.entries))};"):
+    save_file(TENSORS, tmp_path / "f")
+    with pytest.raises(InputError, match=f"is no {kind.noun}: it lacks {kind.key}; "):
         header(tmp_path / "f", kind)
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(InputError, match=f"^the {kind.noun} {path} cannot be read: "):
@@ -89,7 +89,7 @@ def test_a_resume_file_goes_on_with_the_same_run_alone(tmp_path):
 
 
 def packed(path, tensors):
-    write(path, CACHE, dict.fromkeys(CACHE.entries, ""), tensors, compress=True)
+    write(path, CACHE, {}, tensors, compress=True)
     return json.loads(header(path, CACHE)["packed"])
 
 

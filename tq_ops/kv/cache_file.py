@@ -151,9 +151,9 @@ def load(path: Path) -> tuple[StoredSequence, Origin]:
     metadata, tensors = artifact.read(path, CACHE)
     with CACHE.refusing(path):
         origin = _origin(metadata["origin"])
-        token_ids, digests = tensors.pop("token_ids", None), tensors.pop("sha256", None)
-        if token_ids is None or digests is None or token_ids.dtype != torch.int64 or token_ids.ndim != 1:
-            raise ValueError("it lacks its tokens or digests")
+        token_ids, digests = tensors.pop("token_ids"), tensors.pop("sha256")
+        if token_ids.dtype != torch.int64 or token_ids.ndim != 1:
+            raise ValueError("its tokens are no ids")
         ids, earlier = tuple(token_ids.tolist()), None
         length = _count(metadata["length"], len(ids))
         if "earlier" in metadata:

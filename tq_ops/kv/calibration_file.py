@@ -122,10 +122,7 @@ def _basis(tensors: Mapping[str, Tensor], layer: int, shape: ModelShape) -> Basi
     }  # fmt: skip
     parts = {}
     for name, dtype in _DTYPES.items():
-        key = f"layers.{layer}.k.{name}"
-        if key not in tensors:
-            raise ValueError(f"it lacks {key}")
-        tensor = tensors[key]
+        tensor = tensors[key := f"layers.{layer}.k.{name}"]
         if tuple(tensor.shape) not in shapes[name] or tensor.dtype != dtype:
             raise ValueError(f"{key} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shapes[name][-1])}")
         if not torch.isfinite(tensor.float()).all():

@@ -134,7 +134,8 @@ class Partial:
         self._caches: dict[str, dict[str, Any]] = {}
         if earlier := artifact.resume(path, SCORES, self._run):
             metadata, self._tensors = earlier
-            self._caches = parse_json(metadata["caches"])
+            with SCORES.refusing(path):
+                self._caches = parse_json(metadata["caches"])
         for name, fingerprint in (caches or {}).items():
             if self._caches.setdefault(name, {"fingerprint": fingerprint})["fingerprint"] != fingerprint:
                 raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
