@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
@@ -283,11 +283,7 @@ class Session:
         Raises:
             InputError: the file cannot be read or is damaged, or it was made with another model, cache, rotation or version.
         """
-        here, made = self._origin(), cache_file.read_origin(Path(path))[1]
-        if made.weights.partition("-")[0] == here.weights.partition("-")[0]:
-            # Which channels are balanced follows from the cache, so what is wrong with the cache is said first.
-            replace(made, weights=here.weights).require_same(here, str(path))
-        stored = cache_file.load_for(Path(path), here, self.plan)
+        stored = cache_file.load_for(Path(path), self._origin(), self.plan)
         self.plan.require_context(len(stored.token_ids))
         return stored
 

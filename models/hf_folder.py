@@ -22,8 +22,7 @@ from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Wor
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
 from haarkv.models.words import FILES, tokenizer_in
 from haarkv.tq_ops.errors import InputError, warn
-from haarkv.tq_ops.input_files import MARK, read_file, read_json, size_of
-from haarkv.tq_ops.kv.safetensors_header import Header, header_in
+from haarkv.tq_ops.input_files import MARK, MOST_JSON, parse_json, read_file, read_json, size_of
 
 _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`: several times those of the largest that models come with."""
@@ -36,6 +35,8 @@ _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
 """What stands before the names of the text model's tensors where a model has other parts."""
+Header = dict[str, dict[str, Any]]
+"""Tensor name -> {dtype, shape, data_offsets}."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -319,7 +320,7 @@ def _saved(path: Path, written: int) -> _Saved:  # noqa: ARG001 - a file that is
 
 
 def read_header(path: Path) -> Header:
-    """Tensor name -> {dtype, shape, data_offsets} of a file, offsets from the file's beginning.
+    """The header of a file, offsets counted from the file's beginning.
 
     Raises:
         InputError: no file of tensors, or its header is cut off.
@@ -341,9 +342,22 @@ def read_header(path: Path) -> Header:
         if size < 8 or length > size - 8:
             raise InputError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
         try:
-            return header_in(file, length)
+            if length > MOST_JSON:
+                raise ValueError(f"its header would have {length:,} bytes, and at most {MOST_JSON:,} can be")
+            if not isinstance(entries := parse_json(file.read(length)), dict):
+                raise ValueError("its header is no object")
+            return {name: _entry(entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
         except ValueError as error:
             raise InputError(f"{path} is not a safetensors file: {error}") from None
+
+
+def _entry(entry: object, data: int) -> dict[str, Any]:
+    """One tensor of a header, its types checked; `data` is where the file's tensors begin."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+            if all(type(size) is int and size >= 0 for size in shape) and 0 <= begin <= end:
+                return {"dtype": dtype, "shape": shape, "data_offsets": [begin + data, end + data]}
+    raise ValueError("its header has an entry that is no tensor")
 
 
 def held_in(header: Header, name: str, path: Path) -> Held:

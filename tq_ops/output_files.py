@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from shutil import rmtree
 from types import TracebackType
 
 from haarkv.tq_ops.errors import InputError
@@ -42,7 +41,7 @@ def check_writable(path: Path) -> None:
     try:
         if target.exists():
             target.open("r+b").close()
-        with _begun(target, folder=False):
+        with _begun(target):
             pass
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
@@ -59,7 +58,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     target = path.resolve()
     try:
-        with _begun(target, folder=True) as half:
+        with _begun(target) as half:
             yield half / "content"
             (half / "content").replace(target)
     except OSError as error:
@@ -72,13 +71,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         InputError: the system refuses; the old file, if any, is as it was.
     """
-    target = path.resolve()
-    try:
-        with _begun(target, folder=False) as half:
-            half.write_bytes(content.encode() if isinstance(content, str) else content)
-            half.replace(target)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    with whole_file(path) as half:
+        half.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
@@ -95,7 +89,7 @@ def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
     target = path.absolute()
     check_folder(path, replaces=replaces)
     try:
-        with _begun(target, folder=True) as half:
+        with _begun(target) as half:
             yield half
             if target.exists():
                 check_folder(path, replaces=replaces)  # it may have changed meanwhile
@@ -132,21 +126,13 @@ def check_folder(path: Path, *, replaces: str | None = None) -> None:
 # -- What is half-written --------------------------------------------------------------------------------------------------
 
 
-def _beside(target: Path) -> Path:
-    """A temporary name in the same folder, so that renaming it is one step."""
-    return target.with_name(f".{target.name[:_SHOWN_NAME]}.{os.getpid()}.tmp")
-
-
 @contextmanager
-def _begun(target: Path, *, folder: bool) -> Iterator[Path]:
-    """A new empty file or folder beside the target, locked, which is removed in the end if it is still there."""
-    half = _beside(target)
+def _begun(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, locked, which is removed in the end if it is still there."""
+    half = target.with_name(f".{target.name[:_SHOWN_NAME]}.{os.getpid()}.tmp")  # in the same folder: renaming is one step
     with _alone_in(target.parent):
         _clear(target)
-        if folder:
-            half.mkdir()
-        else:
-            half.open("xb").close()
+        half.mkdir()
         lock = lock_alone(half)
     try:
         yield half
@@ -159,21 +145,25 @@ def _begun(target: Path, *, folder: bool) -> Iterator[Path]:
 def _clear(target: Path) -> None:
     """Remove what killed processes have left beside a target; put back an old folder that one had moved away."""
     name = re.compile(rf"\.{re.escape(target.name[:_SHOWN_NAME])}\.\d+\.(tmp|old)")
-    for left in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
-        lock = lock_alone(left)
-        if lock is None:  # somebody is at work on it
-            continue
+    for left in _left_in(target.parent, name):
         if left.suffix == ".old" and not target.exists() and len(target.name) <= _SHOWN_NAME:
             left.rename(target)
         else:
             _remove(left)
-        os.close(lock)
+
+
+def _left_in(folder: Path, name: re.Pattern[str]) -> Iterator[Path]:
+    """What has such a name in a folder, each locked for its turn; not what a process that lives has locked."""
+    for left in [path for path in folder.iterdir() if name.fullmatch(path.name)]:
+        if (lock := lock_alone(left)) is not None:
+            yield left
+            os.close(lock)
 
 
 def _remove(path: Path) -> None:
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
-            rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
 
@@ -257,7 +247,10 @@ class TemporaryFolder:
     def __init__(self, kind: str, parent: Path | None = None) -> None:
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         prefix = f"haarkv-{kind}-"
-        _clear_folders(parent, re.compile(rf"{re.escape(prefix)}(\d+)-\w+"))
+        for left in _left_in(parent, re.compile(rf"{re.escape(prefix)}\d+-\w+")):
+            with suppress(OSError):  # removed meanwhile
+                if left.stat().st_uid == os.geteuid() and not _lives(int(left.name[len(prefix) :].split("-")[0])):
+                    _remove(left)
         self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
         self._finalizer = weakref.finalize(self, _remove_folder, self.path, lock_alone(self.path), os.getpid())
 
@@ -270,18 +263,6 @@ class TemporaryFolder:
     def close(self) -> None:
         """Remove it."""
         self._finalizer()
-
-
-def _clear_folders(parent: Path, name: re.Pattern[str]) -> None:
-    """Remove what killed processes have left in a folder."""
-    for left in parent.iterdir():
-        found = name.fullmatch(left.name)
-        if not found or _lives(int(found[1])) or (lock := lock_alone(left)) is None:
-            continue
-        with suppress(OSError):
-            if left.stat().st_uid == os.geteuid():
-                shutil.rmtree(left, ignore_errors=True)
-        os.close(lock)
 
 
 def _lives(process: int) -> bool:
@@ -297,6 +278,6 @@ def _lives(process: int) -> bool:
 def _remove_folder(folder: Path, lock: int | None, process: int) -> None:
     if os.getpid() != process:  # a fork of the process whose it is
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     if lock is not None:
         os.close(lock)

@@ -221,7 +221,7 @@ def test_the_file_of_a_plan_is_a_cache(run, tmp_path):
     config = read_config(tmp_path / "checkpoint")
     plan = plan_of("k=tq6,v=tq4/tq4+tail8+sink2", config)
     file = tmp_path / "mine.json"
-    file.write_text(plan_file.dumps(plan, shape_of(config)), encoding="utf-8")
+    plan_file.save(file, plan, shape_of(config))
     assert plan_of(str(file), config) == plan
     code, out, _ = run("decode", "--kv", f"tq4,{file}", "--only", "step")
     assert code == 0

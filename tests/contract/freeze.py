@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/support"), str(Path(__file__).parent)]
 
-from frozen import DATA, TABLES, cache_bytes, calibration_content, plan_text, read, same_file, sequence, tiny  # noqa: E402
+from frozen import DATA, TABLES, cache_bytes, calibration_bytes, plan_text, read, same_file, sequence, tiny  # noqa: E402
 
 
 def write(name, content):
@@ -39,9 +39,9 @@ def freeze():
             write(name, table())
     session = tiny()
     with tempfile.TemporaryDirectory() as folder:
-        content = cache_bytes(Path(folder) / "cache", sequence(session), session._origin())
-    write_unless_same("cache.safetensors.xz", content)
-    write_unless_same("calibration.safetensors.xz", calibration_content(session))
+        path = Path(folder) / "file"
+        write_unless_same("cache.safetensors.xz", cache_bytes(path, sequence(session), session._origin()))
+        write_unless_same("calibration.safetensors.xz", calibration_bytes(path, session))
     (DATA / "plan.json").write_text(plan_text(session), encoding="utf-8")
 
 

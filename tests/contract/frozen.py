@@ -26,9 +26,8 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
-from haarkv.tq_ops.kv.calibration_file import dumps as calibration_bytes
+from haarkv.tq_ops.kv.calibration_file import save as save_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.safetensors_header import metadata_of
 from haarkv.tq_ops.kv.stored import take
 from tq.cli import main
 
@@ -151,7 +150,7 @@ def plan_text(session):
     return plan_file.dumps(SPEC.plan(config.num_layers), shape_of(config), {"budget": 4.5})
 
 
-def calibration_content(session):
+def calibration_bytes(path, session):
     """Coordinates that change places and signs of channels, and nothing else."""
     heads, dim = session.config.heads.num_kv_heads, session.config.heads.head_dim
     turned = torch.eye(dim).roll(1, 0) * torch.tensor([1.0, -1.0]).repeat(dim // 2)
@@ -162,14 +161,15 @@ def calibration_content(session):
     ]
     of = calibration_of(bases, 4096)
     file = CalibrationFile(of, shape_of(session.config), session.weights.partition("-")[0], {"tokens": 12}, "")
-    return calibration_bytes(file)
+    save_calibration(path, file)
+    return path.read_bytes()
 
 
 def same_file(content):
     """What a safetensors file says, whatever the order that its header is written in."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
-    return metadata_of(content), header, hashlib.sha256(content[8 + size :]).hexdigest()
+    return header, hashlib.sha256(content[8 + size :]).hexdigest()
 
 
 # -- Names ------------------------------------------------------------------------------------------------------------------

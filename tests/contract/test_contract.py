@@ -64,13 +64,15 @@ def test_a_plan_file_is_read_and_written_as_before(tiny):
     assert plan == frozen.SPEC.plan(layers)
 
 
-def test_a_calibration_file_is_read_and_written_as_before(tiny):
-    content = frozen.unpacked("calibration.safetensors.xz")
-    file = calibration_file.loads(content, "it")
+def test_a_calibration_file_is_read_and_written_as_before(tiny, tmp_path):
+    content, path = frozen.unpacked("calibration.safetensors.xz"), tmp_path / "calibration"
+    path.write_bytes(content)
+    file = calibration_file.load(path)
     assert (file.shape, file.calibration.context) == (shape_of(tiny.config), 4096)
     assert file.fingerprint == tiny.weights.partition("-")[0]
-    assert frozen.same_file(calibration_file.dumps(file)) == frozen.same_file(content)
-    assert frozen.same_file(frozen.calibration_content(tiny)) == frozen.same_file(content)
+    calibration_file.save(path, file)
+    assert frozen.same_file(path.read_bytes()) == frozen.same_file(content)
+    assert frozen.same_file(frozen.calibration_bytes(path, tiny)) == frozen.same_file(content)
 
 
 def test_public_names_and_their_parameters_stay():

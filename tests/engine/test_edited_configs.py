@@ -184,7 +184,7 @@ def test_what_differs_is_named_in_commands_and_conversations(saved, tmp_path, mo
 def test_a_plan_and_learned_keys_of_another_declaration_are_refused(saved, tmp_path, capsys, name):
     folder, config, _ = saved("qwen3")
     plan, learned = tmp_path / "plan.json", write_calibration(tmp_path / "it.safetensors", folder)
-    plan.write_text(plan_file.dumps(KVSpec("tq5").plan(2), shape_of(read_config(folder))))
+    plan_file.save(plan, KVSpec("tq5").plan(2), shape_of(read_config(folder)))
     other = str(edited(folder, tmp_path / "m", config | EDITS[name]))
     given = ["generate", "--model", other, "--prompt", "def", "--executor", "reference"]
     for more, made in (
@@ -211,7 +211,7 @@ def test_files_that_say_nothing_of_a_declaration_are_taken_with_one_line(saved, 
     stored, origin = cache_file.load(file)
     undeclared = replace(origin.shape, declaration="")
     cache_file.save(tmp_path / "old.cache", stored, replace(origin, shape=undeclared))
-    (tmp_path / "old.json").write_text(plan_file.dumps(KVSpec("tq4").plan(2), undeclared))
+    plan_file.save(tmp_path / "old.json", KVSpec("tq4").plan(2), undeclared)
     monkeypatch.chdir(tmp_path)
     given = ["generate", "--model", str(folder), "--executor", "reference", "--max-new-tokens", "2", "--allow-collapse"]
     words = "does not say how its model was configured; if config.json has changed since, "

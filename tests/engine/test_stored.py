@@ -7,20 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-import zstandard
 from bases import calibration
-from kills import every_moment
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import load_file
 
 import tq
+from haarkv.tq_ops import artifact
+from haarkv.tq_ops.artifact import CACHE
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of, pack, unpack
 from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, KVShape
 from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
 
@@ -234,90 +232,6 @@ def test_every_damaged_file_is_refused_in_one_line(file):
     assert taken < 25
 
 
-# -- Packed files ----------------------------------------------------------------------------------------------------------
-
-
-def packed_file(tmp_path, tokens=300):
-    plan = KVSpec("tq4").plan(1)
-    _, stored = stored_of(plan, tokens)
-    cache_file.save(tmp_path / "p", stored, cache_file.origin_of(plan, SHAPE, "weights"), compress=True)
-    return tmp_path / "p", stored
-
-
-def test_only_what_gains_is_packed(tmp_path):
-    """Scales and rows of zeros do, random codes do not; a file that is packed is smaller and holds the same."""
-    path, stored = packed_file(tmp_path)
-    raw = load_tensors(path.read_bytes())
-    described = json.loads(metadata_of(path.read_bytes())["packed"])
-    assert described["layers.0.k.scale"] == {"dtype": "float16", "shape": [3, 1, 128]}
-    draw = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 256, (3, 1, 128, 32), dtype=torch.uint8, generator=draw)
-    tensors, words = pack({"codes": codes, "zeros": torch.zeros_like(codes), "kept": torch.zeros(9)}, frozenset({"kept"}))
-    assert set(json.loads(words)) == {"zeros"}
-    assert torch.equal(tensors["codes"], codes)
-    assert tensors["zeros"].numel() < 100
-    assert sum(t.nbytes for t in raw.values()) < sum(t.nbytes for t in stored.tensors.values()) + 3 * 32 + 300 * 8
-    plain = tmp_path / "plain"
-    cache_file.save(plain, stored, cache_file.load(path)[1])
-    assert path.stat().st_size < plain.stat().st_size
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32])
-def test_packing_keeps_every_bit(dtype):
-    """Of any dtype, not-a-numbers too."""
-    bits = torch.randint(0, 40, (4, 2, 128, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    bits[0, 0, :2] = 255
-    tensor = bits.view(dtype)
-    packed, words = pack({"x": tensor})
-    assert json.loads(words)
-    found = unpack(packed, words, 4, tensor.nbytes // 4)["x"]
-    assert found.dtype == dtype
-    assert torch.equal(found.view(torch.uint8), bits)
-
-
-def altered(path, tensors=None, **packed):
-    """A packed file with other sizes or tensors, its SHA-256 taken anew, as another program would write it."""
-    content = path.read_bytes()
-    metadata, found = metadata_of(content), load_tensors(content) | (tensors or {})
-    described = json.loads(metadata["packed"])
-    described["layers.0.k.scale"] |= packed
-    metadata["packed"] = json.dumps(described)
-    del metadata["sha256"]
-    outside = {name: found[name] for name in ("token_ids", "sha256")}
-    path.write_bytes(save_tensors(found, metadata | {"sha256": digest_of(outside, metadata)}))
-
-
-BOMB = torch.frombuffer(bytearray(zstandard.compress(bytes(2**26))), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("packed", "tensors", "words"),
-    [
-        ({}, None, None),
-        ({"shape": [3, 2**40]}, None, "not described as a tensor of 3 blocks or fewer"),
-        ({"shape": [3, 1, 64]}, None, "does not hold 384 bytes"),
-        ({"shape": [3, -1, 128]}, None, "not described"),
-        ({"dtype": "uint8"}, None, "does not hold 384 bytes"),
-        ({}, {"layers.0.k.scale": BOMB}, "does not hold 768 bytes"),
-        ({}, {"layers.0.k.scale": BOMB.new_zeros(5)}, "cannot be unpacked"),
-        ({}, {"layers.0.k.scale": torch.zeros(3, 1, 128)}, "is said to be packed"),
-    ],
-)
-def test_a_packed_file_is_believed_nothing_before_it_is_unpacked(tmp_path, monkeypatch, packed, tensors, words):
-    path, stored = packed_file(tmp_path)
-    altered(path, tensors, **packed)
-    if words is None:
-        assert same(cache_file.load(path)[0], stored)
-        return
-    most = []
-    unpacker = zstandard.ZstdDecompressor
-    monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: most.append(0) or unpacker())
-    with pytest.raises(InputError, match=words) as refused:
-        cache_file.load(path)
-    assert "\n" not in str(refused.value)
-    assert len(most) <= 1  # the frames before it, of its own size
-
-
 def test_content_that_does_not_fit_its_header_is_refused(file):
     """With digests taken anew, as a file would be that another program wrote."""
     path, plan, stored, origin = file
@@ -336,58 +250,22 @@ def test_content_that_does_not_fit_its_header_is_refused(file):
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"haarkv_cache": "3"},
-        {"length": "-1"},
-        {"length": "1e3"},
-        {"origin": "[]"},
-        {"origin": '{"shape": 1}'},
-        {"sha256": ""},
-        {"earlier": "301"},
-    ],
+    "changed", [{"length": "-1"}, {"length": "1e3"}, {"origin": "[]"}, {"origin": '{"shape": 1}'}, {"earlier": "301"}]
 )
 def test_metadata_of_another_kind_is_refused(file, changed):
     path, plan, _, origin = file
-    content = path.read_bytes()
-    path.write_bytes(save_tensors(load_tensors(content), metadata_of(content) | changed))
-    with pytest.raises(InputError, match="is no stored cache"):
+    tensors = load_file(path)
+    metadata = {name: text for name, text in artifact.header(path, CACHE).items() if name != "sha256"}
+    artifact.write(path, CACHE, metadata | changed, tensors)
+    with pytest.raises(InputError, match=r"is no stored cache: (its (length|origin|model)|not a number)"):
         cache_file.load_for(path, origin, plan)
 
 
 def test_a_format_that_is_not_known_here_is_named(file):
-    path, content = file[0], file[0].read_bytes()
-    origin = json.loads(metadata_of(content)["origin"])
+    path = file[0]
+    metadata, tensors = artifact.read(path, CACHE)
+    origin = json.loads(metadata["origin"])
     origin["layers"][0] = "k=kvarn4,v=tq4"
-    path.write_bytes(save_tensors(load_tensors(content), metadata_of(content) | {"origin": json.dumps(origin)}))
-    with pytest.raises(InputError, match=r"^unknown KV format 'kvarn4'"):
+    artifact.write(path, CACHE, metadata | {"origin": json.dumps(origin)}, tensors)
+    with pytest.raises(InputError, match=r"c is no stored cache: unknown KV format 'kvarn4'"):
         cache_file.read_origin(path)
-
-
-def test_a_save_killed_at_any_time_leaves_the_old_file_or_the_new(tmp_path, monkeypatch):
-    """Before each of its changes, and with half of the file written."""
-    plan = KVSpec("bf16").plan(1)
-    origin = cache_file.origin_of(plan, SHAPE, "weights")
-    old, new = (
-        StoredSequence(
-            (token,) * 128, 128, {f"layers.0.{side}.data": torch.full((1, 1, 128, 64), token).bfloat16() for side in "kv"}
-        )
-        for token in (1, 2)
-    )
-    path = tmp_path / "c"
-    cache_file.save(path, old, origin)
-    content, write = path.read_bytes(), cache_file.save_file
-
-    def half_written(tensors, half, metadata):
-        half.write_bytes(content[: len(content) // 2])
-        half.open().close()  # a moment to be killed at
-        write(tensors, half, metadata)
-
-    monkeypatch.setattr(cache_file, "save_file", half_written)
-    for _ in every_moment(lambda: cache_file.save(path, new, origin)):
-        found = cache_file.load_for(path, origin, plan)
-        assert any(same(found, sequence) and found.token_ids == sequence.token_ids for sequence in (old, new))
-        cache_file.save(path, old, origin)
-    assert same(cache_file.load_for(path, origin, plan), new)
-    cache_file.save(path, old, origin)
-    assert [name.name for name in tmp_path.iterdir()] == ["c"]

@@ -94,7 +94,7 @@ def plan_in(folder: Path, layers=MIXED, **changed: object) -> Path:
     plan = KVPlan(tuple(formats.parse(kv, learned()) for kv in layers), **changed)
     file = CalibrationFile(learned(), OF_SHAPE, "0123456789abcdef", {}, plan_file.dumps(plan, OF_SHAPE))
     path = folder / "plan.safetensors"
-    path.write_bytes(calibration_file.dumps(file))
+    calibration_file.save(path, file)
     return path
 
 
@@ -253,7 +253,7 @@ def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_cont
     def asked(shape=OF_SHAPE, weights="0123456789abcdef", context=None, **options: object) -> VllmConfig:
         held = formats.Calibration(learned().k, "", context)
         path = tmp_path / "other.safetensors"
-        path.write_bytes(calibration_file.dumps(CalibrationFile(held, shape, weights)))
+        calibration_file.save(path, CalibrationFile(held, shape, weights))
         chosen._spec.cache_clear()
         chosen._plan.cache_clear()
         return real_config(additional_config={"haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(path)}, **options)

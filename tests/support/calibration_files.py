@@ -7,7 +7,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, save
 
 
 def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
@@ -24,5 +24,5 @@ def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
     if plan:
         chosen = replace(file.spec, **plan).plan(config.num_layers)
         file = replace(file, plan=plan_file.dumps(chosen, shape))
-    path.write_bytes(dumps(file))
+    save(path, file)
     return path

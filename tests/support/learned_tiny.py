@@ -37,5 +37,5 @@ def write_plan(path: Path, layers: Sequence[str], *, recent: int | None = None, 
     file = learned()
     plan = KVPlan(tuple(formats.parse(kv, file.calibration) for kv in layers), recent, sink)
     fields: Mapping[str, object] = {**vars(file), "plan": plan_file.dumps(plan, file.shape), **changed}
-    path.write_bytes(calibration_file.dumps(CalibrationFile(**fields)))
+    calibration_file.save(path, CalibrationFile(**fields))
     return path

@@ -114,14 +114,12 @@ def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
     assert tq("generate", "--kv-plan", "plan.safetensors", "--prompt", "def", "--max-new-tokens", 2, "--json")[0] == 0
 
 
-def test_a_cache_for_transformers_takes_the_file(tmp_path, checkpoint, written):
+def test_a_cache_for_transformers_takes_the_file(tq, tmp_path, checkpoint):
     transformers = pytest.importorskip("transformers")
     from tq.hf.cache import TQCache
 
-    file = calibration_file.loads(written, "it")
-    plan = replace(file.spec, kv="k=lr3,v=tq3").plan(2)
-    content = calibration_file.dumps(replace(file, plan=plan_file.dumps(plan, file.shape)))
-    (tmp_path / "plan.safetensors").write_bytes(content)
+    file = calibration_file.load(tmp_path / "it.safetensors")
+    plan_file.save(tmp_path / "plan.safetensors", replace(file.spec, kv="k=lr3,v=tq3").plan(2), file.shape, {}, file)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     cache = TQCache(model.config, plan=tmp_path / "plan.safetensors")
     ids = torch.tensor([list(TEXT.encode()[:40])])

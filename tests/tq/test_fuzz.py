@@ -13,16 +13,15 @@ from checkpoints import CONFIG, shard_name
 from fuzzing import Place, limited, tried
 from hypothesis import strategies as st
 from mutations import NUMBERS, TEMPLATES, WORDS, damaged, templates, wrong_json
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from haarkv.models.limited import render
+from haarkv.tq_ops import artifact
+from haarkv.tq_ops.artifact import CALIBRATION
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of
 from tq.cli import main
 
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
@@ -91,18 +90,17 @@ LEARNED = CalibrationFile(calibration_of(MADE_UP.k), SHAPE, "0123456789abcdef", 
 
 def try_calibration(place, data):
     learned = replace(LEARNED, plan=plan_file.dumps(KVSpec("k=lr3,v=tq4", calibration=LEARNED.calibration).plan(2), SHAPE))
-    content = calibration_file.dumps(learned)
-    tensors, metadata = load_tensors(content), metadata_of(content)
+    file = place.folder / "learned.safetensors"
+    calibration_file.save(file, learned)
+    content, (metadata, tensors) = file.read_bytes(), artifact.read(file, CALIBRATION)
 
-    def signed(entry):  # as whoever means harm would
-        del metadata["sha256"]
-        words = metadata | entry
-        return save_tensors(tensors, words | {"sha256": digest_of(tensors, words)})
+    def signed(entry):  # by another program
+        artifact.write(file, CALIBRATION, metadata | entry, tensors)
+        return file.read_bytes()
 
     wrong = st.sampled_from(["model", "learned", "plan"]).flatmap(
         lambda key: wrong_json(json.loads(metadata[key])).map(lambda text: signed({key: text}))
     )
-    file = place.folder / "learned.safetensors"
     file.write_bytes(data.draw(wrong | damaged(content, head=4000)))
     place.generate(*data.draw(st.sampled_from([["--calibration", file, "--kv", "k=lr3,v=tq4"], ["--kv-plan", file]])))
 

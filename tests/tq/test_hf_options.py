@@ -194,7 +194,7 @@ def write_plan(path, spec, **changes):
     right = model_shape(QWEN3)
     heads = {name: changes.pop(name) for name in ("num_kv_heads", "head_dim") if name in changes}
     shape = replace(right, layers=tuple(replace(layer, **heads) for layer in right.layers), **changes)
-    path.write_text(plan_file.dumps(spec.plan(2), shape), encoding="utf-8")
+    plan_file.save(path, spec.plan(2), shape)
     return path
 
 
@@ -221,14 +221,14 @@ def test_a_plan_file_of_tq_plan_fits_the_model_that_transformers_has(tmp_path, n
     theirs = getattr(transformers, f"{family}Config")(**{**SHAPE, **special})
     ours = hf_config.config_of(tmp_path, theirs.to_dict())
     path, plan = tmp_path / "plan.json", KVSpec("tq3").plan(ours.num_layers)
-    path.write_text(plan_file.dumps(plan, shape_of(ours)), encoding="utf-8")
+    plan_file.save(path, plan, shape_of(ours))
     assert {layer.k_format.name for layer in tq.TQCache(theirs, plan=path).layers} == {"tq3"}
 
 
 def test_a_plan_file_of_other_windows_is_refused(tmp_path):
     theirs = MistralConfig(**COMMON, head_dim=32, sliding_window=7)
     path = tmp_path / "plan.json"
-    path.write_text(plan_file.dumps(KVSpec("tq3").plan(2), model_shape(theirs)), encoding="utf-8")
+    plan_file.save(path, KVSpec("tq3").plan(2), model_shape(theirs))
     theirs.sliding_window = 8
     with pytest.raises(InputError, match="that see 7 tokens"):
         tq.TQCache(theirs, plan=path)

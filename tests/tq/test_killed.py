@@ -50,7 +50,7 @@ def test_a_folder_that_replaces_another_is_never_lost(tmp_path, monkeypatch, exc
 
 def write_failing(target):
     """Fails once it has begun, as on a full disk."""
-    with files._begun(target, folder=True), whole_folder(target):
+    with files._begun(target), whole_folder(target):
         pass
 
 
@@ -107,7 +107,7 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path):
     target = tmp_path / "plan.json"
     (tmp_path / ".plan.json.notes.tmp").touch()
     (tmp_path / ".other.json.7.tmp").touch()
-    with files._begun(target, folder=False) as half:
+    with files._begun(target) as half:
         moved = half.rename(tmp_path / ".plan.json.99999999.tmp")  # as of another process
         write_whole(target, "x")
         assert moved.exists()

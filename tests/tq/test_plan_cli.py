@@ -23,9 +23,7 @@ def tq(run, tmp_path, checkpoint):
     """Runs a command on the small checkpoint, in a folder with two texts and a plan."""
     (tmp_path / "text.txt").write_text(TEXT * 2, encoding="utf-8")
     (tmp_path / "unseen.txt").write_text(UNSEEN, encoding="utf-8")
-    (tmp_path / "plan.json").write_text(
-        plan_file.dumps(KVSpec("tq4", layers={1: "k=tq8,v=tq2"}, tail=3).plan(2), SHAPE), encoding="utf-8"
-    )
+    plan_file.save(tmp_path / "plan.json", KVSpec("tq4", layers={1: "k=tq8,v=tq2"}, tail=3).plan(2), SHAPE)
 
     return lambda command, *args: run(command, "--model", checkpoint, *args)
 

@@ -266,7 +266,7 @@ def folder(tmp_path_factory):
     write_checkpoint(folder / "m")
     shape = {name: ModelShape.uniform(2, 2, 32, hidden, 257) for name, hidden in (("plan", 64), ("other", 80))}
     for name, of_model in shape.items():
-        (folder / f"{name}.json").write_text(plan_file.dumps(KVSpec("tq4").plan(2), of_model), encoding="utf-8")
+        plan_file.save(folder / f"{name}.json", KVSpec("tq4").plan(2), of_model)
     for name, text in (("text.txt", TEXT), ("unseen.txt", UNSEEN), ("short", "a"), ("empty", "")):
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "m.gguf").write_bytes(b"GGUF")

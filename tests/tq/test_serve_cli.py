@@ -143,9 +143,7 @@ def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked
     file = remembered.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
     file.parent.mkdir(parents=True)
     config = read_config("tiny")
-    file.write_text(
-        plan_file.dumps(KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_of(config)), encoding="utf-8"
-    )
+    plan_file.save(file, KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_of(config))
     assert main(["serve", "tiny", *args]) == 0
     [cache] = taken
     assert cache == ({} if args == ["--kv", "tq4"] else {"haarkv_kv_plan": str(file)})

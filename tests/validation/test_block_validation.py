@@ -22,7 +22,7 @@ from haarkv.validation.faults.model import block_faults
 from haarkv.validation.layers.null import half_steps
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.replay.case import OneRun, judged
-from haarkv.validation.layers.replay.file import dumps, loads, replay_of
+from haarkv.validation.layers.replay.file import load, replay_of, save
 from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE
@@ -161,7 +161,7 @@ def test_the_contract_finds_an_x_of_fewer_bits():
 
 
 @pytest.mark.parametrize("bits", [16, 8])
-def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too(bits):
+def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too(bits, tmp_path):
     """Its blocks are in the file, and the bits of what they meet; what cannot be cut at their borders is not cut."""
     plain = MODELS[torch.float32]
     model = replace(plain, weights=plain.weights.placed(partial(rounding_to, bits=bits)))
@@ -181,7 +181,8 @@ def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too(bits):
     plan = KVSpec("tq4").plan(2)
     report = validate(pair[0](two, plan), broken(two, plan), two, PROMPTS, 0, plan)
     assert (report.first_divergence.layer, report.first_divergence.stage) == (1, "down_proj")
-    file = loads(dumps(replay_of([OneRun(report, two, PROMPTS, 0, plan, None, pair)], {"torch": "1"})), "file")
+    save(tmp_path / "file", replay_of([OneRun(report, two, PROMPTS, 0, plan, None, pair)], {"torch": "1"}))
+    file = load(tmp_path / "file")
     kept = file.case.weights.matrix("down_proj")
     assert isinstance(kept, Blocks)
     assert kept.x_bits == bits

@@ -83,7 +83,7 @@ def test_a_calibration_alone_is_used(tmp_path, asked):
     assert load("tiny", calibration=file).plan.describe() == f"k=lr4,v=tq4; tail {TAIL}; sink {SINKS}"
     assert load("tiny", calibration=file, tail=7, kv="k=lr3,v=tq3").plan.describe() == "k=lr3,v=tq3; tail 7"
     path = tmp_path / "a.safetensors"
-    path.write_bytes(calibration_file.dumps(file))
+    calibration_file.save(path, file)
     assert load("tiny", calibration=path).plan.describe() == f"k=lr4,v=tq4; tail {TAIL}; sink {SINKS}"
     assert not asked
 

@@ -25,8 +25,8 @@ from haarkv.validation.faults.layer import slips
 from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
 from haarkv.validation.layers.parts import load, new_cache, read_as, snapshot
+from haarkv.validation.layers.replay import file as replay_file
 from haarkv.validation.layers.replay.case import OneRun
-from haarkv.validation.layers.replay.file import dumps, loads, replay_of
 from haarkv.validation.layers.two_parts import Parts
 from haarkv.validation.layers.windows import (
     NOWHERE,
@@ -265,7 +265,7 @@ def test_a_short_prompt_says_which_windows_it_did_not_see():
 
 # -- As a file ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["the window is one token short"])
-def test_a_failing_layer_with_a_window_becomes_a_file_that_fails_alike(name):
+def test_a_failing_layer_with_a_window_becomes_a_file_that_fails_alike(name, tmp_path):
     model, plan = model_of(), WINDOWED.plan(CONFIG.num_layers)
     fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
 
@@ -275,8 +275,9 @@ def test_a_failing_layer_with_a_window_becomes_a_file_that_fails_alike(name):
 
     report = compared(model, fault.executor(model))
     make = (lambda of, _plan: ReferenceExecutor(of)), broken
-    found = replay_of([OneRun(report, model, PROMPTS, 1, plan, None, make)], {})
-    again = loads(dumps(found), "a file")
+    found = replay_file.replay_of([OneRun(report, model, PROMPTS, 1, plan, None, make)], {})
+    replay_file.save(tmp_path / "file", found)
+    again = replay_file.load(tmp_path / "file")
     assert (again.case.tail, again.case.sink) == (16, 4)
     assert again.finding["stage"] == fault.stage
     assert all(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands.eval import read_text
 from tq.groups import Command
@@ -97,7 +96,7 @@ def _judge(
     as_json: bool,
 ) -> int:  # fmt: skip
     """Judge what was learned of so many tokens, in so many seconds; write it, or say why not. The exit code."""
-    from haarkv.tq_ops.kv.calibration_file import dumps
+    from haarkv.tq_ops.kv.calibration_file import save
 
     found = subject.file_of(learning, {})
     with scoring(2 * judged.scored) as on_step:
@@ -109,7 +108,7 @@ def _judge(
     worse = learned.kl_mean >= tq4.kl_mean
     if written := force or not worse:
         found = subject.file_of(learning, report)
-        write_whole(out_file, dumps(found))
+        save(out_file, found)
     per_layer, peak = seconds / len(learning.layers), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with unread_is_fine():
         if as_json:
@@ -124,7 +123,7 @@ def _judge(
 
 def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path | None) -> Learning:
     """Learn all layers, or those that an earlier run has left."""
-    from haarkv.validation.planning.calibrate import resumed, saved
+    from haarkv.validation.planning.calibrate import resumed, save
 
     windows, held_back = ([each.fed(window) for window in each.windows] for each in (work, judged))
     tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_back))
@@ -133,30 +132,15 @@ def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "text or windows": hashlib.sha256(tokens).hexdigest()[:16],
     }
-    earlier = None
-    if resume_file is not None and resume_file.exists():
-        earlier = resumed(_kept(resume_file), run)
+    earlier = resumed(resume_file, run)
 
-    def save(state: Learning) -> None:
+    def on_layer(state: Learning) -> None:
         if resume_file is not None:
-            write_whole(resume_file, saved(state, run))
+            save(resume_file, state, run)
 
     left = subject.config.num_layers - len(earlier.layers if earlier else ())
     with scoring(left * (work.scored + judged.scored)) as on_step:
-        return subject.learn(windows, held_back, learning=earlier, save=save, on_step=on_step)
-
-
-def _kept(path: Path) -> bytes:
-    """What an earlier run has saved, unless it is plainly something else."""
-    from haarkv.tq_ops.errors import InputError
-    from haarkv.tq_ops.kv.safetensors_header import read_promised
-
-    try:
-        return read_promised(path, "", "haarkv_calibrating")
-    except InputError:
-        raise
-    except ValueError:
-        raise InputError(f"--resume: {path} is no half-done calibration; begin a new one") from None
+        return subject.learn(windows, held_back, learning=earlier, save=on_layer, on_step=on_step)
 
 
 def _print(rows: Sequence[FidelityRow], report: dict[str, Any]) -> None:

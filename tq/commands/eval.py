@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # Width of the whole table; a narrower terminal gets it in two parts.
 _WIDTH = 120
-# Bytes of a resume file: 33 for each token of each cache.
-_MOST_RESUME = 2**28
 
 
 @click.command("eval", cls=Command)
@@ -110,15 +108,11 @@ def read_text(name: str, option: str) -> str:
 
 def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
     """The results that an earlier run left in the file, if any, and where this run saves its own."""
-    from haarkv.tq_ops.input_files import read_file
     from haarkv.validation.fidelity.scores import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 
-    if path is None:
-        return Partial()
-    content = read_file(path, _MOST_RESUME) if path.exists() else None
     caches = {name: cache_fingerprint(side) for name, side in setup.caches.items()}
-    return Partial(content, run_fingerprint(setup, plan), caches, lambda saved: write_whole(path, saved))
+    return Partial(path, run_fingerprint(setup, plan), caches)
 
 
 def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:

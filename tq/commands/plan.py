@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.output_files import write_whole
 from haarkv.tq_ops.words import counted
 from tq import options
 from tq.commands.eval import open_partial, read_text
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from haarkv.models.config import ModelConfig
     from haarkv.tq_ops.formats import Calibration
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
-    from haarkv.tq_ops.kv.plan import KVPlan
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
     from haarkv.validation.planning.candidates import Costs, Verified
     from haarkv.validation.planning.planner import Allocation
@@ -77,8 +75,9 @@ def command(
     if text == other:
         raise click.UsageError("--text and --verify are the same text, which cannot judge what it chose; give another one")
     options.check_outputs(out=out_file, resume=resume_file)
+    from haarkv.engine.plans import shape_of
     from haarkv.models.catalog import read_config
-    from haarkv.tq_ops.kv import calibration_file
+    from haarkv.tq_ops.kv import calibration_file, plan_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
     from haarkv.validation.planning.candidates import CANDIDATES, LEARNED, TAILS, everywhere, require_candidates
@@ -105,7 +104,7 @@ def command(
     verified = _verify(setup, request, found, texts[1], verify_tokens)
     written, measured = force or verified.beaten_by is None, measured_by(budget, request.context, found, verified)
     if written:
-        write_whole(out_file, request.file_of(found.choice.plan, measured))
+        plan_file.save(out_file, found.choice.plan, shape_of(config), measured, learned)
     with unread_is_fine():
         if as_json:
             print(json.dumps({"plan": str(out_file) if written else None, **measured}))
@@ -138,15 +137,6 @@ class _Request:
         from haarkv.validation.planning.candidates import CANDIDATES
 
         return list(dict.fromkeys([*self.names, *(CANDIDATES if self.learned else ())]))
-
-    def file_of(self, plan: KVPlan, measured: Mapping[str, Any]) -> str | bytes:
-        """What is written: the plan, in its calibration's file if it has one."""
-        from haarkv.engine.plans import shape_of
-        from haarkv.tq_ops.kv import calibration_file
-        from haarkv.tq_ops.kv.plan_file import dumps
-
-        text = dumps(plan, shape_of(self.config), measured)
-        return text if self.learned is None else calibration_file.dumps(replace(self.learned, plan=text))
 
     def choices(self, costs: Costs) -> list[Allocation]:
         from haarkv.validation.planning.planner import choices_within

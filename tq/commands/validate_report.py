@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.layers.report import finite, row_cells
 from tq.output import print_table, visible
 
@@ -162,16 +161,15 @@ def _change_row(change: Change) -> tuple[str, ...]:
 # -- A failing layer ---------------------------------------------------------------------------------------------------
 def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     """Write the failing layer; in words what was written, or why nothing was."""
-    from haarkv.validation.layers.replay.file import dumps, replay_of
+    from haarkv.validation.layers.replay.file import replay_of, save
 
     try:
         found = replay_of(runs, versions()[0])
     except InputError as error:
         return f"nothing was written: {error}"
-    content = dumps(found)
-    write_whole(file, content)
+    save(file, found)
     how = f"run it with tq dev replay {file} --executor {found.candidate}"
-    return f"{file} ({len(content):,} bytes): {found.case.describe()}; {how}"
+    return f"{file} ({file.stat().st_size:,} bytes): {found.case.describe()}; {how}"
 
 
 def is_same_failure(found: ReplayFile, report: Report) -> bool:

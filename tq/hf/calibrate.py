@@ -15,8 +15,8 @@ from transformers.masking_utils import sdpa_mask
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import Turns
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, dumps
-from haarkv.tq_ops.output_files import check_writable, write_whole
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, save
+from haarkv.tq_ops.output_files import check_writable
 from haarkv.validation.planning.calibrate import basis_of, fit_of
 from haarkv.validation.planning.moments import Moments, Recorded, Sums, over_positions
 from tq.hf.config import decoder_config, model_shape
@@ -64,7 +64,7 @@ def calibrate(
     context = None if turns else max(map(len, windows))
     file = CalibrationFile(calibration_of(bases, context), shape, weights, learned)
     if out is not None:
-        write_whole(Path(out), dumps(file))
+        save(Path(out), file)
     return file
 
 

@@ -1,10 +1,9 @@
-"""A stored sequence as a file: safetensors, what it may be loaded into, and a SHA-256 of each of its blocks.
+"""A stored sequence as a file, what it may be loaded into, and a SHA-256 of each of its blocks.
 
     tensors   those of `StoredSequence.tensors`; those of its `earlier` as `earlier.NAME`, never packed; `token_ids` [n] I64;
               `sha256` [blocks, 32] U8, of each block of all layers
-    metadata  haarkv_cache: "1", or "2" where tensors are packed; length; origin: what made it, as JSON; note: any text;
-              sha256: of the metadata, the tokens, the windows and the blocks' digests; of version 2 also packed: dtype and
-              shape of each packed tensor, as JSON; where there is an `earlier`, its length by that name
+    metadata  haarkv_cache: "1", or "2" where tensors are packed; length; origin: what made it, as JSON; note: any text; where
+              there is an `earlier`, its length by that name
 
 `origin` names the model by shape, declaration and fingerprint, the plan by its text, and rotations, tables and learned
 coordinates by their digest. A sequence continues only where all of that is the same.
@@ -14,33 +13,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from haarkv.tq_ops import formats
+from haarkv.tq_ops import artifact, formats
+from haarkv.tq_ops.artifact import CACHE
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.input_files import parse_json, size_of
+from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.plan_file import read_layers
 from haarkv.tq_ops.kv.recurrent import MOST_VERSIONS, StateShape
-from haarkv.tq_ops.kv.safetensors_header import digest_of, lacks, metadata_of, pack, start_of, unpack
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
 from haarkv.tq_ops.kv.stored import StoredSequence, in_blocks
-from haarkv.tq_ops.memory import require_memory
-from haarkv.tq_ops.output_files import whole_file
 
-PLAIN, PACKED = "1", "2"
-"""Versions of a file."""
 _EARLIER = "earlier."
-_KEYS = {"haarkv_cache", "length", "origin", "note", "sha256"}
 
 
 @dataclass(frozen=True)
@@ -75,10 +68,7 @@ class Origin:
             InputError: naming what differs.
         """
         self.shape.require_same(here.shape, name, "prefill again")
-        if self.weights != here.weights:
-            if self.weights.partition("-")[0] == here.weights.partition("-")[0]:
-                made, instead = ("other", "leave out") if "-" in self.weights else ("no", "give")
-                raise InputError(f"{name} was made with {made} channels balanced; {instead} --balance off, or prefill again")
+        if self.weights.partition("-")[0] != here.weights.partition("-")[0]:
             raise InputError(
                 f"{name} was made with other weights (fingerprint {self.weights}; this model's is {here.weights}); "
                 "prefill again"
@@ -97,6 +87,9 @@ class Origin:
             )
         if self.tables != here.tables:
             raise InputError(f"{name} was made with other rotations or learned coordinates of the same name; prefill again")
+        if self.weights != here.weights:  # which channels are balanced follows from the cache, which is as it should be
+            balanced, instead = ("other", "leave out") if "-" in self.weights else ("no", "give")
+            raise InputError(f"{name} was made with {balanced} channels balanced; {instead} --balance off, or prefill again")
 
     def require_fits(self, stored: StoredSequence, plan: KVPlan, name: str) -> None:
         """Refuse a sequence whose tensors are not those of a plan, whatever was said of where it came from.
@@ -135,19 +128,18 @@ def save(path: Path, stored: StoredSequence, origin: Origin, note: str = "", com
         InputError: the file cannot be written; an old one is as it was.
     """
     metadata = {
-        "haarkv_cache": PACKED if compress else PLAIN, "length": str(stored.length), "note": note,
+        "length": str(stored.length), "note": note,
         "origin": json.dumps(asdict(origin) | {"shape": origin.shape.as_json()}, sort_keys=True),
     }  # fmt: skip
+    tensors = {
+        **stored.tensors,
+        "token_ids": torch.tensor(stored.token_ids, dtype=torch.int64),
+        "sha256": _block_digests(stored),
+    }
     if stored.earlier:
         metadata["earlier"] = str(stored.earlier.length)
-    outside = _outside(stored)
-    outside["sha256"] = _block_digests(stored)
-    tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
-    if compress:
-        tensors, metadata["packed"] = pack(tensors, exact=frozenset(outside))
-    digest = digest_of(outside, metadata)
-    with whole_file(path) as half:
-        save_file(tensors | outside, half, metadata | {"sha256": digest})
+        tensors |= {_EARLIER + name: tensor for name, tensor in stored.earlier.tensors.items()}
+    artifact.write(path, CACHE, metadata, tensors, compress)
 
 
 def load(path: Path) -> tuple[StoredSequence, Origin]:
@@ -156,34 +148,21 @@ def load(path: Path) -> tuple[StoredSequence, Origin]:
     Raises:
         InputError: it cannot be read, is no such file, or is damaged.
     """
-    try:
-        metadata = _metadata(path)
-        require_memory(2 * size_of(path, "the cache "), f"the cache {path}", "name another file")
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        stated = metadata.pop("sha256")
-        token_ids, digests = tensors.pop("token_ids", None), tensors.pop("sha256", None)
-        if token_ids is None or digests is None or token_ids.dtype != torch.int64 or token_ids.ndim != 1:
-            raise ValueError("it lacks its tokens or digests")
-        ids = tuple(token_ids.tolist())
-        stored = StoredSequence(ids, _count(metadata["length"], len(ids)), tensors)
-        if "earlier" in metadata:
-            of_begin = {name.removeprefix(_EARLIER): tensors.pop(name) for name in [*tensors] if name.startswith(_EARLIER)}
-            begin = _count(metadata["earlier"], stored.length)
-            stored = replace(stored, earlier=StoredSequence(ids[:begin], begin, of_begin))
-        if digest_of(_outside(stored) | {"sha256": digests}, metadata) != stated:
-            raise ValueError("its content is not what its SHA-256 was taken of")
+    metadata, tensors = artifact.read(path, CACHE)
+    with CACHE.refusing(path):
         origin = _origin(metadata["origin"])
-        if metadata["haarkv_cache"] == PACKED:
-            numbers = max(shape.numbers for shape in origin.shape.layers if shape is not None)
-            block = 4 * BLOCK_SIZE * numbers  # of one side: no field has more
-            stored = replace(stored, tensors=unpack(tensors, metadata["packed"], len(digests), block))
+        token_ids, digests = tensors.pop("token_ids"), tensors.pop("sha256")
+        if token_ids.dtype != torch.int64 or token_ids.ndim != 1:
+            raise ValueError("its tokens are no ids")
+        ids, earlier = tuple(token_ids.tolist()), None
+        length = _count(metadata["length"], len(ids))
+        if "earlier" in metadata:
+            begin = _count(metadata["earlier"], length)
+            replaced = {name.removeprefix(_EARLIER): tensors.pop(name) for name in [*tensors] if name.startswith(_EARLIER)}
+            earlier = StoredSequence(ids[:begin], begin, replaced)
+        stored = StoredSequence(ids, length, tensors, earlier)
         _check_blocks(stored, digests)
         return stored, origin
-    except (SafetensorError, ValueError, TypeError, AttributeError, KeyError, OSError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is no stored cache: {error}; `tq cache save` writes one") from None
 
 
 def load_for(path: Path, origin: Origin, plan: KVPlan) -> StoredSequence:
@@ -207,13 +186,9 @@ def read_origin(path: Path) -> tuple[int, Origin]:
     Raises:
         InputError: as `load`.
     """
-    try:
-        metadata = _metadata(path)
-        return int(metadata["length"]), _origin(metadata["origin"])
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is no stored cache: {error}; `tq cache save` writes one") from None
+    metadata = artifact.header(path, CACHE)
+    with CACHE.refusing(path):
+        return _count(metadata["length"]), _origin(metadata["origin"])
 
 
 def read_note(path: Path) -> str:
@@ -222,8 +197,7 @@ def read_note(path: Path) -> str:
     Raises:
         InputError: as `load`.
     """
-    read_origin(path)
-    return _metadata(path)["note"]
+    return artifact.header(path, CACHE)["note"]
 
 
 def _expected(
@@ -265,43 +239,22 @@ def _blocks_of(shape: KVShape, length: int) -> int:
     return blocks_for(length) - (max(0, length - shape.window + 1) // BLOCK_SIZE if shape.window else 0)
 
 
-def _metadata(path: Path) -> dict[str, str]:
-    metadata = metadata_of(start_of(path, "the cache "))
-    if missing := _KEYS - set(metadata):
-        raise ValueError(lacks(metadata, *missing))
-    if (version := metadata["haarkv_cache"]) not in (PLAIN, PACKED):
-        raise ValueError(f"its version is {version}, not {PLAIN} or {PACKED}")
-    return metadata
-
-
 def _origin(text: str) -> Origin:
     raw: Any = parse_json(text)
     if not isinstance(raw, dict) or raw.keys() != {"shape", "weights", "layers", "tail", "sink", "tables", "made_by"}:
         raise ValueError("its origin is not described")
     shape = ModelShape.read(raw["shape"])
-    layers, tail, sink = raw["layers"], raw["tail"], raw["sink"]
-    if not isinstance(layers, list) or len(layers) != shape.num_layers or not all(isinstance(word, str) for word in layers):
-        raise ValueError(f"it does not name the formats of {shape.num_layers} layers")
-    if type(sink) is not int or not (tail is None or type(tail) is int):
-        raise ValueError("tail and sink are not numbers of tokens")
+    layers, tail, sink = read_layers(raw, shape)
     for pair in set(layers):
         if not formats.needs_calibration(pair):
             formats.parse(pair)
     return Origin(shape, str(raw["weights"]), tuple(layers), tail, sink, str(raw["tables"]), str(raw["made_by"]))
 
 
-def _count(text: str, most: int) -> int:
+def _count(text: str, most: int = 10**12) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
         raise ValueError("its length is not a number of its tokens")
     return int(text)
-
-
-def _outside(stored: StoredSequence) -> dict[str, Tensor]:
-    """What no block holds: the tokens, those in BF16, states, and what there was earlier."""
-    others = {name: tensor.contiguous() for name, tensor in stored.tensors.items() if not in_blocks(name)}
-    if stored.earlier:
-        others |= {_EARLIER + name: tensor.contiguous() for name, tensor in stored.earlier.tensors.items()}
-    return others | {"token_ids": torch.tensor(stored.token_ids, dtype=torch.int64)}
 
 
 def _fields(stored: StoredSequence) -> list[Tensor]:

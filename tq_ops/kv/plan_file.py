@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any
 
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.artifact import CALIBRATION, PLAN
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.input_files import parse_json, read_file
+from haarkv.tq_ops.input_files import parse_json, read_file, size_of
 from haarkv.tq_ops.kv import calibration_file
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, is_calibration
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.safetensors_header import lacks, metadata_of, start_of
-
-_VERSION = 1
-_KEYS = {"haarkv_plan", "model", "layers", "tail", "sink"}
+from haarkv.tq_ops.output_files import write_whole
 
 
 def dumps(plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = None) -> str:
@@ -36,7 +33,7 @@ def dumps(plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = 
         measured: what the plan was chosen by.
     """
     content = {
-        "haarkv_plan": _VERSION,
+        "haarkv_plan": 1,
         "model": shape.as_json(),
         "layers": [formats.describe(*pair) for pair in plan.layers],
         "tail": plan.recent,
@@ -44,6 +41,22 @@ def dumps(plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = 
         "measured": dict(measured or {}),
     }
     return json.dumps(content, indent=1) + "\n"
+
+
+def save(
+    path: Path, plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = None,
+    learned: CalibrationFile | None = None,
+) -> None:  # fmt: skip
+    """Write a plan, in its calibration's file if it has one.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    text = dumps(plan, shape, measured)
+    if learned:
+        calibration_file.save(path, replace(learned, plan=text))
+    else:
+        write_whole(path, text)
 
 
 def loads(text: str, name: str, learned: CalibrationFile | None = None) -> KVSpec:
@@ -55,27 +68,32 @@ def loads(text: str, name: str, learned: CalibrationFile | None = None) -> KVSpe
     Raises:
         InputError: no plan, one of another version, or one that contradicts itself.
     """
-    try:
+    with PLAN.refusing(name):
         content = parse_json(text)
-        if not isinstance(content, dict) or not content.keys() >= _KEYS:
-            raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(content if isinstance(content, dict) else ()))))
-        if content["haarkv_plan"] != _VERSION:
-            raise ValueError(f"its version is {shown(content['haarkv_plan'])}, not {_VERSION}")
+        PLAN.require(content if isinstance(content, dict) else {})
         shape = ModelShape.read(content["model"])
-        layers, tail, sink = content["layers"], content["tail"], content["sink"]
-        if not isinstance(layers, list) or len(layers) != shape.num_layers:
-            raise ValueError(f"it does not name the formats of {shape.num_layers} layers")
-        if type(sink) is not int or not (tail is None or type(tail) is int):
-            raise ValueError("tail and sink are not numbers of tokens")
+        layers, tail, sink = read_layers(content, shape)
         calibration = learned.calibration if learned else None
         for spec in layers:
-            formats.parse(str(spec), calibration)
+            formats.parse(spec, calibration)
         return KVSpec(
-            tail=tail, sink=sink, layers=dict(enumerate(map(str, layers))), made_for=shape, calibration=calibration,
+            tail=tail, sink=sink, layers=dict(enumerate(layers)), made_for=shape, calibration=calibration,
             weights=learned.fingerprint if learned else "",
         )  # fmt: skip
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{name} is no KV plan: {error}; `tq plan` writes one") from None
+
+
+def read_layers(content: Mapping[str, Any], shape: ModelShape) -> tuple[list[str], int | None, int]:
+    """Each layer's formats, tail and sink, as a file's JSON names them.
+
+    Raises:
+        ValueError: what it has in their place.
+    """
+    layers, tail, sink = content["layers"], content["tail"], content["sink"]
+    if not isinstance(layers, list) or len(layers) != shape.num_layers or not all(isinstance(word, str) for word in layers):
+        raise ValueError(f"it does not name the formats of {shape.num_layers} layers")
+    if type(sink) is not int or not (tail is None or type(tail) is int):
+        raise ValueError("tail and sink are not numbers of tokens")
+    return layers, tail, sink
 
 
 def load(path: Path | str) -> KVSpec:
@@ -84,18 +102,15 @@ def load(path: Path | str) -> KVSpec:
     Raises:
         InputError: it cannot be read or is no plan.
     """
-    begin = start_of(Path(path), "the plan ")
-    if is_calibration(begin):
-        metadata: Mapping[str, str] | None = None
-        with suppress(ValueError):  # damaged, which is said below
-            metadata = metadata_of(begin)
-        if metadata is not None and "haarkv_calibration" not in metadata:
-            raise InputError(f"{path} is no KV plan: {lacks(metadata, 'haarkv_calibration')}; `tq plan` writes one")
-        learned = calibration_file.load(path)
+    path = Path(path)
+    size_of(path, "the KV plan ")
+    with PLAN.refusing(path), path.open("rb") as file:
+        begin = file.read(10)
+    if begin[4:] == b'\0\0\0\0{"':  # a safetensors file, damaged or not: the length of its header comes first
+        learned = calibration_file.load(path, replace(CALIBRATION, noun="KV plan", remedy=PLAN.remedy))
         if not learned.plan:
             raise InputError(f"{path} is a calibration without a plan; `tq plan --calibration {path}` makes one")
         return loads(learned.plan, str(path), learned)
-    try:
-        return loads(read_file(Path(path), what="the plan ").decode(), str(path))
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is no KV plan: it is not UTF-8; `tq plan` writes one") from None
+    with PLAN.refusing(path):
+        text = read_file(path).decode()
+    return loads(text, str(path))

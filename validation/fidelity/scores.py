@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from reprlib import repr as shown
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
+from haarkv.tq_ops import artifact
+from haarkv.tq_ops.artifact import SCORES
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of
 
 # Logits that are scored at a time: float64 copies of a whole window's would take gigabytes with a large vocabulary, and larger
 # slices than this fall out of the CPU's cache.
@@ -111,39 +110,32 @@ def _first_best(logits: Tensor) -> NDArray[np.intp]:
 
 
 # -- What is kept of a run ------------------------------------------------------------------------------------------------
-_KIND, _VERSION = "haarkv_eval", "3"
 # Rewriting a file of some megabytes after each window of each cache would cost more than the windows.
 _SAVE_EVERY_S = 10.0
-T = TypeVar("T")
 
 
 class Partial:
     """Scores of windows and greedy matches, by cache, bit for bit: what an evaluation has done so far.
 
     Args:
-        content: what an earlier run has saved; None begins anew.
+        path: what an earlier run has saved, if it is there; this run saves all to it, every ten seconds at most, and in the
+            end. None saves nothing.
         run: what both runs must have in common, by a word for the user.
         caches: fingerprint of each cache that this run will ask for.
-        save: takes the whole content, every ten seconds at most, and in the end.
     Raises:
-        InputError: a content that is no partial result, or one of another run; it is left alone.
+        InputError: a file that is no partial result, or one of another run; it is left alone.
     """
 
     def __init__(
-        self,
-        content: bytes | None = None,
-        run: Mapping[str, str] | None = None,
-        caches: Mapping[str, str] | None = None,
-        save: Callable[[bytes], None] | None = None,
+        self, path: Path | None = None, run: Mapping[str, str] | None = None, caches: Mapping[str, str] | None = None
     ) -> None:
-        self._run, self._save, self._unsaved, self._saved_at = dict(run or {}), save, False, time.monotonic()
+        self._path, self._run, self._unsaved, self._saved_at = path, dict(run or {}), False, time.monotonic()
         self._tensors: dict[str, Tensor] = {}
         self._caches: dict[str, dict[str, Any]] = {}
-        if content is not None:
-            self._caches, self._tensors = resumed_from(
-                content, _KIND, _VERSION, self._run, "partial result of such a run",
-                lambda metadata, tensors: (parse_json(metadata["caches"]), tensors),
-            )  # fmt: skip
+        if earlier := artifact.resume(path, SCORES, self._run):
+            metadata, self._tensors = earlier
+            with SCORES.refusing(path):
+                self._caches = parse_json(metadata["caches"])
         for name, fingerprint in (caches or {}).items():
             if self._caches.setdefault(name, {"fingerprint": fingerprint})["fingerprint"] != fingerprint:
                 raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
@@ -164,54 +156,12 @@ class Partial:
         self._changed()
 
     def flush(self) -> None:
-        if self._save and self._unsaved:
-            self._save(resumable(_KIND, _VERSION, self._run, self._tensors, {"caches": json.dumps(self._caches)}))
+        if self._path and self._unsaved:
+            metadata = {"run": json.dumps(self._run), "caches": json.dumps(self._caches)}
+            artifact.write(self._path, SCORES, metadata, self._tensors)
             self._unsaved, self._saved_at = False, time.monotonic()
 
     def _changed(self) -> None:
         self._unsaved = True
         if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
             self.flush()
-
-
-def resumable(
-    kind: str, version: str, run: Mapping[str, str], tensors: Mapping[str, Tensor], about: Mapping[str, str]
-) -> bytes:
-    """The bytes of a file from which another run goes on, with a digest of all of it.
-
-    Args:
-        kind: the name of its version.
-        run: what another run must have in common with this one, by a word for the user.
-        about: what it holds beside tensors, each as JSON.
-    """
-    metadata = {kind: version, "run": json.dumps(dict(run)), **about}
-    content: bytes = save(dict(tensors), metadata | {"sha256": digest_of(tensors, metadata)})
-    return content
-
-
-def resumed_from(
-    content: bytes, kind: str, version: str, run: Mapping[str, str], what: str,
-    parse: Callable[[Mapping[str, str], dict[str, Tensor]], T],
-) -> T:  # fmt: skip
-    """What `parse` makes of the metadata and tensors of such a file.
-
-    Args:
-        what: such files are, in words.
-    Raises:
-        InputError: bytes that are none of this, or of another run, or damaged.
-    """
-    try:
-        metadata, tensors = metadata_of(content), load(content)
-        if (found := metadata[kind]) != version:
-            raise InputError(f"--resume: the file is of version {shown(found)}, not {version}; begin a new one")
-        if digest_of(tensors, {key: value for key, value in metadata.items() if key != "sha256"}) != metadata["sha256"]:
-            raise InputError("--resume: the file is damaged; begin a new one")
-        before, parsed = parse_json(metadata["run"]), parse(metadata, tensors)
-        another = next((word for word, value in run.items() if before.get(word) != value), None)
-    except InputError:
-        raise
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):
-        raise InputError(f"--resume: the file is no {what}; begin a new one") from None
-    if another:
-        raise InputError(f"--resume: the file was begun with another {another}; begin a new one")
-    return parsed

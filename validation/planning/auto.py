@@ -67,6 +67,8 @@ LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 
 """Tokens; each text is judged by so many at most. Sizes are those of a sequence of `CONTEXT` tokens."""
 JUDGED_FROM = 1024
 """Tokens with fewer before them do not count where a cache is judged: much of what they see is in BF16."""
+CHOSEN_BY = (TAILS, SINKS, LEARNED_FROM, PROBED_BY, KINDS_PROBED_BY, JUDGED_BY, JUDGED_FROM)
+"""With another of these a choice is another."""
 WINDOW = 1024
 TEXTS = ("Python's reference", "prose")
 """That judge."""

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
+from haarkv.tq_ops import artifact
+from haarkv.tq_ops.artifact import LEARNING
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
@@ -40,7 +43,6 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
-from haarkv.validation.fidelity.scores import resumable, resumed_from
 from haarkv.validation.planning.candidates import one_layer
 from haarkv.validation.planning.moments import Recorded, Sums, recording
 
@@ -209,7 +211,6 @@ def load_subject(
 
 
 # -- As a file to go on from -------------------------------------------------------------------------------------------
-_KIND, _VERSION = "haarkv_calibrating", "5"
 
 
 @dataclass
@@ -227,34 +228,36 @@ class Learning:
     hidden: Tensor | None = None
 
 
-def saved(learning: Learning, run: Mapping[str, str]) -> bytes:
-    """The bytes of a resume file.
+def save(path: Path, learning: Learning, run: Mapping[str, str]) -> None:
+    """Write a resume file.
 
     Args:
         run: what another run must have in common with this one, by a word for the user.
+    Raises:
+        InputError: it cannot be written.
     """
     tensors = {
-        f"{layer}.{part.name}": getattr(basis, part.name).contiguous()
+        f"{layer}.{part.name}": getattr(basis, part.name)
         for layer, basis in enumerate(learning.layers)
         for part in fields(Basis)
     }
     if learning.hidden is not None:
-        tensors["hidden"] = learning.hidden.contiguous()
-    return resumable(_KIND, _VERSION, run, tensors, {"fits": json.dumps(learning.fits)})
+        tensors["hidden"] = learning.hidden
+    artifact.write(path, LEARNING, {"run": json.dumps(dict(run)), "fits": json.dumps(learning.fits)}, tensors)
 
 
-def resumed(content: bytes, run: Mapping[str, str]) -> Learning:
-    """What an earlier run has saved.
+def resumed(path: Path | None, run: Mapping[str, str]) -> Learning | None:
+    """What an earlier run has saved; None if there is no such file.
 
     Raises:
-        InputError: bytes that are none of this, or of another run, or damaged.
+        InputError: a file that is none of this, or of another run, or damaged.
     """
-
-    def parse(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Learning:
+    if (earlier := artifact.resume(path, LEARNING, run)) is None:
+        return None
+    metadata, tensors = earlier
+    with LEARNING.refusing(path):
         fits = [float(fit) for fit in parse_json(metadata["fits"])]
         layers = [
             Basis(**{part.name: tensors[f"{layer}.{part.name}"] for part in fields(Basis)}) for layer in range(len(fits))
         ]
         return Learning(layers, fits, tensors["hidden"])
-
-    return resumed_from(content, _KIND, _VERSION, run, "half-done calibration", parse)

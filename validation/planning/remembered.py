@@ -14,27 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from haarkv.engine.plans import SINKS, default_spec, plan_for, shape_of
+from haarkv.engine.plans import default_spec, plan_for, shape_of
 from haarkv.models.catalog import path_of, read_config, source_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.output_files import write_whole
-from haarkv.validation.planning.auto import (
-    FORMATS,
-    JUDGED_BY,
-    JUDGED_FROM,
-    KINDS_PROBED_BY,
-    LEARNED_FROM,
-    LOSS,
-    PROBED_BY,
-    TAILS,
-    Chosen,
-    choose,
-    names_for,
-)
+from haarkv.validation.planning.auto import CHOSEN_BY, FORMATS, LOSS, Chosen, choose, names_for
 from haarkv.validation.planning.calibrate import load_subject, unlearnable
 
 _VERSION = 7
@@ -80,22 +67,7 @@ def file_for(model: str, loss: float, layers: int | None = None, executor: str |
     source, declaration = source_of(model), shape_of(read_config(model, layers)).declaration
     files = [] if source is None else source.files()
     seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    about = [
-        _VERSION,
-        model if source is None else "",
-        layers,
-        declaration,
-        seen,
-        loss,
-        names_for(executor),
-        TAILS,
-        SINKS,
-        LEARNED_FROM,
-        PROBED_BY,
-        KINDS_PROBED_BY,
-        JUDGED_BY,
-        JUDGED_FROM,
-    ]
+    about = [_VERSION, model if source is None else "", layers, declaration, seen, loss, names_for(executor), *CHOSEN_BY]
     return home() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.safetensors"
 
 
@@ -112,11 +84,9 @@ def chosen_before(file: Path) -> KVSpec | None:
 def remember(file: Path, chosen: Chosen) -> None:
     """Keep a choice; a folder that cannot be written keeps none."""
     measured = {"said": str(chosen), "rows": [row.measured for row in chosen.rows]}
-    text = plan_file.dumps(plan_for(chosen.spec, chosen.config), chosen.file.shape, measured)
-    content = calibration_file.dumps(replace(chosen.file, plan=text))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content)
+        plan_file.save(file, plan_for(chosen.spec, chosen.config), chosen.file.shape, measured, chosen.file)
     except (OSError, InputError):
         return
 

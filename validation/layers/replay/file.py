@@ -1,12 +1,11 @@
-"""A replay file: one failing layer as safetensors, with all that a run needs and a SHA-256 of it.
+"""A replay file: one failing layer with all that a run needs.
 
 tensors   hidden [T, hidden]; weights.FIELD of the layer, of blocks their bytes, with .rows and .columns their scales;
           before.PART.FIELD, its cache: PART is k, v or, where tokens stay in BF16, window.k, sink.k, …; learned.k.NAME for
           formats of learned coordinates; expected.hidden, .k, .v and .PART.FIELD, which the reference made of it
 metadata  haarkv_replay: "5"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; blocks:
           the type of each weight that lies in some, by field; activation_bits: of what these meet; finding, reference,
-          candidate: what failed and how; versions;
-          sha256, of all of the rest
+          candidate: what failed and how; versions
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
@@ -29,11 +25,10 @@ from haarkv.models.gguf_file import block_type_named
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import tensors_of
-from haarkv.tq_ops import formats
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops import artifact, formats
+from haarkv.tq_ops.artifact import REPLAY
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.safetensors_header import digest_of, metadata_of, read_promised
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
 from haarkv.tq_ops.weight import Blocks, Weight, memory_of, rounding_to
 from haarkv.validation.layers.forward import MadeLayer
@@ -48,11 +43,6 @@ from haarkv.validation.layers.replay.case import (
     is_learned,
 )
 
-VERSION = "5"
-_KEYS = {
-    "haarkv_replay", "blocks", "config", "kv", "tail", "sink", "counts", "lengths", "phase", "step", "finding", "reference",
-    "candidate", "versions", "sha256",
-}  # fmt: skip
 _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _MOST_LAYERS = 1024
 """Of a model; each that stands before the failing one is made, too."""
@@ -90,13 +80,16 @@ def replay_of(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile
     return ReplayFile(case, expected(case, run.make[0]), finding.described(), *names, versions)
 
 
-def dumps(file: ReplayFile) -> bytes:
-    """The bytes of a replay file."""
+def save(path: Path, file: ReplayFile) -> None:
+    """Write a replay file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
     case = file.case
-    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in _tensors(case, file.made).items()}
+    tensors = {name: tensor.cpu().clone() for name, tensor in _tensors(case, file.made).items()}
     blocks = {field: weight for field, _, weight in case.weights.named() if isinstance(weight, Blocks)}
     metadata = {
-        "haarkv_replay": VERSION,
         "blocks": json.dumps({field: weight.type.name for field, weight in blocks.items()}),
         "config": json.dumps(_described(case.config), sort_keys=True),
         "kv": case.kv,
@@ -112,8 +105,7 @@ def dumps(file: ReplayFile) -> bytes:
         "candidate": file.candidate,
         "versions": json.dumps(dict(file.versions), sort_keys=True),
     }
-    content: bytes = save_tensors(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
-    return content
+    artifact.write(path, REPLAY, metadata, tensors)
 
 
 def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
@@ -130,54 +122,21 @@ def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
     return found
 
 
-def loads(content: bytes, name: str) -> ReplayFile:
-    """What the bytes of a replay file say.
-
-    Args:
-        name: of the file, for messages.
-    Raises:
-        InputError: no replay file, one of another version, or a damaged one.
-    """
-    try:
-        metadata = metadata_of(content)
-        if not metadata.keys() >= _KEYS:
-            raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(metadata))))
-        if metadata["haarkv_replay"] != VERSION:
-            raise ValueError(f"its version is {metadata['haarkv_replay']}, not {VERSION}")
-        tensors = load_tensors(content)
-        stated = metadata.pop("sha256")
-        if digest_of(tensors, metadata) != stated:
-            raise ValueError("its content is not what its SHA-256 was taken of")
-        case = _read_case(tensors, metadata)
-        made = MadeLayer(
-            case.index, forward_of(case), [], case.before, case.hidden, tensors["expected.hidden"],
-            (tensors["expected.k"], tensors["expected.v"]), _read_stored(tensors, "expected"),
-        )  # fmt: skip
-        texts = (
-            parse_json(metadata["finding"]),
-            metadata["reference"],
-            metadata["candidate"],
-            parse_json(metadata["versions"]),
-        )
-        return ReplayFile(case, made, *texts)
-    except InputError:
-        raise
-    except (SafetensorError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
-        raise InputError(f"{name} is no replay file: {error}; `tq validate --replay` writes one") from None
-
-
 def load(path: Path | str) -> ReplayFile:
     """Read a replay file.
 
     Raises:
         InputError: it cannot be read, or is none.
     """
-    try:
-        return loads(read_promised(Path(path), "the replay file ", "haarkv_replay"), str(path))
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is no replay file: {error}; `tq validate --replay` writes one") from None
+    metadata, tensors = artifact.read(Path(path), REPLAY)
+    with REPLAY.refusing(path):
+        case = _read_case(tensors, metadata)
+        layer = MadeLayer(
+            case.index, forward_of(case), [], case.before, case.hidden, tensors["expected.hidden"],
+            (tensors["expected.k"], tensors["expected.v"]), _read_stored(tensors, "expected"),
+        )  # fmt: skip
+        finding, versions = parse_json(metadata["finding"]), parse_json(metadata["versions"])
+        return ReplayFile(case, layer, finding, metadata["reference"], metadata["candidate"], versions)
 
 
 def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LayerCase:
