@@ -1,4 +1,4 @@
-"""Drafts by a model: a smaller one of the same tokens, or the model itself over a coarser copy of its cache."""
+"""Drafts by a smaller model of the same tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ from haarkv.models.caches import new_cache
 from haarkv.tq_ops.kv.batch import uploaded
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.stored import carry_over
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(DraftSource):
-    """Drafts by an executor with a KV cache of its own.
-
-    Attributes:
-        copies: the executor is the model's own. A drafter begins with a copy of the model's cache, stored by its own plan.
-    """
+    """Drafts by an executor with a KV cache of its own."""
 
     executor: Executor
     plan: KVPlan
-    copies: bool = False
 
     def begin(self, beginning: Beginning) -> Drafter:
         return _ModelDrafter(self, beginning)
@@ -89,11 +83,7 @@ class _ModelDrafter:
         paging, ids = self._beginning.paging, self._beginning.sequences
         able = {row: text[: paging.length(ids[row])] for row, text in texts.items() if self._can_read(text)}
         self._sequences = {row: _Sequence(self._paging.add(), len(text)) for row, text in able.items()}
-        for row, text in able.items() if self._source.copies else ():
-            carry_over(
-                self._beginning.cache, paging.places(ids[row]), len(text), self._cache, self._paging, self._sequences[row].id
-            )
-        if able and not self._source.copies:
+        if able:
             self._read(able)
 
     def behind(self, texts: Mapping[int, Sequence[int]]) -> int:

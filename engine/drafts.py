@@ -56,14 +56,13 @@ class Beginning:
     Attributes:
         max_context: tokens of prompt and text that are stored of each at most.
         vocab_size: the model's; a drafter's distributions have as many numbers.
-        cache, paging, sequences: where the model keeps them.
+        paging, sequences: where the model keeps them.
     """
 
     prompts: Sequence[Sequence[int]]
     max_context: int
     vocab_size: int
     sampling: Sampling
-    cache: PagedKVCache
     paging: PagedSequences
     sequences: Sequence[int]
     follower: Follower | None = None

@@ -170,7 +170,7 @@ def generate(
         speculation = None
         if draft and max_new_tokens > 1:
             beginning = Beginning(
-                prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences, follower, unused_ids
+                prompts, max_context, executor.config.vocab_size, sampling, paging, sequences, follower, unused_ids
             )
             speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.experience)
             timing.drafts = speculation.cost
