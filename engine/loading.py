@@ -97,7 +97,7 @@ def load(
     config = read_config(name, layers)
     split = Split(config, ranks.rank, ranks.size)
     part, plan = split.part, plan_for(spec, config, split)
-    selected = select(executor, part, [plan], device=device, dtype=dtype)
+    selected = select(executor, part, [plan], device=device, dtype=dtype, ranks=ranks)
     check(selected.name, part, plan, device, ranks)
     generation = _sampling_of(name)
     dtype = dtype or info(selected.name).dtype
