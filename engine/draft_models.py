@@ -53,7 +53,7 @@ class _Sequence:
     drafted: list[int] = field(default_factory=list)
 
 
-class _ModelDrafter:
+class _ModelDrafter(Drafter):
     """A model that follows the texts.
 
     Unless it did not pay in earlier runs, it reads the prompts at once, as part of the time until the first token.

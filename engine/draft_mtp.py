@@ -78,7 +78,7 @@ class _Sequence:
         return self.first + self.stored
 
 
-class MTPDrafter:
+class MTPDrafter(Drafter):
     """A `Drafter`, and the follower that notes what it needs.
 
     While nothing is drafted, notes are all that it costs. The layer reads the newest `READ` at most: hidden states carry what
