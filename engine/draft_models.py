@@ -86,12 +86,6 @@ class _ModelDrafter(Drafter):
         if able:
             self._read(able)
 
-    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
-        if not self._opened:
-            return sum(map(len, texts.values()))
-        known = {row: ours.known + len(ours.drafted) for row, ours in self._sequences.items()}
-        return sum(max(len(text) - 1 - known[row], 0) for row, text in texts.items() if row in known and self._has_room(text))
-
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         if not self._opened:
             self._open(texts)

@@ -139,10 +139,6 @@ class MTPDrafter(Drafter):
         self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True, unused_ids=beginning.unused_ids)
         self._draws = beginning.sampling.temperature > 0
 
-    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
-        self._sort()
-        return sum(self._unread(index, text) - 1 for index, text in texts.items() if self._unread(index, text))
-
     @torch.inference_mode()
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         self._sort()

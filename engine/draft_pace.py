@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -142,12 +142,12 @@ class Pace:
         self._sequences = 0
         self._asked = False
 
-    def tokens(self, coming: int, behind: Callable[[], int] = lambda: 0) -> int:
+    def tokens(self, coming: int, missed: int = 0) -> int:
         """To be drafted in the next step at most.
 
         Args:
             coming: tokens of a sequence that are still asked for.
-            behind: says how many tokens the draft has missed, and reads before it drafts.
+            missed: tokens that the draft reads before it drafts.
         """
         if len(self._plain) < PLAIN or self._since_plain >= AGAIN:
             return 0
@@ -161,24 +161,20 @@ class Pace:
             return 0
         without = self.spent + self.ledger + min(coming, AHEAD) * plain  # the run's time without drafts
         left = self.ledger + SHARE * without
-        if known.reading and self._affordable(wanted, plain, left):  # else what was missed need not be counted
-            left -= behind() * known.reading
-        return self._affordable(wanted, plain, left)
-
-    def _affordable(self, wanted: int, plain: float, left: float) -> int:
-        """The most drafts up to `wanted` whose step, should none be taken, loses no more seconds than are left."""
-        while wanted and (self._experience.cost(wanted) - 1) * plain > left:
+        left -= missed * known.reading
+        # As many as lose no more seconds than are left, should none be taken.
+        while wanted and (known.cost(wanted) - 1) * plain > left:
             wanted -= 1
         return wanted
 
     def took(
-        self, seconds: float, wanted: int, drafts: Sequence[tuple[int, int]], reading: float = 0.0, behind: int = 0
+        self, seconds: float, wanted: int, drafts: Sequence[tuple[int, int]], reading: float = 0.0, missed: int = 0
     ) -> None:
         """Note a step.
 
         Args:
             drafts: of each sequence, tokens that were drafted and that were taken.
-            reading: seconds that it took before to read what the draft had missed, `behind` tokens.
+            reading: seconds that it took before to read the `missed` tokens.
         """
         known, most = self._experience, max(proposed for proposed, _ in drafts)
         self._asked |= wanted > 0
@@ -192,11 +188,11 @@ class Pace:
         self._since_plain += 1
         self._since_more += 1
         self.spent += seconds + reading
-        if behind and known.reading and self._plain:  # as below, of interruptions
-            reading = min(reading, max(_INTERRUPTED * behind * known.reading, _undisturbed(self._plain)))
+        if missed and known.reading and self._plain:  # as below, of interruptions
+            reading = min(reading, max(_INTERRUPTED * missed * known.reading, _undisturbed(self._plain)))
         self.ledger -= reading
-        if behind:
-            known.read(behind, reading)
+        if missed:
+            known.read(missed, reading)
         if most == 0:  # nothing was asked for, or nothing came of it
             self._plain.append(seconds)
             self.plain.append(seconds / len(drafts))

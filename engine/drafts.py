@@ -80,10 +80,6 @@ class Drafter:
     begins as it did the last time.
     """
 
-    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
-        """Tokens of some sequences that `catch_up` would read."""
-        return 0
-
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Read what was missed of some sequences, so that `propose` takes as long as in the middle of drafting."""
 
@@ -218,8 +214,10 @@ class Speculation:
         self.pace = Pace(max(min([tokens, *limits]), 0), experience)
         self._advance: Advance | None = None
         # Of the last step, as `Pace.took` takes it.
-        self._seconds, self._wanted, self._reading, self._missed = 0.0, 0, 0.0, 0
+        self._seconds, self._wanted, self._reading, self._read = 0.0, 0, 0.0, 0
         self._drafts: list[tuple[int, int]] = []
+        # Tokens that came since the draft was asked last; None: all of the texts, of a draft that read no prompt.
+        self._missed: int | None = 0 if experience.hopeful else None
 
     def next(
         self, rows: Sequence[int], sequences: Sequence[int], texts: Mapping[int, Sequence[int]], room: Mapping[int, int]
@@ -231,24 +229,22 @@ class Speculation:
             texts: by row, what they are so far; the last token is not stored yet.
             room: by row, tokens beyond the next one that may still come.
         """
-        began, paused = time.perf_counter(), not self._wanted
-
-        def behind() -> int:
-            """Tokens to read before drafts; in the middle of drafting, the few that came are part of it."""
-            return self._drafter.behind(texts) if paused else 0
-
-        self._wanted, self._missed, self._reading = self.pace.tokens(1 + max(room.values()), behind), 0, 0.0
+        began = time.perf_counter()
+        if self._missed is None:
+            self._missed = sum(map(len, texts.values()))
+        self._wanted, self._read, self._reading = self.pace.tokens(1 + max(room.values()), self._missed), 0, 0.0
         proposals: dict[int, Proposal] = {}
         if self._wanted:
-            self._missed = behind()
             if self._missed:
                 self._drafter.catch_up(texts)
-                self._reading = time.perf_counter() - began
+                self._read, self._reading = self._missed, time.perf_counter() - began
             proposals = self._drafter.propose(texts, {row: min(self._wanted, room[row]) for row in rows})
         proposed = [proposals.get(row, _NOTHING) for row in rows]
         new = [[texts[row][-1], *drafts.token_ids] for row, drafts in zip(rows, proposed, strict=True)]
         came = self._checked(rows, sequences, new, proposed)
         self._drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(proposed, came, strict=True)]
+        # In the middle of drafting, the few tokens that came are part of it.
+        self._missed = 0 if self._wanted else self._missed + sum(map(len, came))
         self._seconds = time.perf_counter() - began - self._reading
         return came
 
@@ -277,7 +273,7 @@ class Speculation:
             self._advance = None
         if self._drafts:
             self._seconds += time.perf_counter() - began
-            self.pace.took(self._seconds, self._wanted, self._drafts, self._reading, self._missed)
+            self.pace.took(self._seconds, self._wanted, self._drafts, self._reading, self._read)
 
     def _judged(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
         if not self._sampler.settled:
