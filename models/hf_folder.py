@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_settings
-from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_templates
-from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
+from haarkv.models.source import MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_templates
+from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.models.words import FILES, tokenizer_in
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import MARK, read_file, read_json, size_of
@@ -30,8 +30,6 @@ _MOST_TOKENIZER = 2**27
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors of what a model has beside its text model; none is read."""
 _ROWS_AT_ONCE = 2**12
-_MORE_TOKENS = "mtp."
-"""How names of layers begin that predict several tokens at once (`models.mtp`)."""
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
@@ -85,7 +83,7 @@ class HFFolder:
         files = files_of_tensors(self.path)
         headers = {path: read_header(path) for path in sorted(set(files.values()))}
         for stored, path in files.items():
-            if (known := self.name_of(stored)) is None:
+            if (known := _text_name(stored)) is None:
                 continue
             held = held_in(headers[path], stored, path)
             for name, within, one in _unstacked(known, held):
@@ -95,10 +93,6 @@ class HFFolder:
                 if within:
                     self._within[name] = within
         return self._tensors
-
-    def name_of(self, stored: str) -> str | None:
-        """Hugging Face's name of a stored tensor in a model that reads text alone; None of what is not read."""
-        return None if _BESIDE_TEXT.match(stored) or stored.startswith(_MORE_TOKENS) else _text_name(stored)
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         path = self.tensors()[name].file
@@ -115,10 +109,6 @@ class HFFolder:
 
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> None:
         return None
-
-    def drafting(self) -> tuple[HFFolder, HFFolder] | None:
-        entry, layer = _DraftingEntry(self.path), _DraftingLayer(self.path)
-        return (entry, layer) if entry.tensors() else None
 
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
@@ -162,21 +152,10 @@ def _ends_differ(folder: Path, *written: int) -> bool:  # noqa: ARG001 - a file 
     return any(not torch.equal(*(source.read(end, torch.float32, (part,)) for end in (EMBEDDING, HEAD))) for part in rows)
 
 
-class _DraftingEntry(HFFolder):
-    def name_of(self, stored: str) -> str | None:
-        return stored if stored in DRAFTING_ENTRY else None
-
-
-class _DraftingLayer(HFFolder):
-    def name_of(self, stored: str) -> str | None:
-        if stored in DRAFTING_ENTRY or not stored.startswith(_MORE_TOKENS):
-            return None
-        own = stored.removeprefix(_MORE_TOKENS)
-        return FINAL_NORM if own == "norm.weight" else f"model.{own}" if own.startswith("layers.") else stored
-
-
-def _text_name(stored: str) -> str:
-    """Hugging Face's name of a tensor in a model that reads text alone."""
+def _text_name(stored: str) -> str | None:
+    """Hugging Face's name of a tensor in a model that reads text alone; None of what is not read."""
+    if _BESIDE_TEXT.match(stored):
+        return None
     if not (prefix := _TEXT.match(stored)):
         return stored
     rest = stored[prefix.end() :]
