@@ -39,7 +39,6 @@ class ExecutorInfo:
         missing: what is not installed without which it would run as another, slower one; None if nothing is.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
         programs: opens what calls single programs on a device, for an executor whose kernels are programs.
-        ahead: it has a `compile_ahead`, for what its first forwards with a cache would have to compile.
         whole_layers: its programs are whole layers, and ranks would have to meet twice within each.
         numbered: its first device is one of several, of which each rank takes its own.
         blocks: names of the types of quantised blocks that it multiplies with as they are, on the first of its devices.
@@ -54,7 +53,6 @@ class ExecutorInfo:
     missing: Callable[[], str | None] = lambda: None
     require: Callable[[str | None], object] = lambda _device: None
     programs: Callable[[str | None], Runner] | None = None
-    ahead: bool = False
     whole_layers: bool = False
     numbered: bool = False
     blocks: tuple[str, ...] = ()
@@ -162,11 +160,11 @@ EXECUTORS: dict[str, ExecutorInfo] = {
     ),
     "cuda": ExecutorInfo(
         partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True,
-        blocks=tuple(PLANES), ahead=True,
+        blocks=tuple(PLANES),
     ),
     "npu": ExecutorInfo(
         partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu,
-        programs=_npu_programs, ahead=True, whole_layers=True,
+        programs=_npu_programs, whole_layers=True,
     ),
     "onnx": ExecutorInfo(
         partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=True,
@@ -245,8 +243,7 @@ def create(
     executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
-    if entry.ahead:
-        cast(Any, executor).compile_ahead(plan, on_program or (lambda _: None))
+    executor.compile_ahead(plan, on_program or (lambda _: None))
     return executor
 
 

@@ -22,7 +22,6 @@ from haarkv.models.caches import new_cache
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.fused import with_stacks
 from haarkv.models.layer import DeltaNet
-from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
@@ -109,10 +108,6 @@ class CudaExecutor(Executor):
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         self._graphs = self.device.type == "cuda" and self._model.ranks.size == 1
         self._steps: WeakKeyDictionary[PagedKVCache, _Steps] = WeakKeyDictionary()
-
-    @property
-    def weights(self) -> Weights:
-        return self._model.weights
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:

@@ -12,7 +12,6 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
-from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -61,10 +60,6 @@ class NpuExecutor(Executor):
     @property
     def compiled(self) -> dict[str, float]:
         return self._runner.compiled
-
-    @property
-    def weights(self) -> Weights:
-        return self._model.weights
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:

@@ -39,10 +39,6 @@ class ReferenceExecutor(Executor):
         self.ops = ops
         self._model = model
 
-    @property
-    def weights(self) -> Weights:
-        return self._model.weights
-
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:  # noqa: ARG004
         return None
