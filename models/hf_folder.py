@@ -113,7 +113,8 @@ class HFFolder:
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
         settings, file = _optional_json(self.path / "tokenizer_config.json"), path if path.is_file() else None
-        special = _special_tokens(self.path, settings)
+        older = _optional_json(self.path / "special_tokens_map.json")
+        special = _special_tokens(settings, older)
         if file is None:
             path, tokenizer = tokenizer_in(self.path, settings, special)
         else:
@@ -122,11 +123,13 @@ class HFFolder:
                 tokenizer = FastTokenizer.from_buffer(content)
             except Exception as error:  # the library raises plain Exception
                 raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-        return Words(tokenizer, path, file, _chat_templates(self.path, settings), special, self._ends(tokenizer, settings))
+        return Words(
+            tokenizer, path, file, _chat_templates(self.path, settings), special, self._ends(tokenizer, settings, older)
+        )
 
-    def _ends(self, tokenizer: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    def _ends(self, tokenizer: FastTokenizer, *files: Mapping[str, Any]) -> tuple[int, ...]:
         """What `generation_config.json` says, and both files of a tokenizer."""
-        named = (_text(of.get("eos_token")) for of in (settings, _optional_json(self.path / "special_tokens_map.json")))
+        named = (_text(of.get("eos_token")) for of in files)
         ids = [tokenizer.token_to_id(token) for token in named if token is not None]
         return (*eos_token_ids(_optional_json(self.sampling_path), self.sampling_path), *(id for id in ids if id is not None))
 
@@ -193,10 +196,10 @@ def _text(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
     """Texts of named special tokens, as transformers takes them together."""
     # Older files name them beside the settings, which then say nothing of added tokens.
-    named = settings if "added_tokens_decoder" in settings else settings | _optional_json(folder / "special_tokens_map.json")
+    named = settings if "added_tokens_decoder" in settings else settings | older
     tokens = {key: token for key, token in named.items() if key.endswith("_token")}
     for more in (named.get("model_specific_special_tokens"), named.get("extra_special_tokens")):
         tokens |= more if isinstance(more, dict) else {}
