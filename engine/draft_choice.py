@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import torch
 
 from haarkv.engine.draft_models import ModelSource
 from haarkv.engine.draft_mtp import MTPSource
@@ -24,11 +22,9 @@ from haarkv.models.weights import EMBEDDING, HEAD, Weights
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.weight import Weight, memory_of
+from haarkv.tq_ops.weight import memory_of
 
-SELF, NGRAM, MTP_LAYER = "self", "ngram", "mtp"
-SELF_TAIL, SELF_SINK = 64, 4
-"""Tokens that a coarser copy keeps in BF16, where the executor can: the newest, and the first."""
+NGRAM, MTP_LAYER = "ngram", "mtp"
 MOST_TOKENS = 32
 """Drafted tokens a step at most: with the one before them they fit into any cache's chunk."""
 
@@ -40,9 +36,9 @@ class DraftSpec:
     """A draft as it is asked for.
 
     Attributes:
-        name: `ngram`, `self`, `mtp`, or a smaller model's name.
+        name: `ngram`, `mtp`, or a smaller model's name.
         tokens: drafted a step at most.
-        kv: format of the draft's own cache; None for the coarsest that there is of `self`, and `tq4` of a model.
+        kv: format of the draft's own cache; `tq4` unless given.
     """
 
     name: str
@@ -68,7 +64,6 @@ class Target:
 
     name: str
     config: ModelConfig
-    plan: KVPlan
     executor: str
     device: str | None
     dtype: str
@@ -93,17 +88,8 @@ def choose(
         return lambda _: NgramSource()
     if spec.name == MTP_LAYER:
         return _by_its_own_layer(spec, target, on_program)
-    if spec.name == SELF:
-        if target.config.state_shapes:
-            raise InputError(
-                "--draft self copies K and V, and this model has layers with a recurrent state; take --draft mtp or ngram"
-            )
-        plan = _coarser(spec.kv, target)
-        return lambda executor: ModelSource(
-            name=SELF, executor=executor, plan=plan, shared_bytes=executor.weights.nbytes, copies=True
-        )
     if target.ranks.size > 1:
-        raise InputError("a draft model runs on one rank; take --draft ngram or self, or leave out --tensor-parallel")
+        raise InputError("a draft model runs on one rank; take --draft ngram, or leave out --tensor-parallel")
     config = read_config(spec.name)
     _require_same_tokens(spec.name, config, target)
     plan = _plan_of(spec, config, target)
@@ -114,7 +100,7 @@ def choose(
         kept = catalog.info(target.executor).block_types(target.device)
         loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent, keep_blocks=kept)
         balanced = balanced_for(loaded, plan, KVSpec(), target.balance).model
-        weights = _sharing(balanced.weights, executor.weights).to(executor.device)
+        weights = balanced.weights.to(executor.device)
         ropes, keeping = tables_of(config, executor.device), balanced.config.for_drafts(spec.tokens)
         model = replace(balanced, config=keeping, weights=weights, ropes=ropes)
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
@@ -122,49 +108,6 @@ def choose(
         return ModelSource(name=spec.name, executor=drafting, plan=plan, shared_bytes=shared)
 
     return load
-
-
-# -- The model itself --------------------------------------------------------------------------------------------------------
-
-
-def _coarser(kv: str | None, target: Target) -> KVPlan:
-    """The plan of a coarser copy: the fewest bytes of what the executor reads, with the newest tokens in BF16 if it can."""
-    shapes = target.config.kv_shapes
-    reasons: list[str] = []
-    for plan in _plans(kv, target.config):
-        if plan.bytes_per_token(shapes) >= target.plan.bytes_per_token(shapes):
-            break
-        if (reason := target.refuses(target.config, plan)) is None:
-            return plan
-        reasons.append(reason)
-    if kv is not None and reasons:
-        raise InputError(f"--draft self cannot keep its copy in {kv}: {reasons[-1]}")
-    if kv is not None:
-        raise InputError(f"--draft self needs a copy coarser than the cache, {target.plan.describe()}, and {kv} is not")
-    raise InputError(
-        f"executor {target.executor} reads no format coarser than {target.plan.describe()} for --draft self; "
-        "take --draft ngram, or a larger cache"
-    )
-
-
-def _plans(kv: str | None, config: ModelConfig) -> Iterator[KVPlan]:
-    """Plans of one format, those of fewer bytes first, each with tokens in BF16 and then without."""
-
-    def bytes_of(name: str) -> float:
-        try:
-            plan = KVSpec(name).plan(config.num_layers)
-            return plan.bytes_per_token(config.kv_shapes) + plan.ring_bytes(config.kv_shapes, 1)
-        except InputError:  # it has no layout for this head_dim
-            return float("inf")
-
-    ours = [name for name in formats.names() if not formats.get(name).to_compare]
-    for name in [kv] if kv is not None else sorted(ours, key=bytes_of):
-        for spec in (KVSpec(name, tail=SELF_TAIL, sink=SELF_SINK), KVSpec(name)):
-            try:
-                yield plan_for(spec, config)
-            except InputError:
-                if kv is not None and spec.tail is None:
-                    raise
 
 
 def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | None) -> Callable[[Executor], DraftSource]:
@@ -217,21 +160,6 @@ def _plan_of(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
         except InputError as error:
             reason = str(error)
     raise InputError(f"the draft {spec.name} cannot run: {reason}")
-
-
-def _sharing(weights: Weights, lender: Weights) -> Weights:
-    """A draft's weights, with the target's own embedding and head where all their bytes agree."""
-
-    def shared(weight: Weight) -> Weight:
-        for other in (lender.embedding, lender.lm_head):
-            alike = type(weight) is type(other) and weight.shape == other.shape and weight.dtype == other.dtype
-            if alike and torch.equal(memory_of(weight).to(other.device), memory_of(other)):
-                return other
-        return weight
-
-    embedding = shared(weights.embedding)
-    tied = weights.lm_head is weights.embedding
-    return replace(weights, embedding=embedding, lm_head=embedding if tied else shared(weights.lm_head))
 
 
 def shared_bytes(weights: Weights, lender: Weights) -> int:

@@ -1,4 +1,4 @@
-"""Drafts by a model: a smaller one of the same tokens, or the model itself over a coarser copy of its cache."""
+"""Drafts by a smaller model of the same tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ from haarkv.models.caches import new_cache
 from haarkv.tq_ops.kv.batch import uploaded
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.stored import carry_over
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(DraftSource):
-    """Drafts by an executor with a KV cache of its own.
-
-    Attributes:
-        copies: the executor is the model's own. A drafter begins with a copy of the model's cache, stored by its own plan.
-    """
+    """Drafts by an executor with a KV cache of its own."""
 
     executor: Executor
     plan: KVPlan
-    copies: bool = False
 
     def begin(self, beginning: Beginning) -> Drafter:
         return _ModelDrafter(self, beginning)
@@ -59,7 +53,7 @@ class _Sequence:
     drafted: list[int] = field(default_factory=list)
 
 
-class _ModelDrafter:
+class _ModelDrafter(Drafter):
     """A model that follows the texts.
 
     Unless it did not pay in earlier runs, it reads the prompts at once, as part of the time until the first token.
@@ -89,18 +83,8 @@ class _ModelDrafter:
         paging, ids = self._beginning.paging, self._beginning.sequences
         able = {row: text[: paging.length(ids[row])] for row, text in texts.items() if self._can_read(text)}
         self._sequences = {row: _Sequence(self._paging.add(), len(text)) for row, text in able.items()}
-        for row, text in able.items() if self._source.copies else ():
-            carry_over(
-                self._beginning.cache, paging.places(ids[row]), len(text), self._cache, self._paging, self._sequences[row].id
-            )
-        if able and not self._source.copies:
+        if able:
             self._read(able)
-
-    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
-        if not self._opened:
-            return sum(map(len, texts.values()))
-        known = {row: ours.known + len(ours.drafted) for row, ours in self._sequences.items()}
-        return sum(max(len(text) - 1 - known[row], 0) for row, text in texts.items() if row in known and self._has_room(text))
 
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         if not self._opened:

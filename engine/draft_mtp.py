@@ -78,7 +78,7 @@ class _Sequence:
         return self.first + self.stored
 
 
-class MTPDrafter:
+class MTPDrafter(Drafter):
     """A `Drafter`, and the follower that notes what it needs.
 
     While nothing is drafted, notes are all that it costs. The layer reads the newest `READ` at most: hidden states carry what
@@ -138,10 +138,6 @@ class MTPDrafter:
         self._rows = {index: place.row for index, place in enumerate(places)}
         self._sampler = BatchSampler(beginning.sampling, beginning.prompts, drafts=True, unused_ids=beginning.unused_ids)
         self._draws = beginning.sampling.temperature > 0
-
-    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
-        self._sort()
-        return sum(self._unread(index, text) - 1 for index, text in texts.items() if self._unread(index, text))
 
     @torch.inference_mode()
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:

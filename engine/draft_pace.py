@@ -12,19 +12,10 @@ Where none pays, one token is tried again after longer and longer gaps; a trial 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
-
-from haarkv.executors.base import Executor
-from haarkv.tq_ops.kv.plan import KVPlan
-
-if TYPE_CHECKING:
-    from haarkv.engine.drafts import DraftSource
-    from haarkv.engine.generation import Timing
 
 SHARE = 0.02
 """Of a run's time that drafts may lose."""
@@ -136,22 +127,27 @@ class Pace:
     Attributes:
         ledger: seconds that drafts won so far, negative where they lost.
         spent: seconds of all steps.
+        proposed, accepted: drafted tokens, and those of them that the model took.
+        steps: of a sequence, with drafted tokens or without.
+        plain: seconds a token of steps in which nothing was drafted.
     """
 
     def __init__(self, most: int, experience: Experience) -> None:
         self._most, self._experience, self.ledger = most, experience, 0.0
         self.spent = 0.0
+        self.proposed = self.accepted = self.steps = 0
+        self.plain: list[float] = []
         self._plain: deque[float] = deque(maxlen=_KEPT)
         self._since_plain = self._since_more = 0
         self._sequences = 0
         self._asked = False
 
-    def tokens(self, coming: int, behind: Callable[[], int] = lambda: 0) -> int:
+    def tokens(self, coming: int, missed: int = 0) -> int:
         """To be drafted in the next step at most.
 
         Args:
             coming: tokens of a sequence that are still asked for.
-            behind: says how many tokens the draft has missed, and reads before it drafts.
+            missed: tokens that the draft reads before it drafts.
         """
         if len(self._plain) < PLAIN or self._since_plain >= AGAIN:
             return 0
@@ -165,27 +161,26 @@ class Pace:
             return 0
         without = self.spent + self.ledger + min(coming, AHEAD) * plain  # the run's time without drafts
         left = self.ledger + SHARE * without
-        if known.reading and self._affordable(wanted, plain, left):  # else what was missed need not be counted
-            left -= behind() * known.reading
-        return self._affordable(wanted, plain, left)
-
-    def _affordable(self, wanted: int, plain: float, left: float) -> int:
-        """The most drafts up to `wanted` whose step, should none be taken, loses no more seconds than are left."""
-        while wanted and (self._experience.cost(wanted) - 1) * plain > left:
+        left -= missed * known.reading
+        # As many as lose no more seconds than are left, should none be taken.
+        while wanted and (known.cost(wanted) - 1) * plain > left:
             wanted -= 1
         return wanted
 
     def took(
-        self, seconds: float, wanted: int, drafts: Sequence[tuple[int, int]], reading: float = 0.0, behind: int = 0
+        self, seconds: float, wanted: int, drafts: Sequence[tuple[int, int]], reading: float = 0.0, missed: int = 0
     ) -> None:
         """Note a step.
 
         Args:
             drafts: of each sequence, tokens that were drafted and that were taken.
-            reading: seconds that it took before to read what the draft had missed, `behind` tokens.
+            reading: seconds that it took before to read the `missed` tokens.
         """
         known, most = self._experience, max(proposed for proposed, _ in drafts)
         self._asked |= wanted > 0
+        self.steps += len(drafts)
+        self.proposed += sum(proposed for proposed, _ in drafts)
+        self.accepted += sum(taken for _, taken in drafts)
         if len(drafts) != self._sequences:
             self._sequences = len(drafts)
             self._plain.clear()
@@ -193,13 +188,14 @@ class Pace:
         self._since_plain += 1
         self._since_more += 1
         self.spent += seconds + reading
-        if behind and known.reading and self._plain:  # as below, of interruptions
-            reading = min(reading, max(_INTERRUPTED * behind * known.reading, _undisturbed(self._plain)))
+        if missed and known.reading and self._plain:  # as below, of interruptions
+            reading = min(reading, max(_INTERRUPTED * missed * known.reading, _undisturbed(self._plain)))
         self.ledger -= reading
-        if behind:
-            known.read(behind, reading)
+        if missed:
+            known.read(missed, reading)
         if most == 0:  # nothing was asked for, or nothing came of it
             self._plain.append(seconds)
+            self.plain.append(seconds / len(drafts))
             self._since_plain = 0
             return
         plain = _undisturbed(self._plain) if self._plain else seconds
@@ -226,104 +222,3 @@ class Pace:
         chosen = f"{best} a step by measured gain" if best else "turned itself off: does not pay here"
         lost = f", trials took {-self.ledger / (self.spent + self.ledger):.1%} of the time" if self.ledger < 0 else ""
         return chosen + lost
-
-
-# -- What is said of it ---
-
-
-@dataclass
-class DraftCounts:
-    """What drafting did so far in one `generate`.
-
-    Attributes:
-        pace: what chose how many tokens a step; None before the first step.
-        proposed, accepted: drafted tokens, and those of them that the model took.
-        steps: decode steps of a sequence, with drafted tokens or without.
-        plain: seconds a token of steps in which nothing was drafted.
-    """
-
-    pace: Pace | None = None
-    proposed: int = 0
-    accepted: int = 0
-    steps: int = 0
-    plain: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class DraftReport:
-    """Acceptance and gain of a draft, as the cost line has them.
-
-    Attributes:
-        most: tokens that it might draft a step.
-        tokens_per_step: new tokens a decode step and sequence, the model's own among them.
-        ms_per_token: of all decode steps, with drafting.
-        plain_ms_per_token: median of the steps in which the draft had nothing to say; None if no step was plain.
-        same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
-            where two tokens nearly tie, either may come.
-    """
-
-    name: str
-    most: int
-    proposed: int
-    accepted: int
-    tokens_per_step: float | None
-    ms_per_token: float | None
-    plain_ms_per_token: float | None
-    executor: str
-    same_text: bool
-    shared_bytes: int
-    kv_bytes: int
-    pace: str = ""
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of the drafted tokens that the model took; None if none was drafted."""
-        return self.accepted / self.proposed if self.proposed else None
-
-    @property
-    def speed_up(self) -> float | None:
-        """How many times as fast decode steps give tokens as those without drafts; None if none was without."""
-        plain, ours = self.plain_ms_per_token, self.ms_per_token
-        return plain / ours if plain and ours else None
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
-
-    def describe(self) -> str:
-        parts = [self._taken(), self.pace, self._gain()]
-        if not self.same_text:
-            parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
-        if self.shared_bytes:
-            parts.append(f"{self.shared_bytes / 2**20:,.1f} MiB of weights shared with the model")
-        if self.kv_bytes:
-            parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
-        return "; ".join(part for part in parts if part)
-
-    def _taken(self) -> str:
-        if self.acceptance is None:
-            return f"{self.name}: nothing drafted"
-        steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
-        share = f"{self.accepted:,} of {self.proposed:,} accepted ({self.acceptance:.0%})"
-        return f"{self.name}, up to {self.most}: {share}{steps}"
-
-    def _gain(self) -> str:
-        if self.speed_up is None or self.acceptance is None:
-            return ""
-        without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
-        return f"{self.ms_per_token:.2f} ms a token, {without}"
-
-
-def report_of(
-    source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
-) -> DraftReport:
-    """What a draft did at one length of sequences, where it might draft `most` tokens a step."""
-    counts, tokens = timing.drafts or DraftCounts(), timing.decode_tokens
-    return DraftReport(
-        name=source.name, most=most, proposed=counts.proposed, accepted=counts.accepted,
-        tokens_per_step=tokens / counts.steps if counts.steps else None,
-        ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
-        plain_ms_per_token=1e3 * statistics.median(counts.plain) if counts.plain else None,
-        executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
-        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
-        pace=counts.pace.describe() if counts.pace else "",
-    )  # fmt: skip

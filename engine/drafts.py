@@ -14,22 +14,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from haarkv.engine.draft_pace import DraftCounts, Experience, Pace
+from haarkv.engine.draft_pace import Experience, Pace
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.stored import Advance
-
-if TYPE_CHECKING:
-    from haarkv.engine.generation import Growing
 
 LONGEST_MATCH, SHORTEST_MATCH = 8, 2
 """Tokens at the end of a text that `ngram` looks for: more are not needed to choose, and fewer say too little."""
@@ -56,14 +53,13 @@ class Beginning:
     Attributes:
         max_context: tokens of prompt and text that are stored of each at most.
         vocab_size: the model's; a drafter's distributions have as many numbers.
-        cache, paging, sequences: where the model keeps them.
+        paging, sequences: where the model keeps them.
     """
 
     prompts: Sequence[Sequence[int]]
     max_context: int
     vocab_size: int
     sampling: Sampling
-    cache: PagedKVCache
     paging: PagedSequences
     sequences: Sequence[int]
     follower: Follower | None = None
@@ -77,21 +73,19 @@ class Follower(Protocol):
         """The same executor, whose forwards are noted."""
 
 
-class Drafter(Protocol):
+class Drafter:
     """Drafts for the sequences of one `generate`, in those steps in which it is asked to.
 
     `texts` are by the sequence's number: prompt and all that was chosen, whose last token the model has not stored. A text
     begins as it did the last time.
     """
 
-    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
-        """Tokens of some sequences that `catch_up` would read."""
-
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Read what was missed of some sequences, so that `propose` takes as long as in the middle of drafting."""
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         """Draft what follows each of some sequences."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +157,12 @@ class NgramSource(DraftSource):
         return _NgramDrafter(beginning)
 
 
-class _NgramDrafter:
+class _NgramDrafter(Drafter):
     def __init__(self, beginning: Beginning) -> None:
         # Room for the texts to grow, so that a step adds its few tokens and copies none.
         room = beginning.max_context + 1
         self._tokens = [np.zeros(max(room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
         self._lengths = [0] * len(beginning.prompts)
-
-    def behind(self, texts: Mapping[int, Sequence[int]]) -> int:
-        return 0
-
-    def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
-        """Nothing: adding tokens costs nothing worth counting."""
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         for row, text in texts.items():
@@ -207,22 +195,13 @@ def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
 _NOTHING = Proposal()
 
 
-@dataclass
-class _Step:
-    """The last step, as `Pace.took` takes it."""
-
-    wanted: int = 0
-    seconds: float = 0.0
-    drafts: list[tuple[int, int]] = field(default_factory=list)
-    reading: float = 0.0
-    behind: int = 0
-
-
 class Speculation:
     """The decode steps of some sequences with drafted tokens.
 
     Args:
         tokens: drafted at most, of each sequence and step; how many is chosen by what steps take.
+    Attributes:
+        pace: chooses it, and counts what was drafted.
     """
 
     def __init__(
@@ -232,60 +211,55 @@ class Speculation:
         self._executor, self._cache, self._paging = executor, cache, paging
         self._sampler, self._drafter = sampler, drafter
         limits = [most - 1 for most in (cache.most_new_tokens, cache.most_undone) if most is not None]
-        self._pace = Pace(max(min([tokens, *limits]), 0), experience)
+        self.pace = Pace(max(min([tokens, *limits]), 0), experience)
         self._advance: Advance | None = None
-        self._step = _Step()
-        self.cost = DraftCounts(self._pace)
+        # Of the last step, as `Pace.took` takes it.
+        self._seconds, self._wanted, self._reading, self._read = 0.0, 0, 0.0, 0
+        self._drafts: list[tuple[int, int]] = []
+        # Tokens that came since the draft was asked last; None: all of the texts, of a draft that read no prompt.
+        self._missed: int | None = 0 if experience.hopeful else None
 
-    def next(self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing]) -> list[list[int]]:
+    def next(
+        self, rows: Sequence[int], sequences: Sequence[int], texts: Mapping[int, Sequence[int]], room: Mapping[int, int]
+    ) -> list[list[int]]:
         """One step: the tokens that come next, at least one of each sequence. `keep` must follow.
 
         Args:
             rows: numbers that the sampler knows some sequences by.
-            texts: what they are so far; the last token is not stored yet.
+            texts: by row, what they are so far; the last token is not stored yet.
+            room: by row, tokens beyond the next one that may still come.
         """
         began = time.perf_counter()
-        known = {row: text.token_ids for row, text in zip(rows, texts, strict=True)}
-        coming, paused = 1 + max(text.room for text in texts), not self._step.wanted
-
-        def behind() -> int:
-            """Tokens to read before drafts; in the middle of drafting, the few that came are part of it."""
-            return self._drafter.behind(known) if paused else 0
-
-        step = self._step = _Step(self._pace.tokens(coming, behind))
+        if self._missed is None:
+            self._missed = sum(map(len, texts.values()))
+        self._wanted, self._read, self._reading = self.pace.tokens(1 + max(room.values()), self._missed), 0, 0.0
         proposals: dict[int, Proposal] = {}
-        if step.wanted:
-            step.behind = behind()
-            if step.behind:
-                self._drafter.catch_up(known)
-                step.reading = time.perf_counter() - began
-            most = {row: min(step.wanted, text.room) for row, text in zip(rows, texts, strict=True)}
-            proposals = self._drafter.propose(known, most)
+        if self._wanted:
+            if self._missed:
+                self._drafter.catch_up(texts)
+                self._read, self._reading = self._missed, time.perf_counter() - began
+            proposals = self._drafter.propose(texts, {row: min(self._wanted, room[row]) for row in rows})
         proposed = [proposals.get(row, _NOTHING) for row in rows]
-        came = self._checked(rows, sequences, texts, proposed)
-        step.drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(proposed, came, strict=True)]
-        step.seconds = time.perf_counter() - began - step.reading
+        new = [[texts[row][-1], *drafts.token_ids] for row, drafts in zip(rows, proposed, strict=True)]
+        came = self._checked(rows, sequences, new, proposed)
+        self._drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(proposed, came, strict=True)]
+        # In the middle of drafting, the few tokens that came are part of it.
+        self._missed = 0 if self._wanted else self._missed + sum(map(len, came))
+        self._seconds = time.perf_counter() - began - self._reading
         return came
 
     def _checked(
-        self, rows: Sequence[int], sequences: Sequence[int], texts: Sequence[Growing], proposed: Sequence[Proposal]
+        self, rows: Sequence[int], sequences: Sequence[int], new: Sequence[Sequence[int]], proposed: Sequence[Proposal]
     ) -> list[list[int]]:
-        began = time.perf_counter()
-        new = [[text.token_ids[-1], *drafts.token_ids] for text, drafts in zip(texts, proposed, strict=True)]
+        counts = list(map(len, new))
         token_ids = uploaded(torch.tensor([token for one in new for token in one]), self._cache.device)
-        self.cost.steps += len(rows)
         if len(token_ids) == len(rows):  # a token that was chosen is never taken back
-            batch = self._paging.batch(sequences, [1] * len(rows)).to(self._cache.device)
+            batch = self._paging.batch(sequences, counts).to(self._cache.device)
             logits = verify(self._executor, token_ids, batch, self._cache)
-            came = [[token] for token in self._sampler.next(logits, rows).tolist()]
-            self.cost.plain.append((time.perf_counter() - began) / len(rows))
-            return came
-        self._advance = Advance(self._cache, self._paging, sequences, list(map(len, new)))
+            return [[token] for token in self._sampler.next(logits, rows).tolist()]
+        self._advance = Advance(self._cache, self._paging, sequences, counts)
         logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
-        came = self._judged(torch.split(logits, list(map(len, new))), rows, proposed)
-        self.cost.proposed += len(token_ids) - len(rows)
-        self.cost.accepted += sum(len(one) - 1 for one in came)
-        return came
+        return self._judged(torch.split(logits, counts), rows, proposed)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Say of the last step how many of the tokens that it stored stay, of each sequence.
@@ -293,13 +267,13 @@ class Speculation:
         Args:
             counts: the one before those that came, and all of these that were taken but the last.
         """
-        step, began = self._step, time.perf_counter()
+        began = time.perf_counter()
         if self._advance is not None:
             self._advance.keep(counts)
             self._advance = None
-        if step.drafts:
-            step.seconds += time.perf_counter() - began
-            self._pace.took(step.seconds, step.wanted, step.drafts, step.reading, step.behind)
+        if self._drafts:
+            self._seconds += time.perf_counter() - began
+            self.pace.took(self._seconds, self._wanted, self._drafts, self._reading, self._read)
 
     def _judged(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
         if not self._sampler.settled:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.draft_pace import DraftCounts
+from haarkv.engine.draft_pace import Pace
 from haarkv.engine.drafts import Beginning, DraftSource, Speculation
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.text import require_count
@@ -62,7 +62,7 @@ class Timing:
     decode_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    drafts: DraftCounts | None = None
+    drafts: Pace | None = None
 
     @property
     def decode_ms_per_token(self) -> float | None:
@@ -170,10 +170,10 @@ def generate(
         speculation = None
         if draft and max_new_tokens > 1:
             beginning = Beginning(
-                prompts, max_context, executor.config.vocab_size, sampling, cache, paging, sequences, follower, unused_ids
+                prompts, max_context, executor.config.vocab_size, sampling, paging, sequences, follower, unused_ids
             )
             speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.experience)
-            timing.drafts = speculation.cost
+            timing.drafts = speculation.pace
         running = list(range(len(prompts)))
         drawn = sampler.next(logits, running)
         # Here the host waits for the device, for one id a sequence.
@@ -190,7 +190,10 @@ def generate(
                     on_end(index, whole)  # type: ignore[misc]
                 return [text.done for text in texts], timing
             if speculation:
-                came = speculation.next(running, [sequences[i] for i in running], [texts[i] for i in running])
+                ids = [sequences[i] for i in running]
+                came = speculation.next(
+                    running, ids, {i: texts[i].token_ids for i in running}, {i: texts[i].room for i in running}
+                )
                 continue
             batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
             if len(running) < len(before):

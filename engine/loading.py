@@ -72,7 +72,7 @@ def load(
             every channel as it is.
         allow_collapse: warn where text from this cache would be garbage, instead of refusing.
         on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
-        draft: guess tokens ahead and check them together: `ngram`, `self`, a smaller model of the same tokenizer, or a
+        draft: guess tokens ahead and check them together: `ngram`, `mtp`, a smaller model of the same tokenizer, or a
             `DraftSpec` for how many and in which cache. Text is distributed as without.
         keep_blocks: keep the quantised weights of a GGUF file in memory as the file has them. Unless given, those are kept
             that the executor multiplies with: on `cpu`, `cuda` and `onnx` nearly all, which is fastest. True keeps all:
@@ -97,12 +97,12 @@ def load(
     config = read_config(name, layers)
     split = Split(config, ranks.rank, ranks.size)
     part, plan = split.part, plan_for(spec, config, split)
-    selected = select(executor, part, [plan], device=device, dtype=dtype)
+    selected = select(executor, part, [plan], device=device, dtype=dtype, ranks=ranks)
     check(selected.name, part, plan, device, ranks)
     generation = _sampling_of(name)
     dtype = dtype or info(selected.name).dtype
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
-    target = Target(name, part, plan, selected.name, device, dtype, ranks, balance)
+    target = Target(name, part, selected.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
     kept = info(selected.name).block_types(device) if keep_blocks is None else keep_blocks
     require_rounding(activation_bits, selected.name, name, kept)

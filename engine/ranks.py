@@ -1,6 +1,6 @@
-"""Ranks over `torch.distributed`: gloo between CPUs, NCCL between NVIDIA GPUs, HCCL between Ascend NPUs.
+"""Ranks over `torch.distributed`: gloo between CPUs, NCCL between NVIDIA GPUs.
 
-NCCL and HCCL were never tried: no machine with two GPUs or NPUs was at hand.
+NCCL was never tried: no machine with two GPUs was at hand.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class RankMemory:
     """What one rank holds.
 
     Attributes:
-        peak: the most that its process had at a time; on a GPU or NPU, of the device's memory. It counts all of torch, and
+        peak: the most that its process had at a time; on a GPU, of the device's memory. It counts all of torch, and
             those pages of a checkpoint that were read.
         mapped: of it, pages of the checkpoint that are there now; the system may drop them.
         predicted: what `peak` was to be, counted before the weights were read; 0 where it was not.

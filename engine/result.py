@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from reprlib import Repr
 from typing import Any
 
-from haarkv.engine.draft_pace import DraftReport
+from haarkv.engine.draft_pace import Pace
+from haarkv.engine.drafts import DraftSource
 from haarkv.engine.generation import Completion, OnPrefill, Timing
 from haarkv.engine.ranks import RankMemory
 from haarkv.engine.sampling import Sampling
+from haarkv.executors.base import Executor
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.words import counted
 
@@ -36,6 +40,86 @@ class KVUsage:
     bytes_per_token: float
     bytes: int
     bf16_bytes: int
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """Acceptance and gain of a draft, as the cost line has them.
+
+    Attributes:
+        most: tokens that it might draft a step.
+        tokens_per_step: new tokens a decode step and sequence, the model's own among them.
+        ms_per_token: of all decode steps, with drafting.
+        plain_ms_per_token: median of the steps in which the draft had nothing to say; None if no step was plain.
+        same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
+            where two tokens nearly tie, either may come.
+    """
+
+    name: str
+    most: int
+    proposed: int
+    accepted: int
+    tokens_per_step: float | None
+    ms_per_token: float | None
+    plain_ms_per_token: float | None
+    executor: str
+    same_text: bool
+    shared_bytes: int
+    kv_bytes: int
+    pace: str = ""
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the drafted tokens that the model took; None if none was drafted."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast decode steps give tokens as those without drafts; None if none was without."""
+        plain, ours = self.plain_ms_per_token, self.ms_per_token
+        return plain / ours if plain and ours else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
+
+    def describe(self) -> str:
+        parts = [self._taken(), self.pace, self._gain()]
+        if not self.same_text:
+            parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
+        if self.shared_bytes:
+            parts.append(f"{self.shared_bytes / 2**20:,.1f} MiB of weights shared with the model")
+        if self.kv_bytes:
+            parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
+        return "; ".join(part for part in parts if part)
+
+    def _taken(self) -> str:
+        if self.acceptance is None:
+            return f"{self.name}: nothing drafted"
+        steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
+        share = f"{self.accepted:,} of {self.proposed:,} accepted ({self.acceptance:.0%})"
+        return f"{self.name}, up to {self.most}: {share}{steps}"
+
+    def _gain(self) -> str:
+        if self.speed_up is None or self.acceptance is None:
+            return ""
+        without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
+        return f"{self.ms_per_token:.2f} ms a token, {without}"
+
+
+def report_of(
+    source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
+) -> DraftReport:
+    """What a draft did at one length of sequences, where it might draft `most` tokens a step."""
+    pace, tokens = timing.drafts or Pace(most, source.experience), timing.decode_tokens
+    return DraftReport(
+        name=source.name, most=most, proposed=pace.proposed, accepted=pace.accepted,
+        tokens_per_step=tokens / pace.steps if pace.steps else None,
+        ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
+        plain_ms_per_token=1e3 * statistics.median(pace.plain) if pace.plain else None,
+        executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
+        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
+        pace=pace.describe() if pace.steps else "",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,12 +12,11 @@ from reprlib import repr as shown
 from typing import Any, Unpack
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.draft_pace import report_of
 from haarkv.engine.drafts import DraftSource
 from haarkv.engine.generation import OnPrefill, generate, tail_chunk
 from haarkv.engine.plans import needed, shape_of
 from haarkv.engine.ranks import memory_here
-from haarkv.engine.result import KVUsage, Result, Stream
+from haarkv.engine.result import KVUsage, Result, Stream, report_of
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
 from haarkv.executors.base import Executor

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch
@@ -44,17 +45,23 @@ class Executor(Protocol):
     decode_step: int | None = None
     blocks: tuple[str, ...] = ()
     ops: OpTable | None = None
+    _model: DecoderModel
 
     @property
     def compiled(self) -> Mapping[str, float]:
         return {}
 
     @property
-    def weights(self) -> Weights: ...
+    def weights(self) -> Weights:
+        return self._model.weights
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         """None, or in one sentence why this executor cannot run such a model with such a cache. An executor of the catalog
         answers as a class, before there is a model."""
+
+    def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
+        """Compile what first forwards with such a cache would wait for: nothing, unless an executor keeps programs."""
+        return
 
     def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
         """This executor with its op table wrapped, to look on as its ops run; None where it does not run op by op."""

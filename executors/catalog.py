@@ -39,8 +39,7 @@ class ExecutorInfo:
         missing: what is not installed without which it would run as another, slower one; None if nothing is.
         require: raises InputError where it has no such device, before there is a model; `open` looks again.
         programs: opens what calls single programs on a device, for an executor whose kernels are programs.
-        ahead: it has a `compile_ahead`, for what its first forwards with a cache would have to compile.
-        whole_layers: why it cannot run a part of a model beside other ranks; "" if it can.
+        whole_layers: its programs are whole layers, and ranks would have to meet twice within each.
         numbered: its first device is one of several, of which each rank takes its own.
         blocks: names of the types of quantised blocks that it multiplies with as they are, on the first of its devices.
         in_order: bytes a number, by type, of blocks that it reorders in this machine's memory; others it reads where they lie.
@@ -54,8 +53,7 @@ class ExecutorInfo:
     missing: Callable[[], str | None] = lambda: None
     require: Callable[[str | None], object] = lambda _device: None
     programs: Callable[[str | None], Runner] | None = None
-    ahead: bool = False
-    whole_layers: str = ""
+    whole_layers: bool = False
     numbered: bool = False
     blocks: tuple[str, ...] = ()
     in_order: Mapping[str, float] = field(default_factory=dict)
@@ -154,8 +152,6 @@ def _require_provider(device: str | None) -> None:
     onnx.open_provider(device)
 
 
-_WHOLE_GRAPHS = "its graphs hold whole layers, and ranks must meet twice within each"
-
 EXECUTORS: dict[str, ExecutorInfo] = {
     "reference": ExecutorInfo(partial(_on_host, "reference"), here=lambda: True, require=partial(_require_host, "reference")),
     "cpu": ExecutorInfo(
@@ -164,14 +160,14 @@ EXECUTORS: dict[str, ExecutorInfo] = {
     ),
     "cuda": ExecutorInfo(
         partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True,
-        blocks=tuple(PLANES), ahead=True,
+        blocks=tuple(PLANES),
     ),
     "npu": ExecutorInfo(
-        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu, numbered=True,
-        programs=_npu_programs, ahead=True,
+        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu,
+        programs=_npu_programs, whole_layers=True,
     ),
     "onnx": ExecutorInfo(
-        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=_WHOLE_GRAPHS,
+        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=True,
         blocks=tuple(CODES), in_order={name: codes.bytes_in_memory for name, codes in CODES.items()},
     ),
 }  # fmt: skip
@@ -210,7 +206,7 @@ def refusal(
     if dtype and not entry.any_dtype and dtype != entry.dtype:
         reason = f"it runs {entry.dtype} only"
     elif ranks.size > 1 and entry.whole_layers:
-        reason = entry.whole_layers
+        reason = "its programs are whole layers, and ranks must meet twice within each"
     else:
         reason = next((why for plan in plans if (why := entry.missing() or class_of(name).supports(config, plan))), None)
     return reason and f"{name} cannot run this: {reason}"
@@ -247,8 +243,7 @@ def create(
     executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
-    if entry.ahead:
-        cast(Any, executor).compile_ahead(plan, on_program or (lambda _: None))
+    executor.compile_ahead(plan, on_program or (lambda _: None))
     return executor
 
 
@@ -288,8 +283,9 @@ class Selection:
 
 
 def select(
-    executor: str, config: ModelConfig, plans: Sequence[KVPlan], *, device: str | None = None, dtype: str | None = None
-) -> Selection:
+    executor: str, config: ModelConfig, plans: Sequence[KVPlan], *, device: str | None = None, dtype: str | None = None,
+    ranks: Ranks = ALONE,
+) -> Selection:  # fmt: skip
     """The executor that a name stands for: itself, or for `auto` the fastest that this machine has and that can run all this.
 
     Needs no weights, and imports neither Triton nor PyPTO.
@@ -311,7 +307,7 @@ def select(
         here = EXECUTORS[name].here
         if device is None and not (here and here()):
             continue
-        reason = refusal(name, config, plans, dtype=dtype)
+        reason = refusal(name, config, plans, ranks=ranks, dtype=dtype)
         if reason is None:
             return Selection(name, refused[0] if refused else "")
         refused.append(reason)

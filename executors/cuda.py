@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from haarkv.models.caches import new_cache
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.fused import with_stacks
 from haarkv.models.layer import DeltaNet
-from haarkv.models.weights import Weights
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
-from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -54,14 +53,6 @@ class _Steps(NamedTuple):
     by_size: dict[int, DecodeStep]
 
 
-class _Forward(NamedTuple):
-    """The last forward, should its head find that it went wrong; it keeps no cache alive."""
-
-    token_ids: Tensor
-    batch: Batch
-    cache: ReferenceType[PagedKVCache]
-
-
 class CudaExecutor(Executor):
     """Runs a model on one NVIDIA GPU, in bf16 or fp32, with a cache that `READS` takes.
 
@@ -69,8 +60,8 @@ class CudaExecutor(Executor):
     by op over `step_ops`, with the same rounding points.
 
     Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
-    for when the step is over; the forward is then run again, op by op, and the error names the weight. A recurrent state that
-    is not there is noted as well: nothing is read in its place, and what would have come of it is NaN.
+    for when the step is over; the error then names the weight. A recurrent state that is not there is noted as well: nothing
+    is read in its place, and what would have come of it is NaN.
 
     Args:
         device: `cuda` or `cuda:N`; the first GPU unless given.
@@ -114,14 +105,9 @@ class CudaExecutor(Executor):
             ropes = model.ropes if same else tables_of(model.config, self.device)
             self._model = replace(model, weights=weights, ropes=ropes)
             self._run = _bound(self._model, self.step_ops)
-        self._last: _Forward | None = None
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         self._graphs = self.device.type == "cuda" and self._model.ranks.size == 1
         self._steps: WeakKeyDictionary[PagedKVCache, _Steps] = WeakKeyDictionary()
-
-    @property
-    def weights(self) -> Weights:
-        return self._model.weights
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
@@ -163,7 +149,6 @@ class CudaExecutor(Executor):
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         """As `Executor.forward`; nothing waits for the device, and `head` finds what went wrong. Of one new token a sequence
         the result is a graph's own memory, valid until the next forward."""
-        self._last = _Forward(token_ids, batch, ref(cache))
         with self._current():
             if len(token_ids) > len(batch.seq_lens):
                 cache.require_room(batch)
@@ -199,25 +184,13 @@ class CudaExecutor(Executor):
         return lambda token_ids, batch: forward(token_ids, batch, cast(PagedKVCache, weakly()))
 
     def _blame(self, key: int) -> Exception:
-        """Which weight it was: the last forward and its head again, op by op. Of a state that was not there, that it was."""
-        if key != NO_FAULT and fault_place(key)[1] == "state":
+        """Which weight it was, or which K or V first; of a state that was not there, that it was."""
+        if key == NO_FAULT:
+            return blame(self._model.weights)
+        layer, side, *_ = fault_place(key)
+        if side == "state":
             return ValueError(UNSEEN)
-        last = self._last
-        cache = last.cache() if last else None
-        if last is None or cache is None:
-            return NonFiniteError("the head made values that are not finite, and no forward came before it")
-        finished = False
-
-        def again(ops: OpTable) -> None:
-            nonlocal finished
-            self._model.head(self._model.forward(last.token_ids, last.batch, cache, ops), ops)
-            finished = True
-
-        error = blame(self._model.weights, self.ops, again)
-        if finished and key != NO_FAULT:  # of a forward before, whose head was not asked for
-            layer, side, *_ = fault_place(key)
-            return NonFiniteError(f"layer {layer}: {side} of an earlier forward was not finite or too large for its format")
-        return error
+        return blame(self._model.weights, f"layer {layer}: {side} was not finite or too large for its format")
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.programs import LayerProgram
-from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -27,8 +25,6 @@ from haarkv.tq_ops.npu.sides import kept_shape, sides_of
 class NpuExecutor(Executor):
     """Runs a bf16 model of dense layers whose cache is in formats that programs read: one program a layer, one for the head.
 
-    Of one of several ranks a layer is two programs, attention and MLP, and the sums over ranks stand between.
-
     Args:
         device: `sim`, `npu:N`, or None for the first NPU if there is one and the simulator if not.
     Raises:
@@ -41,8 +37,6 @@ class NpuExecutor(Executor):
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
             raise InputError(f"executor npu cannot run this: {reason}")
-        if model.ranks.size > 1 and any(layer.norms_behind for layer in model.config.layers):
-            raise InputError("executor npu norms what attention and the MLP give within one program; run it on one rank")
         if model.dtype != torch.bfloat16:
             raise InputError("executor npu runs bfloat16 only; drop --dtype or give --dtype bfloat16")
         self._runner: Runner = open_runner(device)
@@ -52,8 +46,7 @@ class NpuExecutor(Executor):
         self.simulated = self._runner.simulated
         with self._runner.refusals():
             self._model = model.to(self.device)
-        vocabulary = replace(model.config, vocab_size=model.weights.lm_head.shape[0])
-        self._head = programs.head_program(vocabulary, self._runner.most_vocab)
+        self._head = programs.head_program(model.config, self._runner.most_vocab)
         keep: Callable[[Tensor], Tensor] = self._runner.constant
         self._layers = [
             {name: keep(tensor) for name, tensor in inputs.layer_constants(self._model, index).items()}
@@ -67,10 +60,6 @@ class NpuExecutor(Executor):
     @property
     def compiled(self) -> dict[str, float]:
         return self._runner.compiled
-
-    @property
-    def weights(self) -> Weights:
-        return self._model.weights
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
@@ -127,21 +116,9 @@ class NpuExecutor(Executor):
         constants = {**self._layers[index], **self._masks_of(program)}
         for tensor in inputs.domain_arguments(program, cache.plan, index, self.device).values():
             self._runner.constant(tensor)
-        if self._model.ranks.size == 1:
-            arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
-            self._runner.call(program, arguments)
-            return out
-        attention, mlp = programs.cut(program)
-        arguments, added = inputs.layer_call(attention, constants, hidden, tiling, cache, index)
-        self._runner.call(attention, arguments)
-        hidden = self._with_sum(hidden, added)
-        arguments, added = inputs.mlp_call(mlp, constants, hidden)
-        self._runner.call(mlp, arguments)
-        return self._with_sum(hidden, added)
-
-    def _with_sum(self, hidden: Tensor, added: Tensor) -> Tensor:
-        """Hidden states and what all ranks add to them, rounded once."""
-        return (hidden.float() + self._model.ranks.sum(added)).to(hidden.dtype)
+        arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
+        self._runner.call(program, arguments)
+        return out
 
     def _masks_of(self, program: LayerProgram) -> dict[str, Tensor]:
         if program.attention not in self._masks:
@@ -155,8 +132,7 @@ class NpuExecutor(Executor):
             arguments, padded = inputs.head_call(self._head, constants, hidden)
             self._runner.call(self._head, arguments)
             slices.append(padded[: hidden.shape[0]])
-        here = torch.cat(slices, dim=1)[:, : self._model.weights.lm_head.shape[0]]
-        logits = self._model.ranks.gather(here, self.config.vocab_size)
+        logits = torch.cat(slices, dim=1)[:, : self.config.vocab_size]
         if not torch.isfinite(logits).all():
             raise NonFiniteError("logits are not finite on npu; --executor reference on the same prompt names the tensor")
         return logits

@@ -34,7 +34,7 @@ from haarkv.models.qwen3_14b.onnx.spec import (
     weight_values,
 )
 from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
-from haarkv.models.weights import EMBEDDING, Weights
+from haarkv.models.weights import EMBEDDING
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
@@ -113,7 +113,7 @@ class OnnxExecutor(Executor):
         # Other providers are not known to have the operator's kernels: they are given restored weights.
         on_cpu = self.device.type == "cpu"
         there = model if on_cpu else replace(model, weights=model.weights.placed(dense)).to(self.device)
-        self._model_weights = there.weights
+        self._model = there
         coded = coded_weights(there.weights.named())
         # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
         self._coded = {
@@ -126,10 +126,6 @@ class OnnxExecutor(Executor):
         self._weights = dict(weight_values(there))
         self._sessions: dict[GraphSpec, _Session] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
-
-    @property
-    def weights(self) -> Weights:
-        return self._model_weights
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes, in_file_pages, is_picked, keeps, random_bytes, weight_bytes
 from haarkv.models.parallel import Split
-from haarkv.models.source import Empty, Held, KeptBlocks, Source
+from haarkv.models.source import DRAFTING, Empty, Held, KeptBlocks, TensorSource
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import forget_pages, require_memory
@@ -82,7 +82,7 @@ def random_tensors(
 
 
 def load_weights(
-    source: Source,
+    source: TensorSource,
     config: ModelConfig,
     dtype: torch.dtype,
     progress: Progress | None = None,
@@ -120,7 +120,7 @@ def _require_room(weights: WeightBytes) -> None:
 
 
 def stored_tensors(
-    source: Source,
+    source: TensorSource,
     config: ModelConfig,
     dtype: torch.dtype,
     split: Split | None = None,
@@ -177,7 +177,7 @@ def _copied(weight: Weight, empty: Empty | None) -> Weight:
     return replace(weight, data=own) if isinstance(weight, Blocks) else own
 
 
-def held_for(source: Source, config: ModelConfig) -> Mapping[str, Held]:
+def held_for(source: TensorSource, config: ModelConfig) -> Mapping[str, Held]:
     """Every tensor of a source by name, once those that a config asks for were compared with it; none is read.
 
     Raises:
@@ -204,10 +204,13 @@ def _compare(path: Path, shapes: Mapping[str, tuple[int, ...]], held: Mapping[st
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{path} lacks the tensor {missing[0]}{more}, which its config asks for")
-    # Two kinds of tensor are not read: a copy of the embedding as the head of a tied model, and RoPE's frequencies, which
-    # older Llama checkpoints store in every layer and the config gives.
+    # Not read are a copy of the embedding as the head of a tied model, the drafting layer, and RoPE's frequencies, which older
+    # Llama checkpoints store in every layer and the config gives.
+    unread = {HEAD} if tied else set()
     extra = [
-        name for name in held if name not in shapes and not (tied and name == HEAD) and not name.endswith(_ROPE_FREQUENCIES)
+        name
+        for name in held
+        if name not in shapes and name not in unread and not name.startswith(DRAFTING) and not name.endswith(_ROPE_FREQUENCIES)
     ]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""

@@ -6,7 +6,7 @@ equals one that the path knows; what tensors are called decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -301,22 +301,6 @@ def _declared(part: Any) -> Any:
 def decimal(value: Any) -> Any:
     """A number that a file holds as FP32, as the shortest decimal that stands for it: 1e-06 and not 9.999999974752427e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-def dense_layers(
-    count: int, *, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int, rope_theta: float = 1e6,
-    rms_norm_eps: float = 1e-6, head_norms: bool = False, bias: bool = False, rope_scaling: RopeScaling | None = None,
-    windows: Sequence[int | None] | None = None,
-) -> tuple[Layer, ...]:  # fmt: skip
-    """Layers of the plain kind: attention with RoPE on whole heads, logits over sqrt(head_dim), a SiLU-gated MLP."""
-    attention = Attention(
-        num_heads, num_kv_heads, head_dim, Rope(rope_theta, head_dim, rope_scaling), head_dim**-0.5,
-        head_norms=head_norms, bias=bias,
-    )  # fmt: skip
-    layer = Layer(attention, Dense(intermediate_size), Norm(rms_norm_eps))
-    return tuple(
-        replace(layer, mixer=replace(attention, window=window)) if window else layer for window in windows or [None] * count
-    )
 
 
 def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:

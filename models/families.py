@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, dense_layers
+from haarkv.models.config import Dense, Experts, Layer, ModelConfig, Norm
 from haarkv.models.hf_config import FULL, FoundRope, HFConfig, read_rope
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.errors import InputError
@@ -159,74 +160,6 @@ def _delta(file: HFConfig) -> DeltaNet:
 # -- Members and defaults --------------------------------------------------------------------------------------------------
 
 
-def _qwen3(
-    layers: int, hidden: int, width: int, heads: int = 16, kv_heads: int = 8, *, tied: bool = True, experts: int = 0
-) -> ModelConfig:
-    plain = dense_layers(
-        layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=128, intermediate_size=width, head_norms=True
-    )
-    mlp = Experts(experts, 8, width, normalized=True)
-    return ModelConfig(
-        "qwen3_moe" if experts else "qwen3", tuple(replace(of, mlp=mlp) if experts else of for of in plain), hidden, 151936,
-        Norm(1e-6), tied=tied, eos_token_ids=(151645, 151643),
-    )  # fmt: skip
-
-
-def _llama(layers: int, hidden: int, width: int, heads: int = 32, head_dim: int = 128, *, tied: bool = True) -> ModelConfig:
-    plain = dense_layers(
-        layers, num_heads=heads, num_kv_heads=8, head_dim=head_dim, intermediate_size=width, rope_theta=5e5, rms_norm_eps=1e-5
-    )
-    return ModelConfig("llama", plain, hidden, 128256, Norm(1e-5), tied=tied, max_position_embeddings=131072)
-
-
-def _gemma(layers: int, hidden: int, width: int) -> ModelConfig:
-    attention, norm = Attention(4, 1, 256, Rope(1e6, 256), 256**-0.5, head_norms=True), Norm(1e-6, plus_one=True)
-    every = Layer(attention, Dense(width, "gelu_tanh"), norm, norms_behind=True)
-    local = replace(every, mixer=replace(attention, window=512, rope=Rope(_LOCAL_THETA, 256)))
-    return ModelConfig(
-        "gemma3_text", tuple(every if index % 6 == 5 else local for index in range(layers)), hidden, 262144, norm,
-        embedding_scale=hidden**0.5, tied=True, max_position_embeddings=32768, eos_token_ids=(1, 106),
-    )  # fmt: skip
-
-
-def _hybrid(
-    kind: str, layers: int, hidden: int, mlp: Dense | Experts, heads: tuple[int, int], value_heads: int,
-    vocab: int = 248320, eos: tuple[int, ...] = (248046, 248044), *, tied: bool = False,
-) -> ModelConfig:  # fmt: skip
-    attention = Attention(*heads, 256, Rope(1e7, 64), 256**-0.5, head_norms=True, gated=True)
-    delta, norm = DeltaNet(16, value_heads, 128, 128, by_key_head=kind == _NEXT), Norm(1e-6, plus_one=True)
-    return ModelConfig(
-        kind, tuple(Layer(delta if (index + 1) % _EVERY else attention, mlp, norm) for index in range(layers)), hidden, vocab,
-        norm, tied=tied, max_position_embeddings=262144, eos_token_ids=eos,
-    )  # fmt: skip
-
-
-SIZES: dict[str, ModelConfig] = {
-    "0.6b": _qwen3(28, 1024, 3072),
-    "1.7b": _qwen3(28, 2048, 6144),
-    "4b": _qwen3(36, 2560, 9728, 32),
-    "8b": _qwen3(36, 4096, 12288, 32, tied=False),
-    "14b": _qwen3(40, 5120, 17408, 40, tied=False),
-    "32b": _qwen3(64, 5120, 25600, 64, tied=False),
-    "narrow": replace(_qwen3(40, 256, 512, 2, 1), vocab_size=1024, eos_token_ids=()),
-    "30b-a3b": _qwen3(48, 2048, 768, 32, 4, tied=False, experts=128),
-    "235b-a22b": _qwen3(94, 4096, 1536, 64, 4, tied=False, experts=128),
-    "llama-1b": _llama(16, 2048, 8192, head_dim=64),
-    "llama-3b": _llama(28, 3072, 8192, 24),
-    "llama-8b": _llama(32, 4096, 14336, tied=False),
-    "gemma-270m": _gemma(18, 640, 2048),
-    "gemma-1b": _gemma(26, 1152, 6912),
-    "qwen3.5-0.8b": _hybrid("qwen3_5", 24, 1024, Dense(3584), (8, 2), 16, tied=True),
-    "qwen3.5-27b": _hybrid("qwen3_5", 64, 5120, Dense(17408), (24, 4), 48),
-    "qwen3.5-35b-a3b": _hybrid("qwen3_5_moe", 40, 2048, Experts(256, 8, 512, normalized=True, shared=512), (16, 2), 32),
-    "qwen3-next": _hybrid(
-        _NEXT, 48, 2048, Experts(512, 10, 512, normalized=True, shared=512), (16, 2), 32, 151936, (151645, 151643)
-    ),
-}
-"""Published members, by the word that `random:SIZE` takes; `narrow` is none: 40 layers that an interpreter runs in minutes.
-Llama 3.1 and 3.2 leave out their scaled RoPE, which costs nothing; Gemma 3 is without vision."""
-
-
 def _defaults(
     vocab: int, hidden: int, width: int | None, layers: int, heads: int, positions: int, **more: object
 ) -> Mapping[str, Any]:
@@ -277,3 +210,50 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 """Every family that is built, by `model_type`."""
+
+
+def _size(
+    model_type: str, layers: int, hidden: int, width: int, heads: int, kv_heads: int, more: Mapping[str, Any]
+) -> ModelConfig:
+    """A published member, by the entries of its `config.json` over its family's defaults."""
+    settings = {
+        **FAMILIES[model_type].defaults, "model_type": model_type, "num_hidden_layers": layers, "hidden_size": hidden,
+        "intermediate_size": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more,
+    }  # fmt: skip
+    return FAMILIES[model_type].read_config(HFConfig(Path(model_type), settings))
+
+
+_TIED = {"tie_word_embeddings": True}
+_QWEN3 = {"head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "eos_token_id": [151645, 151643]}
+_QWEN3_MOE = {**_QWEN3, "num_experts": 128, "norm_topk_prob": True}
+_LLAMA = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+_GEMMA = {
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "eos_token_id": [1, 106],
+}
+_HYBRID = {"max_position_embeddings": 262144, "rope_theta": 1e7, "eos_token_id": [248046, 248044]}
+SIZES: dict[str, ModelConfig] = {
+    "0.6b": _size("qwen3", 28, 1024, 3072, 16, 8, _QWEN3 | _TIED),
+    "1.7b": _size("qwen3", 28, 2048, 6144, 16, 8, _QWEN3 | _TIED),
+    "4b": _size("qwen3", 36, 2560, 9728, 32, 8, _QWEN3 | _TIED),
+    "8b": _size("qwen3", 36, 4096, 12288, 32, 8, _QWEN3),
+    "14b": _size("qwen3", 40, 5120, 17408, 40, 8, _QWEN3),
+    "32b": _size("qwen3", 64, 5120, 25600, 64, 8, _QWEN3),
+    "narrow": _size("qwen3", 40, 256, 512, 2, 1, _QWEN3 | _TIED | {"vocab_size": 1024, "eos_token_id": []}),
+    "30b-a3b": _size("qwen3_moe", 48, 2048, 768, 32, 4, _QWEN3_MOE | {"moe_intermediate_size": 768}),
+    "235b-a22b": _size("qwen3_moe", 94, 4096, 1536, 64, 4, _QWEN3_MOE | {"moe_intermediate_size": 1536}),
+    "llama-1b": _size("llama", 16, 2048, 8192, 32, 8, _LLAMA | _TIED),
+    "llama-3b": _size("llama", 28, 3072, 8192, 24, 8, _LLAMA | _TIED),
+    "llama-8b": _size("llama", 32, 4096, 14336, 32, 8, _LLAMA),
+    "gemma-270m": _size("gemma3_text", 18, 640, 2048, 4, 1, _GEMMA),
+    "gemma-1b": _size("gemma3_text", 26, 1152, 6912, 4, 1, _GEMMA),
+    "qwen3.5-0.8b": _size("qwen3_5", 24, 1024, 3584, 8, 2, _HYBRID | _TIED | {"linear_num_value_heads": 16}),
+    "qwen3.5-27b": _size("qwen3_5", 64, 5120, 17408, 24, 4, _HYBRID | {"linear_num_value_heads": 48}),
+    "qwen3.5-35b-a3b": _size("qwen3_5_moe", 40, 2048, 0, 16, 2, _HYBRID),
+    "qwen3-next": _size(_NEXT, 48, 2048, 0, 16, 2, _HYBRID | {"eos_token_id": [151645, 151643]}),
+}
+"""Published members, by the word that `random:SIZE` takes; `narrow` is none: 40 layers that an interpreter runs in minutes.
+Llama 3.1 and 3.2 leave out their scaled RoPE, which costs nothing; Gemma 3 is without vision."""

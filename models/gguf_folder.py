@@ -53,7 +53,7 @@ _TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 class FolderOrigin:
-    """Attributes and methods as of `gguf_writer.Origin`.
+    """Attributes and methods as of `gguf_writer.FileOrigin`.
 
     Args:
         held: of the folder, compared with `config`.

@@ -55,13 +55,13 @@ _IN_HYBRID_LAYER = {
 }
 WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 """Names within a layer that are no part's `.weight` or `.bias`."""
-DRAFTING = {
+NEXTN = {
     "nextn.eh_proj": "mtp.fc.weight",
     "nextn.enorm": "mtp.pre_fc_norm_embedding.weight",
     "nextn.hnorm": "mtp.pre_fc_norm_hidden.weight",
-    "nextn.shared_head_norm": FINAL_NORM,
-    "nextn.embed_tokens": EMBEDDING,
-    "nextn.shared_head_head": HEAD,
+    "nextn.shared_head_norm": "mtp.norm.weight",
+    "nextn.embed_tokens": "mtp.embed_tokens.weight",
+    "nextn.shared_head_head": "mtp.lm_head.weight",
 }
 """What a layer that predicts several tokens has beside other layers' (`models.mtp`), by whole names."""
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}

@@ -15,9 +15,9 @@ from torch import Tensor
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_names import (
-    DRAFTING,
     EXPERTS,
     HYBRIDS,
+    NEXTN,
     OUTER,
     SAMPLING,
     WHOLE,
@@ -28,14 +28,13 @@ from haarkv.models.gguf_names import (
     rows_of,
 )
 from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings
-from haarkv.models.source import DRAFTING_ENTRY, Empty, Held, Words, checked_sampling
+from haarkv.models.source import DRAFTING, Empty, Held, Words, checked_sampling
 from haarkv.models.words import words_of
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
 _MOST_LAYERS = 10**4
-_NOTHING: Mapping[str, str] = {}
 _PLUS_ONE = {"gemma3", *HYBRIDS}
 """Architectures whose norms are stored with 1 added, but for DeltaNet's own."""
 
@@ -89,30 +88,22 @@ class GGUFSource:
             for name, tensor in self._file.tensors.items()
             if name in OUTER
         }
-        if self._architecture not in HYBRIDS:
-            return found | self._layers(range(_MOST_LAYERS), {})
-        settings = self.settings()
-        return found | self._layers(range(settings.get("num_hidden_layers") or 0), settings)
-
-    def _layers(self, which: range, settings: Mapping[str, Any], more: Mapping[str, str] = _NOTHING) -> dict[str, Place]:
-        """Some layers, numbered from 0 on.
-
-        Args:
-            settings: of a hybrid, by which DeltaNet's rows are ordered.
-            more: Hugging Face's whole names of what only these have, by the file's within a layer.
-        """
-        known, found = names_in_layer(self._architecture), dict[str, Place]()
+        settings: Mapping[str, Any] = self.settings() if self._architecture in HYBRIDS else {}
+        # Behind a hybrid's own layers stands one that predicts several tokens, and perhaps others.
+        own_layers = settings.get("num_hidden_layers") or 0 if settings else _MOST_LAYERS
+        known = names_in_layer(self._architecture)
         for name, tensor in self._file.tensors.items():
             layer = _LAYER.fullmatch(name)
             index, rest = layer.groups() if layer else (-1, "")
-            if name in OUTER or name == ROPE_FACTORS or (layer and int(index) not in which):
+            if name in OUTER or name == ROPE_FACTORS or (layer and int(index) > own_layers):
                 continue
-            number, (part, _, kind) = int(index) - which.start, rest.rpartition(".")
+            drafts, (part, _, kind) = int(index) == own_layers, rest.rpartition(".")
+            before = f"{DRAFTING}layers.0." if drafts else f"model.layers.{int(index)}."
             if part in EXPERTS and len(tensor.shape) == 3:
-                found |= _of_experts(number, part, tensor)
+                found |= _of_experts(before, part, tensor)
                 continue
             own = f"{known[part]}.{kind}" if part in known and kind in ("weight", "bias") else WHOLE.get(rest)
-            own = more.get(part) or (f"model.layers.{number}.{own}" if own else name)
+            own = (NEXTN.get(part) if drafts else None) or (f"{before}{own}" if own else name)
             norm = self._architecture in _PLUS_ONE and part.endswith("norm") and part != "ssm_norm"
             order: dict[str, Any] = {"rows": self._rows(name, part, tensor), "change": less_one if norm else None}
             found[own] = Place(tensor, **order | delta_order(own, tensor.shape, settings))
@@ -128,10 +119,6 @@ class GGUFSource:
         if not isinstance(heads, int) or heads <= 0 or rows % (2 * heads):
             raise InputError(f"{self.path}: {name} has {rows} rows, which {shown(heads)} heads cannot share evenly")
         return rows_of(rows, heads)
-
-    def drafting(self) -> tuple[GGUFSource, GGUFSource] | None:
-        entry, layer = (_Drafting(self.path, before) for before in (True, False))
-        return (entry, layer) if entry.tensors() else None
 
     def _place(self, name: str) -> Place:
         self._places = self._places or self._found()
@@ -209,29 +196,6 @@ class GGUFSource:
         )
 
 
-class _Drafting(GGUFSource):
-    """The first of the layers that stand behind a hybrid's own and predict several tokens.
-
-    Args:
-        before: what stands before it, in place of the layer.
-    """
-
-    def __init__(self, path: Path, before: bool) -> None:
-        super().__init__(path)
-        self._before = before
-
-    def _found(self) -> dict[str, Place]:
-        if self._architecture not in HYBRIDS:
-            return {}
-        settings = self.settings()
-        behind = settings.get("num_hidden_layers") or 0
-        found = self._layers(range(behind, behind + 1), settings, DRAFTING)
-        return {name: place for name, place in found.items() if (name in DRAFTING_ENTRY) == self._before}
-
-
-def _of_experts(layer: object, part: str, tensor: GGUFTensor) -> dict[str, Place]:
-    """The projections of a layer's experts, each by Hugging Face's name."""
-    return {
-        f"model.layers.{layer}.mlp.experts.{expert}.{EXPERTS[part]}.weight": Place(tensor, expert)
-        for expert in range(tensor.shape[0])
-    }
+def _of_experts(before: str, part: str, tensor: GGUFTensor) -> dict[str, Place]:
+    """The projections of a layer's experts, each by Hugging Face's name, which begins with the layer's."""
+    return {f"{before}mlp.experts.{expert}.{EXPERTS[part]}.weight": Place(tensor, expert) for expert in range(tensor.shape[0])}

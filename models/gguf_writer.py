@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import gguf
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes
 from haarkv.models.gguf_file import block_type, block_type_named
+from haarkv.models.gguf_folder import FolderOrigin
 from haarkv.models.gguf_names import stored_name
 from haarkv.models.gguf_quantize import quantize
 from haarkv.models.gguf_source import GGUFSource
@@ -116,22 +117,28 @@ def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
     return WeightBytes(kept=kept)
 
 
-class Origin(Protocol):
-    """What a file is written from, under a file's names and in its order of rows.
+class FileOrigin:
+    """Another GGUF file, from which one is written under its own names and in its order of rows.
 
     Attributes:
         path: names it in messages.
         architecture: what general.architecture is to be.
     """
 
-    path: Path
-    architecture: str
+    def __init__(self, source: GGUFSource) -> None:
+        self.path, self._source, self._file = source.path, source, source.file
+        self.architecture = str(self._file.entries.get("general.architecture"))
 
     def entries(self) -> Mapping[str, Any]:
         """What the file is to say of itself, by key; what this module writes of itself may be among it."""
+        for key, (_, inner) in self._file.kinds.items():
+            if inner == gguf.GGUFValueType.ARRAY:
+                raise InputError(f"{self.path}: {key} is a list of lists, which is not written")
+        return self._file.entries
 
-    def kind_of(self, key: str) -> tuple[int, int | None] | None:
-        """gguf's numbers of an entry's kind, and of a list that of its values; None: as its value has it."""
+    def kind_of(self, key: str) -> tuple[int, int | None]:
+        """gguf's numbers of an entry's kind, and of a list that of its values."""
+        return self._file.kinds[key]
 
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         """The shape of each, rows first, and gguf's name of the type that it has.
@@ -139,55 +146,23 @@ class Origin(Protocol):
         Raises:
             InputError: one cannot be restored.
         """
-
-    def stored(self, name: str) -> Tensor:
-        """Bytes of a whole tensor in that type."""
-
-    def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows of a tensor, of one matrix where there are several: [end - begin, n] fp32."""
-
-    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `GGUFSource.by_stored_name`."""
-
-    def check(self, written: Path) -> None:
-        """Compare what was written with what is here.
-
-        Raises:
-            InputError: a file cannot say all of it.
-        """
-
-
-class FileOrigin:
-    """Another GGUF file; attributes and methods as of `Origin`."""
-
-    def __init__(self, source: GGUFSource) -> None:
-        self.path, self._source, self._file = source.path, source, source.file
-        self.architecture = str(self._file.entries.get("general.architecture"))
-
-    def entries(self) -> Mapping[str, Any]:
-        for key, (_, inner) in self._file.kinds.items():
-            if inner == gguf.GGUFValueType.ARRAY:
-                raise InputError(f"{self.path}: {key} is a list of lists, which is not written")
-        return self._file.entries
-
-    def kind_of(self, key: str) -> tuple[int, int | None]:
-        return self._file.kinds[key]
-
-    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         for name, tensor in self._file.tensors.items():
             if tensor.fault is not None:
                 raise InputError(f"{self.path}: {name} {tensor.fault}")
         return {name: (of.shape, block_type(of.kind).name) for name, of in self._file.tensors.items()}
 
     def stored(self, name: str) -> Tensor:
+        """Bytes of a whole tensor in that type."""
         return self._file.stored_rows(self._file.tensors[name])
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows of a tensor, of one matrix where there are several: [end - begin, n] fp32."""
         tensor = self._file.tensors[name]
         restore = block_type(tensor.kind).restore
         return restore(self._file.stored_rows(tensor)[begin:end]).view(-1, tensor.shape[-1])
 
     def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `GGUFSource.by_stored_name`."""
         return self._source.by_stored_name(of_columns)
 
     def check(self, written: Path) -> None:
@@ -221,7 +196,7 @@ class _Planned:
 
 
 def write_quantized(
-    source: Origin,
+    source: FileOrigin | FolderOrigin,
     path: Path,
     mix: str,
     importance: Mapping[str, Tensor] | None = None,
@@ -260,7 +235,7 @@ def write_quantized(
     )  # fmt: skip
 
 
-def _plan(source: Origin, mix: str) -> list[_Planned]:
+def _plan(source: FileOrigin | FolderOrigin, mix: str) -> list[_Planned]:
     tensors = source.tensors()
     tied, said = "output.weight" not in tensors, source.entries().get(f"{source.architecture}.block_count")
     layers = said if isinstance(said, int) else 0
@@ -270,7 +245,7 @@ def _plan(source: Origin, mix: str) -> list[_Planned]:
     return planned
 
 
-def _begun(source: Origin, path: Path, planned: list[_Planned], mix: str) -> gguf.GGUFWriter:
+def _begun(source: FileOrigin | FolderOrigin, path: Path, planned: list[_Planned], mix: str) -> gguf.GGUFWriter:
     """A writer that has written all but the tensors."""
     writer = gguf.GGUFWriter(path, source.architecture)
     for key, value in source.entries().items():
@@ -301,7 +276,7 @@ def _own_kind(value: Any) -> tuple[int, int | None]:
     return known[type(value)], None
 
 
-def _stored(source: Origin, of: _Planned, importance: Tensor | None) -> Tensor:
+def _stored(source: FileOrigin | FolderOrigin, of: _Planned, importance: Tensor | None) -> Tensor:
     """Bytes of a tensor in its new type: [rows, bytes of a row] uint8."""
     if of.stays:
         return source.stored(of.name)

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_settings
-from haarkv.models.source import DRAFTING_ENTRY, MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_templates
-from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
+from haarkv.models.source import MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_templates
+from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.models.words import FILES, tokenizer_in
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import MARK, MOST_JSON, parse_json, read_file, read_json, size_of
@@ -29,8 +29,6 @@ _MOST_TOKENIZER = 2**27
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors of what a model has beside its text model; none is read."""
 _ROWS_AT_ONCE = 2**12
-_MORE_TOKENS = "mtp."
-"""How names of layers begin that predict several tokens at once (`models.mtp`)."""
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
@@ -86,7 +84,7 @@ class HFFolder:
         files = files_of_tensors(self.path)
         headers = {path: read_header(path) for path in sorted(set(files.values()))}
         for stored, path in files.items():
-            if (known := self.name_of(stored)) is None:
+            if (known := _text_name(stored)) is None:
                 continue
             held = held_in(headers[path], stored, path)
             for name, within, one in _unstacked(known, held):
@@ -96,10 +94,6 @@ class HFFolder:
                 if within:
                     self._within[name] = within
         return self._tensors
-
-    def name_of(self, stored: str) -> str | None:
-        """Hugging Face's name of a stored tensor in a model that reads text alone; None of what is not read."""
-        return None if _BESIDE_TEXT.match(stored) or stored.startswith(_MORE_TOKENS) else _text_name(stored)
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         path = self.tensors()[name].file
@@ -117,14 +111,11 @@ class HFFolder:
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> None:
         return None
 
-    def drafting(self) -> tuple[HFFolder, HFFolder] | None:
-        entry, layer = _DraftingEntry(self.path), _DraftingLayer(self.path)
-        return (entry, layer) if entry.tensors() else None
-
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
         settings, file = _optional_json(self.path / "tokenizer_config.json"), path if path.is_file() else None
-        special = _special_tokens(self.path, settings)
+        older = _optional_json(self.path / "special_tokens_map.json")
+        special = _special_tokens(settings, older)
         if file is None:
             path, tokenizer = tokenizer_in(self.path, settings, special)
         else:
@@ -133,11 +124,13 @@ class HFFolder:
                 tokenizer = FastTokenizer.from_buffer(content)
             except Exception as error:  # the library raises plain Exception
                 raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-        return Words(tokenizer, path, file, _chat_templates(self.path, settings), special, self._ends(tokenizer, settings))
+        return Words(
+            tokenizer, path, file, _chat_templates(self.path, settings), special, self._ends(tokenizer, settings, older)
+        )
 
-    def _ends(self, tokenizer: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    def _ends(self, tokenizer: FastTokenizer, *files: Mapping[str, Any]) -> tuple[int, ...]:
         """What `generation_config.json` says, and both files of a tokenizer."""
-        named = (_text(of.get("eos_token")) for of in (settings, _optional_json(self.path / "special_tokens_map.json")))
+        named = (_text(of.get("eos_token")) for of in files)
         ids = [tokenizer.token_to_id(token) for token in named if token is not None]
         return (*eos_token_ids(_optional_json(self.sampling_path), self.sampling_path), *(id for id in ids if id is not None))
 
@@ -163,21 +156,10 @@ def _ends_differ(folder: Path, *written: int) -> bool:  # noqa: ARG001 - a file 
     return any(not torch.equal(*(source.read(end, torch.float32, (part,)) for end in (EMBEDDING, HEAD))) for part in rows)
 
 
-class _DraftingEntry(HFFolder):
-    def name_of(self, stored: str) -> str | None:
-        return stored if stored in DRAFTING_ENTRY else None
-
-
-class _DraftingLayer(HFFolder):
-    def name_of(self, stored: str) -> str | None:
-        if stored in DRAFTING_ENTRY or not stored.startswith(_MORE_TOKENS):
-            return None
-        own = stored.removeprefix(_MORE_TOKENS)
-        return FINAL_NORM if own == "norm.weight" else f"model.{own}" if own.startswith("layers.") else stored
-
-
-def _text_name(stored: str) -> str:
-    """Hugging Face's name of a tensor in a model that reads text alone."""
+def _text_name(stored: str) -> str | None:
+    """Hugging Face's name of a tensor in a model that reads text alone; None of what is not read."""
+    if _BESIDE_TEXT.match(stored):
+        return None
     if not (prefix := _TEXT.match(stored)):
         return stored
     rest = stored[prefix.end() :]
@@ -215,10 +197,10 @@ def _text(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
     """Texts of named special tokens, as transformers takes them together."""
     # Older files name them beside the settings, which then say nothing of added tokens.
-    named = settings if "added_tokens_decoder" in settings else settings | _optional_json(folder / "special_tokens_map.json")
+    named = settings if "added_tokens_decoder" in settings else settings | older
     tokens = {key: token for key, token in named.items() if key.endswith("_token")}
     for more in (named.get("model_specific_special_tokens"), named.get("extra_special_tokens")):
         tokens |= more if isinstance(more, dict) else {}

@@ -22,11 +22,11 @@ from haarkv.models.catalog import source_of
 from haarkv.models.checkpoint import load_weights
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.footprint import keeps
-from haarkv.models.source import DRAFTING_ENTRY, KeptBlocks, Source
+from haarkv.models.source import DRAFTING, Empty, Held, KeptBlocks, TensorSource
 from haarkv.models.tensors import Axis, StoredTensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OpTable
-from haarkv.tq_ops.weight import Weight, dense
+from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,33 @@ def config_of_mtp(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=(like,))
 
 
+_ENTRY = ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
+"""Names of what stands before the layer."""
+
+
+class _LayerSource:
+    """The drafting layer of a source as a model of one layer; attributes and methods as of `TensorSource`."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.path, self._source, held = source.path, source, source.tensors()
+        stored = [name for name in held if name.startswith(DRAFTING) and name not in _ENTRY]
+        self._names = {name.replace(DRAFTING, "" if "lm_head" in name else "model.", 1): name for name in stored}
+
+    def tensors(self) -> Mapping[str, Held]:
+        held = self._source.tensors()
+        return {name: held[stored] for name, stored in self._names.items()}
+
+    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
+        return self._source.read(self._names[name], dtype, part, empty)
+
+    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
+        return self._source.blocks(self._names[name], dtype, part)
+
+
 def has_mtp(name: str | Path) -> bool:
     """Whether a model by name is a file or folder that holds a drafting layer."""
     source = source_of(name)
-    return source is not None and source.drafting() is not None
+    return source is not None and not source.tensors().keys().isdisjoint(_ENTRY)
 
 
 def load_mtp(
@@ -97,22 +120,20 @@ def load_mtp(
         InputError: it has none, or a tensor is missing, extra or mis-shaped.
     """
     source = source_of(name)
-    found = source.drafting() if source is not None else None
-    if found is None:
+    if source is None or source.tensors().keys().isdisjoint(_ENTRY):
         raise InputError(f"{name} has no layer that predicts several tokens: no tensors mtp.*, or nextn.* in a GGUF file")
-    entry, layer = found
     one = config_of_mtp(config)
-    model = DecoderModel.of(one, load_weights(layer, one, dtype, lent=lent, keep_blocks=keep_blocks))
+    model = DecoderModel.of(one, load_weights(_LayerSource(source), one, dtype, lent=lent, keep_blocks=keep_blocks))
     hidden, plus_one = Axis(config.hidden_size, "hidden"), config.final_norm.plus_one
     shapes = ((hidden, Axis(2 * config.hidden_size)), (hidden,), (hidden,))
     weights = []
-    for name_, axes in zip(DRAFTING_ENTRY, shapes, strict=True):
+    for name_, axes in zip(_ENTRY, shapes, strict=True):
         stored = StoredTensor(name_, axes, plus_one=plus_one and len(axes) == 1)
-        weights.append(_read(entry, stored, dtype, keep_blocks))
+        weights.append(_read(source, stored, dtype, keep_blocks))
     return MTP(model, weights[0], dense(weights[1]), dense(weights[2]))
 
 
-def _read(entry: Source, wanted: StoredTensor, dtype: torch.dtype, keep_blocks: KeptBlocks) -> Weight:
+def _read(entry: TensorSource, wanted: StoredTensor, dtype: torch.dtype, keep_blocks: KeptBlocks) -> Weight:
     held = entry.tensors().get(wanted.name)
     if held is None or held.shape != wanted.shape or held.fault:
         what = "is missing" if held is None else held.fault or f"has shape {list(held.shape)}, not {list(wanted.shape)}"

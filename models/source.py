@@ -18,8 +18,8 @@ from haarkv.tq_ops.weight import Blocks
 KeptBlocks = bool | Collection[str]
 """Which quantised blocks stay as they are: all, none, or those of some types, by name."""
 
-DRAFTING_ENTRY = ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
-"""Names of what stands before the layer by which a model drafts its own tokens (`models.mtp`)."""
+DRAFTING = "mtp."
+"""How names begin of the layer by which a model drafts its own tokens (`models.mtp`)."""
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes room for a tensor of a shape and dtype."""
@@ -83,31 +83,17 @@ class Words:
         return self.templates.get("default", only)
 
 
-class Source(Protocol):
-    """What a model is read from.
+class TensorSource(Protocol):
+    """What tensors are read from.
 
     Attributes:
         path: names it in messages, and stands for it wherever a model is named.
-        settings_path: names its settings in messages.
-        sampling_path: names in messages what says something of sampling.
     """
 
     path: Path
-    settings_path: Path
-    sampling_path: Path
-
-    def files(self) -> Sequence[Path]:
-        """Those that decide what the model makes of a text, as far as they are there: settings, weights and tokenizer."""
-
-    def settings(self) -> Mapping[str, Any]:
-        """The entries of a Hugging Face `config.json`, for the family to judge.
-
-        Raises:
-            InputError: they cannot be read.
-        """
 
     def tensors(self) -> Mapping[str, Held]:
-        """Every tensor of the text model by its Hugging Face name; none is read.
+        """Every tensor of the text model by its Hugging Face name, and of its drafting layer; none is read.
 
         Raises:
             InputError: there are none, or a file is damaged.
@@ -128,9 +114,27 @@ class Source(Protocol):
         wanted does not begin and end with whole blocks.
         """
 
-    def drafting(self) -> tuple[Source, Source] | None:
-        """What stands before the layer by which the model drafts its own tokens, under the names of `DRAFTING_ENTRY`, and the
-        layer itself, as a model of one layer; None if the model has none."""
+
+class Source(TensorSource, Protocol):
+    """What a model is read from.
+
+    Attributes:
+        settings_path: names its settings in messages.
+        sampling_path: names in messages what says something of sampling.
+    """
+
+    settings_path: Path
+    sampling_path: Path
+
+    def files(self) -> Sequence[Path]:
+        """Those that decide what the model makes of a text, as far as they are there: settings, weights and tokenizer."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """The entries of a Hugging Face `config.json`, for the family to judge.
+
+        Raises:
+            InputError: they cannot be read.
+        """
 
     def words(self) -> Words:
         """The tokenizer and chat template.

@@ -235,6 +235,8 @@ class _Pieces:
         decoder = tokenizer.decoder
         declared = "" if decoder is None else decoder.__getstate__().decode()
         self._byte_level, self._fallback = '"type":"ByteLevel"' in declared, '"type":"ByteFallback"' in declared
+        # Behind bytes, a space may be spelled by them.
+        self._spaces = 0 <= declared.find('"type":"ByteFallback"') < declared.find('"type":"Metaspace"')
         self._text = " ".join if decoder is None else decoder.decode
         self._tokenizer = tokenizer
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -242,6 +244,10 @@ class _Pieces:
     def spelling(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None if text shows nothing of it."""
         return None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+
+    def shown(self, text: str) -> str:
+        """A text that is made of bytes, as the decoder shows it."""
+        return text.replace("▁", " ") if self._spaces else text
 
     def piece(self, token: str, before: str | None) -> bytes:
         """What a token adds behind another; None: it is the first."""
@@ -266,7 +272,7 @@ class _Stream:
         if (token := self._pieces.spelling(token_id)) is None:
             return ""
         piece, self._before = self._pieces.piece(token, self._before), token
-        return self._characters.decode(piece)
+        return self._pieces.shown(self._characters.decode(piece))
 
     def end(self) -> str:
         return self._characters.decode(b"", final=True)

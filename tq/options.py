@@ -282,13 +282,13 @@ sampling_options = together(
 draft_options = together(
     click.option(
         "--draft", metavar="NAME",
-        help="Guess tokens ahead and check them together: ngram, self, mtp (the model's own layer for it), or a smaller model "
-        "of the same tokenizer.",
+        help="Guess tokens ahead and check them together: ngram, mtp (the model's own layer for it), or a smaller model of "
+        "the same tokenizer.",
     ),
     click.option(
         "--draft-tokens", type=IntRange(1, 32), metavar="K", help="Guess at most K tokens a step [default: 4]."
     ),
-    click.option("--draft-kv", metavar="FORMAT", help="Cache of the draft [default: of self the coarsest, else tq4]."),
+    click.option("--draft-kv", metavar="FORMAT", help="Cache of the draft [default: tq4]."),
 )  # fmt: skip
 
 
@@ -301,11 +301,11 @@ def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
         click.UsageError: another of the options without it.
         InputError: values that do not fit together.
     """
-    from haarkv.engine.draft_choice import MTP_LAYER, NGRAM, SELF, DraftSpec
+    from haarkv.engine.draft_choice import MTP_LAYER, NGRAM, DraftSpec
 
     others = {name: given[f"draft_{name}"] for name in ("tokens", "kv") if given[f"draft_{name}"] is not None}
     if given["draft"] is not None:
-        known = (NGRAM, SELF, MTP_LAYER)
+        known = (NGRAM, MTP_LAYER)
         close = get_close_matches(given["draft"], known, n=1, cutoff=0.7)
         if close and given["draft"] not in known and not Path(given["draft"]).exists():
             raise click.UsageError(f"there is no draft {given['draft']!r}; did you mean {close[0]}?")

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.draft_choice import DraftSpec
-from haarkv.engine.draft_pace import DraftReport, Experience
+from haarkv.engine.draft_pace import Experience
 from haarkv.engine.loading import load
+from haarkv.engine.result import DraftReport
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.models.checkpoint import Progress

@@ -16,7 +16,7 @@ from haarkv.models.parallel import ALONE
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 
-DRAFTS = [DraftSpec("ngram"), DraftSpec("self"), DraftSpec("tiny-draft")]
+DRAFTS = [DraftSpec("ngram"), DraftSpec("tiny-draft")]
 of_each_draft = pytest.mark.parametrize("spec", DRAFTS, ids=lambda spec: spec.name)
 
 
@@ -28,7 +28,7 @@ def prompts(tiny, count):
 
 
 def drafting(session, spec):
-    model = Target(session.name, session.config, session.plan, session.executor.name, None, "float32", ALONE)
+    model = Target(session.name, session.config, session.executor.name, None, "float32", ALONE)
     return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
 
 

@@ -17,7 +17,7 @@ def driven(steps, cost, share, *, most=4, experience=None, seed=0, behind=0):
     draw, pace = random.Random(seed), Pace(most, experience or Experience())
     elapsed, came, chosen = 0.0, 0, []
     while came < steps:
-        wanted = pace.tokens(steps - came, lambda: behind)
+        wanted = pace.tokens(steps - came, behind)
         count = min(wanted, steps - came - 1)
         taken = next((i for i in range(count) if draw.random() >= share(came)), count)
         reading = behind * 0.1 if count else 0.0

@@ -6,13 +6,13 @@ import pytest
 import torch
 from at_length import MORE, rest
 from bounds import REORDERED_KV, REORDERED_LOGITS
-from npu_programs import with_pypto
 from ranks import alone, benched, on_ranks, run_small, validated
 from small_models import SMALL, resized
 
 from haarkv.benchmarks.decode import Request, measure
 from haarkv.benchmarks.decode_cost import Case, step_cost
 from haarkv.engine.ranks import join
+from haarkv.executors.catalog import refusal
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
@@ -99,12 +99,10 @@ def test_so_are_they_over_the_cuda_table():
     assert report.passed, report.first_divergence
 
 
-@with_pypto
-@pytest.mark.npu_long
-def test_so_are_npu_layers_cut_in_two():
-    config = resized(FOUR, hidden_size=128, intermediate_size=256, num_layers=1)
-    report, _ = on_ranks(2, validated, "npu", config, torch.bfloat16, (6,), 1)
-    assert report.passed, report.first_divergence
+@pytest.mark.parametrize("executor", ["npu", "onnx"])
+def test_programs_of_whole_layers_are_refused(executor):
+    assert "ranks must meet twice" in refusal(executor, FOUR, [], ranks=Alone(0, 2))
+    assert refusal("cpu", FOUR, [], ranks=Alone(0, 2)) is None
 
 
 FAULTS = {"a sum is left out": "attention_mlp", "a rank has another's keys": "store_kv.k"}

@@ -76,6 +76,13 @@ def cases(count):
     return settings(max_examples=count, derandomize=True, deadline=None, database=None)
 
 
+def test_a_space_that_bytes_spell_is_shown_as_one():
+    tokenizer, library = tokenizer_of("metaspace behind bytes")
+    a = library.token_to_id("a")
+    ids = [a, *bytes_of("pieces", "▁".encode()), a]
+    assert tokenizer.decode(ids) == library.decode(ids) == "a a"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_valid_text_is_the_librarys(kind):
     """Bytes that are whole characters, between words of all kinds: as `tokenizers` decodes them."""

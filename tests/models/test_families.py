@@ -10,6 +10,7 @@ import transformers
 from at_length import MORE, rest, thinned
 from family_models import HYBRIDS, MODELS, TOKENS, logits_of, saved
 from safetensors.torch import load_file, save_file
+from small_models import dense_layers
 from transformers_judge import worst_error
 
 from haarkv.engine.plans import declaration_in, shape_of
@@ -26,7 +27,6 @@ from haarkv.models.config import (
     ModelConfig,
     Norm,
     Rope,
-    dense_layers,
     unknown_part,
 )
 from haarkv.models.hf_folder import read_header

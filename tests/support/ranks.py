@@ -96,7 +96,7 @@ def open_executor(name: str, model: DecoderModel, plan: Any) -> Executor:
         from haarkv.executors.cuda import CudaExecutor
 
         return CudaExecutor(model, interpreted=True)
-    return catalog.create(name, model, plan, "sim" if name == "npu" else None)
+    return catalog.create(name, model, plan)
 
 
 def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:

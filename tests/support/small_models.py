@@ -13,7 +13,7 @@ from haarkv.executors import base as executors
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling, dense_layers
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
 from haarkv.models.rope import RopeTable
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import assemble, checkpoint_shapes
@@ -24,6 +24,22 @@ from haarkv.validation.ops.caches import cache_tensors as cache_tensors
 
 KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
+
+
+def dense_layers(
+    count: int, *, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int, rope_theta: float = 1e6,
+    rms_norm_eps: float = 1e-6, head_norms: bool = False, bias: bool = False, rope_scaling: RopeScaling | None = None,
+    windows: Sequence[int | None] | None = None,
+) -> tuple[Layer, ...]:  # fmt: skip
+    """Layers of the plain kind: attention with RoPE on whole heads, logits over sqrt(head_dim), a SiLU-gated MLP."""
+    attention = Attention(
+        num_heads, num_kv_heads, head_dim, Rope(rope_theta, head_dim, rope_scaling), head_dim**-0.5,
+        head_norms=head_norms, bias=bias,
+    )  # fmt: skip
+    layer = Layer(attention, Dense(intermediate_size), Norm(rms_norm_eps))
+    return tuple(
+        replace(layer, mixer=replace(attention, window=window)) if window else layer for window in windows or [None] * count
+    )
 
 
 def dense_config(

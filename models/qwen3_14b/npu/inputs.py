@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram, MlpProgram
+from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram
 from haarkv.tq_ops.formats.stretches import Turns
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -209,10 +209,9 @@ def layer_call(
         constants: of `layer_constants` and `mask_arguments`.
         hidden: [rows, hidden] bf16, laid out as the tiling says.
     Returns:
-        its arguments in order, and the one among them that becomes the layer's output [rows, hidden]; fp32 of a `partial`
-        program.
+        its arguments in order, and the one among them that becomes the layer's output [rows, hidden].
     """
-    out = torch.zeros_like(hidden, dtype=torch.float32 if program.partial else hidden.dtype)
+    out = torch.zeros_like(hidden)
     tensors = {
         **constants,
         **tiling.tokens,
@@ -226,13 +225,6 @@ def layer_call(
         "out": out,
     }
     return ordered(program, tensors), out
-
-
-def mlp_call(program: MlpProgram, constants: dict[str, Tensor], hidden: Tensor) -> tuple[list[Tensor], Tensor]:
-    """One call of an MLP's program on hidden [rows, hidden] bf16: arguments in order, and output [rows, hidden] fp32."""
-    out = torch.zeros_like(hidden, dtype=torch.float32)
-    given = {argument.name for argument in program.arguments} & constants.keys()
-    return ordered(program, {**{name: constants[name] for name in given}, "hidden": hidden, "out": out}), out
 
 
 def head_call(program: HeadProgram, constants: dict[str, Tensor], hidden: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""PyPTO programs: a whole decoder layer, for prefill and decode alike; its MLP alone, on one of several ranks; and the head.
+"""PyPTO programs: a whole decoder layer, for prefill and decode alike, and the head.
 
 Loops must stand in the jit body; what happens within one iteration is in the helpers above it. What depends on the formats of
 K and V is in their `CacheSide`s.
@@ -116,12 +116,6 @@ def _rest_of_layer(projected, tiles, hidden, weights, layer):
     return residual(added, middle, tiles)
 
 
-def _part_of_sum(projected, tiles, *_):
-    """Of one of several ranks: what its heads add to the output projection, FP32. The rest is added up outside."""
-    tiles.elementwise()
-    return pypto.clone(projected)
-
-
 def _masks(tables, seen, gone, also, shape):
     """What is added to the logits of a step.
 
@@ -176,7 +170,6 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     sinks_width = step * (1 if kept is None or shape.window is None else 2)
     half, norm_dtype = head_dim // 2, pypto.DT_FP32 if layer.parts.plus_one else pypto.DT_BF16
     tiles = Tiles(rows)
-    finish, out_dtype = (_part_of_sum, pypto.DT_FP32) if layer.partial else (_rest_of_layer, pypto.DT_BF16)
 
     @pypto.frontend.jit(**options)
     def decoder_layer(
@@ -226,7 +219,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         keep_token: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         keep_row: pypto.Tensor([pypto.DYNAMIC], pypto.DT_INT32),
         sinks: pypto.Tensor([1, sinks_width], pypto.DT_FP32),
-        out: pypto.Tensor([pypto.DYNAMIC, hidden_size], out_dtype),
+        out: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
     ):
         domain_k = Domain(rotation, rotation_fp16, k_forward, k_numbers, k_places, k_rows, k_turns)
         stored_k = kernel_k(side_k, k_vectors, k_scales, domain_k, kept is not None)
@@ -295,7 +288,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 projected = tiles.project(pypto.reshape(attended, [rows, heads * head_dim]), o_proj)
                 before = pypto.view(hidden, [rows, hidden_size], [base, 0])
                 weights = ((mixer_out_norm, mlp_out_norm), (post_norm, gate_proj, up_proj, down_proj))
-                pypto.assemble(finish(projected, tiles, before, weights, layer), [base, 0], out)
+                pypto.assemble(_rest_of_layer(projected, tiles, before, weights, layer), [base, 0], out)
 
     return decoder_layer
 
@@ -327,28 +320,3 @@ def build_head(shape: Any, options: dict[str, Any]) -> Any:
                 pypto.assemble(pypto.clone(part), [tile * rows, begin], logits)
 
     return head
-
-
-def build_mlp(part: Any, options: dict[str, Any]) -> Any:
-    """The jit-decorated MLP for an `MlpProgram`, tile by tile: norm, gated MLP, and this rank's part of the sum in FP32."""
-    hidden_size, intermediate, eps, rows = part.hidden_size, part.intermediate_size, part.rms_norm_eps, part.rows
-    tiles = Tiles(rows)
-    norm_dtype = pypto.DT_FP32 if part.parts.plus_one else pypto.DT_BF16
-
-    @pypto.frontend.jit(**options)
-    def mlp_part(
-        hidden: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_BF16),
-        post_norm: pypto.Tensor([1, hidden_size], norm_dtype),
-        gate_proj: pypto.Tensor([intermediate, hidden_size], pypto.DT_BF16),
-        up_proj: pypto.Tensor([intermediate, hidden_size], pypto.DT_BF16),
-        down_proj: pypto.Tensor([hidden_size, intermediate], pypto.DT_BF16),
-        out: pypto.Tensor([pypto.DYNAMIC, hidden_size], pypto.DT_FP32),
-    ):
-        for tile in pypto.loop(hidden.shape[0] // rows, name="TILE", idx_name="tile"):
-            for _ in pypto.loop(1, name="MLP", idx_name="i1"):
-                x = pypto.view(hidden, [rows, hidden_size], [tile * rows, 0])
-                added = gated_mlp(x, post_norm, gate_proj, up_proj, down_proj, hidden_size, eps, tiles, part.parts.activation)
-                tiles.elementwise()
-                pypto.assemble(pypto.clone(added), [tile * rows, 0], out)
-
-    return mlp_part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from haarkv.models.config import Activation, Layer, ModelConfig, unknown_layer
@@ -48,8 +48,6 @@ class LayerProgram:
         k, v: how K and V are stored.
         parts: what it is made of.
         kept: what stays of both in BF16.
-        partial: of one of several ranks: `out` is what its heads add to the output projection, FP32, and the layer ends
-            there. The MLP's weights are arguments all the same, and are not read.
     """
 
     name: str
@@ -60,7 +58,6 @@ class LayerProgram:
     attention: AttentionShape
     k: Side = TQ4
     v: Side = TQ4
-    partial: bool = False
     kept: KeptShape | None = None
     parts: Parts = Parts()
 
@@ -81,29 +78,6 @@ class LayerProgram:
         from haarkv.models.qwen3_14b.npu import layer_kernel
 
         kernel: Kernel = layer_kernel.build(self, with_tuned(options))
-        return kernel
-
-
-@dataclass(frozen=True)
-class MlpProgram:
-    """What follows a `partial` layer program on one of several ranks: what its columns add to the MLP's result, FP32."""
-
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rows: int
-    parts: Parts = Parts()
-
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        names = ("hidden", "post_norm", "gate_proj", "up_proj", "down_proj")
-        return (*(Argument(name) for name in names), Argument("out", output=True))
-
-    def build(self, **options: dict[str, Any]) -> Kernel:
-        from haarkv.models.qwen3_14b.npu import layer_kernel
-
-        kernel: Kernel = layer_kernel.build_mlp(self, options)
         return kernel
 
 
@@ -186,13 +160,6 @@ def _layer(
     )
     sizes = config.hidden_size, layer.mlp.width, layer.norm.eps
     return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept, parts=Parts.of(layer))
-
-
-def cut(program: LayerProgram) -> tuple[LayerProgram, MlpProgram]:
-    """A layer's program in two, each ending where several ranks add up what they have."""
-    first = replace(program, name=f"{program.name}_attention", partial=True)
-    sizes = (program.hidden_size, program.intermediate_size, program.rms_norm_eps, program.rows)
-    return first, MlpProgram(f"{program.name}_mlp", *sizes, program.parts)
 
 
 def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProgram:

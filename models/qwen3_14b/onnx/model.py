@@ -75,10 +75,9 @@ class _Model:
             count = sum(self.plan.kept)
             inputs["kept_index"] = TensorType(_INT64, (s.batch, heads, count))
             inputs["kept_positions"] = TensorType(_INT32, (s.batch, count))
-        rows = s.batch if s.predictions is None else s.predictions
         if self.plan.head and not self.one_token:
-            inputs["last_rows"] = TensorType(_INT32, (rows,))
-        ends = {"logits": TensorType(_FLOAT, (rows, config.vocab_size))}
+            inputs["last_rows"] = TensorType(_INT32, (s.batch,))
+        ends = {"logits": TensorType(_FLOAT, (s.batch, config.vocab_size))}
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
             for stored in self.plan.fields:

@@ -38,7 +38,6 @@ class Sizes:
         columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
         blocks, block_size: of the cache.
         kept: vectors in BF16 of one side of a layer's cache.
-        predictions: rows of logits, where there are several new tokens a sequence; one a sequence unless given.
     """
 
     batch: int | str = "batch"
@@ -47,7 +46,6 @@ class Sizes:
     blocks: int | str = "blocks"
     block_size: int | str = "block_size"
     kept: int | str = "kept"
-    predictions: int | str | None = None
 
 
 @dataclass(frozen=True)
