@@ -12,8 +12,8 @@ from haarkv.tq_ops.errors import InputError
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    folder = write_checkpoint(tmp_path_factory.mktemp("m"))
-    return tq.load(folder, kv=tq.KVSpec("tq4", tail=8, sink=2), executor="reference", balance=False)
+    folder = write_checkpoint(tmp_path_factory.mktemp("m"), config={"head_dim": 64})
+    return tq.load(folder, kv=tq.KVSpec("tq4", tail=8, sink=2), executor="cpu", balance=False)
 
 
 def talk(session, conversations, names, turns, seed=0, alone=True):
