@@ -103,7 +103,7 @@ class Free:
         self.hidden = run.outcome.result
         load(self._follower.cache, index, before)
         try:
-            expected = self._follower.layer(index, hidden, forward)
+            expected = self._follower.layer(index, hidden, forward, plant=False)
         except InputError as error:
             detail = f"what the executor makes of its own layers cannot be gone on from: {error}"
             return run, Verdict.broken("free_running", detail), math.inf

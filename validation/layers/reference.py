@@ -52,15 +52,17 @@ class Reference:
         """Whether its ops are seen one by one."""
         return self._whole is None
 
-    def layer(self, index: int, hidden: Tensor, forward: Forward) -> MadeLayer:
+    def layer(self, index: int, hidden: Tensor, forward: Forward, *, plant: bool = True) -> MadeLayer:
         """Run one layer.
 
+        Args:
+            plant: whether what must not be read is far off in its `before`, which a candidate is given.
         Raises:
             InputError: what it makes is not finite or zero: nothing can be held against that.
         """
         before, batch = snapshot(self.cache, index), forward.batch
         made, q = self._layer(index, hidden, forward, before)
-        if q is None:
+        if q is None or not plant:
             return made
         older = batch.seq_lens - batch.query_start_loc.diff()
         return replace(made, before=without_unread(self.cache, index, before, batch, older, q))
