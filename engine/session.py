@@ -114,11 +114,7 @@ class Session:
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None,
         template_args: Mapping[str, Any] | None = None, parse_special: bool = False,
     ) -> list[list[int]]:  # fmt: skip
-        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer.
-
-        Args:
-            chat, system, template_args, parse_special: of `engine.text.Chat`.
-        """
+        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer and a `Chat` of the rest."""
         as_asked = Chat(chat, system, template_args, parse_special)
         return encode(self.tokenizer, self.config.vocab_size, prompts, as_asked)
 

@@ -210,11 +210,7 @@ def _bound(model: Any, ops: Any) -> _Run:
 
 
 def open_gpu(device: str | None) -> torch.device:
-    """The GPU that a name means.
-
-    Raises:
-        InputError: it is no GPU's name, or there is no such GPU.
-    """
+    """The GPU that a name means."""
     kind, _, number = (device or "cuda").partition(":")
     if kind != "cuda" or not (number.isdecimal() or (not number and ":" not in (device or ""))):
         raise InputError(f"executor cuda runs on cuda or cuda:N, not on {device!r}")

@@ -87,11 +87,8 @@ class DecoderModel:
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         """Hidden states [T, hidden] after all layers, before the final norm, of T new tokens of B sequences.
 
-        Prefill, decode and the check of drafted tokens are this one call; `head` turns rows of it into logits.
-
-        Args:
-            token_ids: [T] int64, the sequences' new tokens one after the other.
-            batch: places of the T tokens.
+        Prefill, decode and the check of drafted tokens are this one call; `head` turns rows of it into logits. Token ids
+        [T] int64 come one sequence after the other; the batch has their places.
         """
         return self.layers(self.embed(token_ids), range(self.config.num_layers), batch, cache, ops)
 

@@ -109,11 +109,7 @@ class FolderOrigin:
         return found
 
     def check(self, written: Path) -> None:
-        """Compare what a written file says with the folder.
-
-        Raises:
-            InputError: a file cannot say what this model is.
-        """
+        """Refuse a written file that does not say what this model is."""
         config = config_of(written, GGUFSource(written).settings())
         pairs = list(zip(self._config.attentions, config.attentions, strict=False))
         same = _but_scaling(self._config) == _but_scaling(config) and all(_turn_alike(a.rope, b.rope) for a, b in pairs)

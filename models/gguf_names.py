@@ -103,11 +103,7 @@ def stored_name(name: str, architecture: str) -> str:
 
 
 def rows_of(count: int, heads: int) -> Tensor:
-    """Where llama.cpp's converter puts the rows of Q or K of a Llama.
-
-    Returns:
-        [count] int64, for each row of Hugging Face's order that in the file.
-    """
+    """[count] int64: of each row of a Llama's Q or K in Hugging Face's order, where llama.cpp's converter puts it."""
     return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
@@ -163,10 +159,7 @@ class Place:
 def delta_order(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the `Place` of a tensor of DeltaNet's, or of a gate of one number a token; {} if it is read as it lies.
 
-    Args:
-        name: Hugging Face's.
-        shape: the file's.
-        settings: the entries of a `config.json`.
+    The name is Hugging Face's, the shape the file's, and settings are the entries of a `config.json`.
     """
     if name.endswith("mlp.shared_expert_gate.weight"):
         return {"axes": (1, shape[-1])}

@@ -46,11 +46,7 @@ def _opened(path: Path, size: int, changed: int) -> GGUFFile:  # noqa: ARG001
 
 
 class GGUFSource:
-    """A GGUF file; attributes and methods as of `models.source.Source`.
-
-    Raises:
-        InputError: as of `GGUFFile`.
-    """
+    """A GGUF file; attributes and methods as of `models.source.Source`."""
 
     def __init__(self, path: Path) -> None:
         self.path = self.settings_path = self.sampling_path = path
