@@ -21,7 +21,7 @@ from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import files_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes

@@ -17,8 +17,7 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import blame, not_finite_among_ranks
 from haarkv.models import fused
-from haarkv.models.base import DecoderModel, tables_of
-from haarkv.models.caches import new_cache
+from haarkv.models.base import DecoderModel, new_cache, tables_of
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.fused import with_stacks
 from haarkv.models.layer import DeltaNet
