@@ -19,9 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from haarkv.models.config import Experts, ModelConfig, Rope
-from haarkv.models.gguf_names import HYBRIDS, SAMPLING, rows_of, stored_name
-from haarkv.models.gguf_settings import MODEL_TYPES
-from haarkv.models.gguf_source import GGUFSource
+from haarkv.models.gguf_settings import HYBRIDS, MODEL_TYPES
+from haarkv.models.gguf_source import SAMPLING, GGUFSource, rows_of, stored_name
 from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, inverse_frequencies

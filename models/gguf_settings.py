@@ -14,7 +14,6 @@ from torch import Tensor
 
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
-from haarkv.models.gguf_names import HYBRIDS
 from haarkv.models.rope import Llama3Scaling
 from haarkv.models.words import ends_of
 from haarkv.tq_ops.errors import InputError
@@ -24,6 +23,7 @@ MODEL_TYPES = {
     "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
 }  # fmt: skip
 """`model_type` by general.architecture; any other is refused by its own name, as of a folder."""
+HYBRIDS = frozenset({"qwen35", "qwen35moe"})
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

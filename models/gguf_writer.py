@@ -23,9 +23,8 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes
 from haarkv.models.gguf_file import block_type, block_type_named
 from haarkv.models.gguf_folder import FolderOrigin
-from haarkv.models.gguf_names import stored_name
 from haarkv.models.gguf_quantize import quantize
-from haarkv.models.gguf_source import GGUFSource
+from haarkv.models.gguf_source import GGUFSource, stored_name
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
