@@ -21,8 +21,8 @@ from haarkv.benchmarks.timing import MOST_COPIES, Machine, OnTurn, Run
 from haarkv.engine.generation import prefill_in_chunks, tail_chunk
 from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor, verify
-from haarkv.models import caches
 from haarkv.models.base import DecoderModel
+from haarkv.models.base import new_cache as empty_cache
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -87,7 +87,7 @@ def new_cache(
         at_once: new tokens of a sequence that layers with a sliding window must take at a time.
     """
     chunk = max(RING_CHUNK, at_once)
-    return caches.new_cache(config, plan, sequences=batch, tokens=tokens, device=device, ring_chunk=chunk)
+    return empty_cache(config, plan, sequences=batch, tokens=tokens, device=device, ring_chunk=chunk)
 
 
 def new_pages(cache: PagedKVCache) -> PagedSequences:
@@ -324,7 +324,7 @@ def forward_run(kind: str, executor: Executor, plan: KVPlan, case: Case, repeats
         cache, paging = filled(plan, config, case, *random_kv(config, case, device), steps_of(repeats))
         tokens = torch.arange(case.batch, device=device) % config.vocab_size
     else:
-        cache, _ = caches.new_cache(
+        cache, _ = empty_cache(
             config, plan, sequences=case.batch, tokens=case.context, device=device, chunk=tail_chunk(executor)
         )
         prompts = random_prompts(config, case)

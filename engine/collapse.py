@@ -235,11 +235,7 @@ class Guard:
         return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
     def after_prefill(self, on_warning: Callable[[str], object]) -> None:
-        """Judge by the first tokens, if there were enough of them.
-
-        Raises:
-            InputError: as `at_load`.
-        """
+        """Judge by the first tokens, if there were enough of them; refuses as `at_load`."""
         if not self._over:
             self._over = bool(self._probed)
             self._judge(list(self._probed.values()), on_warning)

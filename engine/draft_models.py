@@ -14,7 +14,7 @@ from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal, draf
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.tq_ops.kv.batch import uploaded
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan

@@ -19,7 +19,7 @@ from torch import Tensor
 from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal, draft
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, last_rows
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.mtp import MTP
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes

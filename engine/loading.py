@@ -140,11 +140,7 @@ def load(
 
 
 def _sampling_of(name: str) -> Mapping[str, Any]:
-    """What a model says of sampling, all of it in range.
-
-    Raises:
-        InputError: it is not, by the name of the file that says so.
-    """
+    """What a model says of sampling; what is out of range is refused by the name of the file that says so."""
     generation: Mapping[str, Any] = generation_settings(name)
     try:
         Sampling(**generation)
@@ -183,11 +179,7 @@ def _balanced(
 
 
 def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) -> None:
-    """Refuse to round activations to other than 16 bits where nobody does.
-
-    Raises:
-        InputError: neither 8 nor 16 bits; or 8, and the executor is not `cpu`, or nothing of the model's is in such blocks.
-    """
+    """Refuse activation bits other than 16 where nobody rounds to them: 8 is for `cpu` and weights in blocks."""
     if bits not in (8, 16):
         raise InputError(f"activations have 16 or 8 bits where they meet quantised weights, not {bits}")
     if bits == 16:

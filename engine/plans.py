@@ -55,13 +55,7 @@ def declaration_in(settings: Mapping[str, Any]) -> str:
 
 
 def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> KVPlan:
-    """The KV plan that a spec means for a model.
-
-    Args:
-        split: of the plan for a rank's KV heads.
-    Raises:
-        InputError: it does not fit the model.
-    """
+    """The KV plan that a spec means for a model, which it must fit; with `split`, of the plan for a rank's KV heads."""
     if (kept := max(spec.tail or 0, spec.sink)) > config.max_position_embeddings:
         raise InputError(
             f"a tail or sink of {kept:,} tokens is longer than this model's context of {config.max_position_embeddings:,}; "
@@ -116,11 +110,7 @@ class Needed:
         return own + (f"; beside them {kept / 2**30:,.2f} of weights stay in the file's pages" if kept else "")
 
     def require(self, name: str) -> None:
-        """Refuse what this machine has no room for now.
-
-        Raises:
-            InputError: the process's own bytes are more than are available.
-        """
+        """Refuse what this machine has no room for now."""
         remedy = "take a smaller model, fewer tokens or sequences, a smaller --kv"
         remedy += ", or --dtype bfloat16" if self.weights.own > self.kv else ""
         require_memory(self.own, f"{name} ({self.describe()})", remedy)

@@ -71,12 +71,10 @@ class SamplingSettings(TypedDict, total=False):
 
 
 def require_drawn(own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse to choose among tokens where nobody draws any: the likeliest is taken unless a temperature says otherwise.
+    """Refuse filters that would do nothing: the likeliest token is taken unless a temperature says otherwise.
 
     Args:
         asked: those that somebody asked for. Who asks for temperature 0 knows.
-    Raises:
-        InputError: a filter that would do nothing.
     """
     if "temperature" in asked or own.get("temperature"):
         return

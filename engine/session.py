@@ -21,7 +21,7 @@ from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import files_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
@@ -114,11 +114,7 @@ class Session:
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None,
         template_args: Mapping[str, Any] | None = None, parse_special: bool = False,
     ) -> list[list[int]]:  # fmt: skip
-        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer.
-
-        Args:
-            chat, system, template_args, parse_special: of `engine.text.Chat`.
-        """
+        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer and a `Chat` of the rest."""
         as_asked = Chat(chat, system, template_args, parse_special)
         return encode(self.tokenizer, self.config.vocab_size, prompts, as_asked)
 

@@ -59,11 +59,7 @@ class Chat:
         return tokenizer.encode_chat(conversations, self.template_args, self.parse_special)
 
     def require_nothing_said(self) -> None:
-        """Refuse a chat template for a stored sequence that goes on without a prompt: nothing would be wrapped.
-
-        Raises:
-            InputError: it is asked for.
-        """
+        """Refuse a chat template for a stored sequence that goes on without a prompt: nothing would be wrapped."""
         for _, option in (*self._of_template(), *[("", "--chat")] * bool(self.chat)):
             why = "the stored text itself goes on, which no chat template wraps"
             raise InputError(f"{why}; leave out {option}, or give a prompt")
@@ -206,13 +202,7 @@ class GrowingText:
 
 
 class Texts:
-    """The texts of one `generate`, which are given out as their tokens come.
-
-    Args:
-        stops: each ends before the first of these.
-        on_token: called with (index, token); True ends that text there.
-        on_text: called with (index, text) as text becomes certain.
-    """
+    """The texts of one `Session.generate`, whose arguments it takes, which are given out as their tokens come."""
 
     def __init__(
         self, tokenizer: Tokenizer, count: int, stops: Sequence[str], on_token: Callable[[int, int], object] | None,
@@ -238,11 +228,7 @@ class Texts:
 
 
 def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as they were asked for, one or several.
-
-    Raises:
-        InputError: one of them is empty, or no text.
-    """
+    """Stop strings as they were asked for, one or several; one that is empty or no text is refused."""
     try:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
     except TypeError:
@@ -285,11 +271,7 @@ def require_arguments(
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is no integer, or too small a one.
-
-    Raises:
-        InputError: by the argument's name.
-    """
+    """Refuse, by the argument's name, what is no integer, or too small a one."""
     try:
         count = index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -81,11 +81,7 @@ def _require_host(name: str, device: str | None) -> None:
 
 
 def class_of(name: str) -> Any:
-    """An executor's class; its module is imported now.
-
-    Raises:
-        InputError: it needs a package that is not installed.
-    """
+    """An executor's class; its module is imported now, or refused by the package that is not installed."""
     try:
         return getattr(import_module(f"haarkv.executors.{name}"), f"{name.title()}Executor")
     except ImportError as error:
@@ -179,11 +175,7 @@ AUTO = "auto"
 
 # -- Making one ---------------------------------------------------------------------------------------------------------------
 def info(name: str) -> ExecutorInfo:
-    """What is known of an executor of `NAMES`; what `auto` stands for is known to `select`.
-
-    Raises:
-        InputError: no such executor.
-    """
+    """What is known of an executor of `NAMES`; any other is refused. What `auto` stands for is known to `select`."""
     if name not in EXECUTORS:
         raise InputError(f"unknown executor {name!r}; choose from {', '.join((AUTO, *NAMES))}")
     return EXECUTORS[name]
@@ -195,11 +187,10 @@ def refusal(
     """Why an executor cannot run a model with all these caches, as "NAME cannot run this: REASON"; None if it can.
 
     All that is known before weights are read is asked here, and nowhere else. Whether the device is there is left to `check`.
+    An executor that there is not, or whose packages are not installed, is an InputError.
 
     Args:
         config: of what it is to run: of a rank, its part.
-    Raises:
-        InputError: no such executor, or one whose packages are not installed.
     """
     entry = info(name)
     reason: str | None = None
@@ -217,8 +208,6 @@ def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = Non
 
     Args:
         device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
-    Raises:
-        InputError: no such executor or device, or it cannot run such a model with this plan, with its reason.
     """
     info(name).require(_device_of_rank(name, device, ranks))
     if refused := refusal(name, config, [plan], ranks=ranks):

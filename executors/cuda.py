@@ -17,8 +17,7 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import blame, not_finite_among_ranks
 from haarkv.models import fused
-from haarkv.models.base import DecoderModel, tables_of
-from haarkv.models.caches import new_cache
+from haarkv.models.base import DecoderModel, new_cache, tables_of
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.fused import with_stacks
 from haarkv.models.layer import DeltaNet
@@ -210,11 +209,7 @@ def _bound(model: Any, ops: Any) -> _Run:
 
 
 def open_gpu(device: str | None) -> torch.device:
-    """The GPU that a name means.
-
-    Raises:
-        InputError: it is no GPU's name, or there is no such GPU.
-    """
+    """The GPU that a name means."""
     kind, _, number = (device or "cuda").partition(":")
     if kind != "cuda" or not (number.isdecimal() or (not number and ":" not in (device or ""))):
         raise InputError(f"executor cuda runs on cuda or cuda:N, not on {device!r}")

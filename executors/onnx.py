@@ -293,11 +293,7 @@ def _fields(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
 
 
 def _require_finite(vectors: Mapping[str, Tensor], layer: int, slots: Tensor) -> None:
-    """Refuse scales [T, Hkv] that a graph has marked.
-
-    Raises:
-        NonFiniteError: naming layer, side, token, slot and KV head.
-    """
+    """Raise a NonFiniteError of scales [T, Hkv] that a graph has marked: layer, side, token, slot and KV head."""
     for side in ("k", "v"):
         bad = torch.isnan(vectors[f"{side}_scale"]).nonzero()
         if len(bad):

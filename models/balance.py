@@ -198,12 +198,7 @@ def where_lossy(plan: KVPlan, wanted: bool = True) -> Callable[[int, str], bool]
 
 
 def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_: True) -> Balanced:
-    """Balance every side that is uneven enough.
-
-    Args:
-        model: of one rank or all; on the host.
-        wanted: as of `scaling_of`.
-    """
+    """Balance every side of a model on the host that is uneven enough; of one rank or all. `wanted` is as of `scaling_of`."""
     layers, moments = list(model.weights.layers), {}
     for index, shape in enumerate(model.config.kv_shapes):
         if shape is not None:

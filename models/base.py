@@ -1,9 +1,10 @@
-"""A decoder model: its declaration, weights and rotary tables, and its forward over any op table."""
+"""A decoder model: its declaration, weights and rotary tables, its forward over any op table, and an empty cache for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from haarkv.models.layer import Step, decoder_layer
 from haarkv.models.parallel import ALONE, Ranks, even_share
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import Weights
-from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KEPT_ROOM, blocks_for
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import rows_of
 
@@ -87,11 +90,8 @@ class DecoderModel:
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         """Hidden states [T, hidden] after all layers, before the final norm, of T new tokens of B sequences.
 
-        Prefill, decode and the check of drafted tokens are this one call; `head` turns rows of it into logits.
-
-        Args:
-            token_ids: [T] int64, the sequences' new tokens one after the other.
-            batch: places of the T tokens.
+        Prefill, decode and the check of drafted tokens are this one call; `head` turns rows of it into logits. Token ids
+        [T] int64 come one sequence after the other; the batch has their places.
         """
         return self.layers(self.embed(token_ids), range(self.config.num_layers), batch, cache, ops)
 
@@ -105,3 +105,19 @@ def tables_of(config: ModelConfig, device: torch.device | str = "cpu") -> dict[R
     """The tables of each rotary embedding that a model's layers declare."""
     ropes = dict.fromkeys(mixer.rope for mixer in config.attentions)
     return {rope: RopeTable(rope, config.max_position_embeddings, device) for rope in ropes}
+
+
+def new_cache(
+    config: ModelConfig, plan: KVPlan, *, sequences: int, tokens: int, device: torch.device | str = "cpu",
+    order: Sequence[int] | None = None, room: int | None = KEPT_ROOM, **more: Any,
+) -> tuple[PagedKVCache, PagedSequences]:  # fmt: skip
+    """An empty cache for `sequences` of up to `tokens` tokens each, and its bookkeeping.
+
+    Blocks are handed out in `order`, ascending unless given; `room` and `more` are as `PagedKVCache` takes them.
+    """
+    blocks = blocks_for(tokens, **({"block_size": more["block_size"]} if "block_size" in more else {}))
+    cache = PagedKVCache(
+        plan, config.kv_shapes, num_blocks=sequences * blocks, num_rows=sequences, row_blocks=blocks, device=device,
+        states=config.state_shapes, room=room, **more,
+    )  # fmt: skip
+    return cache, PagedSequences(cache.num_blocks, cache.block_size, order, num_rows=sequences)

@@ -250,22 +250,14 @@ def maps_file(weights: WeightBytes, asked: bool | None, processes: int = 1, in_p
 
 
 def restored_types(name: str | Path, kept: KeptBlocks) -> list[str]:
-    """Types of the blocks in a model's file, by name, that are restored where only some are kept.
-
-    Raises:
-        InputError: as `source_of`.
-    """
+    """Types of the blocks in a model's file, by name, that are restored where only some are kept."""
     source = source_of(name)
     held = source.tensors().values() if source is not None else ()
     return sorted({of.blocks for of in held if of.blocks is not None and not keeps(of, kept)})
 
 
 def keeps_any(name: str | Path, kept: KeptBlocks) -> bool:
-    """Whether a model's file has blocks that are not restored where only some are kept.
-
-    Raises:
-        InputError: as `source_of`.
-    """
+    """Whether a model's file has blocks that are not restored where only some are kept."""
     source = source_of(name)
     return source is not None and any(of.blocks is not None and keeps(of, kept) for of in source.tensors().values())
 
@@ -281,8 +273,7 @@ def stream_tensors(
 ) -> Iterator[tuple[str, Weight]]:
     """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
 
-    Raises:
-        InputError: as `load_weights`, with the first.
+    Refuses as `load_weights`, with the first.
     """
     source = source_of(name)
     return random_tensors(config, dtype) if source is None else stored_tensors(source, config, dtype, keep_blocks=keep_blocks)

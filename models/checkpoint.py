@@ -178,11 +178,7 @@ def _copied(weight: Weight, empty: Empty | None) -> Weight:
 
 
 def held_for(source: TensorSource, config: ModelConfig) -> Mapping[str, Held]:
-    """Every tensor of a source by name, once those that a config asks for were compared with it; none is read.
-
-    Raises:
-        InputError: as `load_weights`.
-    """
+    """Every tensor of a source by name, once those that a config asks for were compared with it; none is read."""
     held = source.tensors()
     _compare(source.path, checkpoint_shapes(config), held, tied=config.tied)
     return held

@@ -174,11 +174,7 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """Its mixer, where that is attention.
-
-        Raises:
-            TypeError: it is something else.
-        """
+        """Its mixer, where that is attention; a TypeError if it is something else."""
         if not isinstance(self.mixer, Attention):
             raise TypeError(f"this layer's mixer is {type(self.mixer).__name__}, not attention")
         return self.mixer
@@ -234,11 +230,7 @@ class ModelConfig:
 
     @property
     def heads(self) -> Heads:
-        """The sizes that all of its attention has; windows and RoPE may differ.
-
-        Raises:
-            ValueError: layers have heads of different numbers or sizes.
-        """
+        """The sizes that all of its attention has, or a ValueError; windows and RoPE may differ."""
         sizes = {mixer.heads for mixer in self.attentions}
         if len(sizes) != 1:
             raise ValueError("its layers have heads of different numbers or sizes")
@@ -246,11 +238,7 @@ class ModelConfig:
 
     @property
     def common(self) -> Layer:
-        """The one declaration of all layers, for what is built of equal layers.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """The one declaration of all layers, for what is built of equal layers; a ValueError if they differ."""
         if len(set(self.layers)) != 1:
             raise ValueError("its layers differ")
         return self.layers[0]

@@ -132,13 +132,10 @@ def random_bytes(config: ModelConfig, dtype: torch.dtype, split: Split | None = 
 
 
 def work_bytes(config: ModelConfig, tokens: int, sequences: int) -> int:
-    """What a forward computes with, about: what the widest layer makes of tokens that come at once, and logits.
+    """What a forward computes with, about: what the widest layer makes of all tokens that come at once, and logits.
 
     A mixer's outputs are there twice, before and after norms and RoPE; an MLP's gate, up and product once each. Beside them
     the hidden state, normed, and its update. All are counted as FP32, which products give.
-
-    Args:
-        tokens: of all sequences together, at once.
     """
     widest = 0
     for layer in dict.fromkeys(config.layers):

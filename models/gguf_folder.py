@@ -19,9 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from haarkv.models.config import Experts, ModelConfig, Rope
-from haarkv.models.gguf_names import HYBRIDS, SAMPLING, rows_of, stored_name
-from haarkv.models.gguf_settings import MODEL_TYPES
-from haarkv.models.gguf_source import GGUFSource
+from haarkv.models.gguf_settings import HYBRIDS, MODEL_TYPES
+from haarkv.models.gguf_source import SAMPLING, GGUFSource, rows_of, stored_name
 from haarkv.models.hf_config import config_of
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, inverse_frequencies
@@ -109,11 +108,7 @@ class FolderOrigin:
         return found
 
     def check(self, written: Path) -> None:
-        """Compare what a written file says with the folder.
-
-        Raises:
-            InputError: a file cannot say what this model is.
-        """
+        """Refuse a written file that does not say what this model is."""
         config = config_of(written, GGUFSource(written).settings())
         pairs = list(zip(self._config.attentions, config.attentions, strict=False))
         same = _but_scaling(self._config) == _but_scaling(config) and all(_turn_alike(a.rope, b.rope) for a, b in pairs)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
-from haarkv.models.gguf_names import HYBRIDS
 from haarkv.models.rope import Llama3Scaling
 from haarkv.models.words import ends_of
 from haarkv.tq_ops.errors import InputError
@@ -24,6 +23,7 @@ MODEL_TYPES = {
     "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
 }  # fmt: skip
 """`model_type` by general.architecture; any other is refused by its own name, as of a folder."""
+HYBRIDS = frozenset({"qwen35", "qwen35moe"})
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -163,11 +163,7 @@ _LEAST_ERROR = 1e-4
 
 
 def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling`, where a file asks for one; {} if it does not.
-
-    Raises:
-        InputError: a part of it that no `config.json` can say, by name.
-    """
+    """`rope_scaling`, where a file asks for one; {} if not. A part that no `config.json` can say is refused by name."""
     prefix = f"{architecture}.rope.scaling."
     said = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
     factor = said.pop("factor", None) or entries.get(f"{architecture}.rope.scale_linear")
@@ -184,13 +180,10 @@ def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -
 
 
 def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
-    """`rope_scaling` of a Llama 3, whose frequencies are divided by factors.
+    """`rope_scaling` of a Llama 3, whose frequencies are divided by factors; others than Llama 3's are refused.
 
     Short waves have 1, long ones the same large factor, and between them 1/factor grows as the frequency does: a line, whose
     two ends are all that Llama 3's four numbers say.
-
-    Raises:
-        InputError: they are none of Llama 3's.
     """
     half = len(factors)
     plain = 1.0 / (theta ** (torch.arange(half, dtype=torch.float64) / half))

@@ -23,9 +23,8 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes
 from haarkv.models.gguf_file import block_type, block_type_named
 from haarkv.models.gguf_folder import FolderOrigin
-from haarkv.models.gguf_names import stored_name
 from haarkv.models.gguf_quantize import quantize
-from haarkv.models.gguf_source import GGUFSource
+from haarkv.models.gguf_source import GGUFSource, stored_name
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
@@ -104,11 +103,7 @@ def _has_more_bits(name: str, layers: int) -> bool:
 
 
 def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
-    """What a model's weights would take in a file of a mix, from whose pages they are computed with.
-
-    Raises:
-        InputError: no such mix.
-    """
+    """What a model's weights would take in a file of a mix, from whose pages they are computed with."""
     kept, names = 0, "qwen35" if config.state_shapes else ""
     for name, tensor in checkpoint_tensors(config).items():
         called = type_of(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
@@ -141,11 +136,7 @@ class FileOrigin:
         return self._file.kinds[key]
 
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """The shape of each, rows first, and gguf's name of the type that it has.
-
-        Raises:
-            InputError: one cannot be restored.
-        """
+        """The shape of each, rows first, and gguf's name of its type; one that cannot be restored is refused."""
         for name, tensor in self._file.tensors.items():
             if tensor.fault is not None:
                 raise InputError(f"{self.path}: {name} {tensor.fault}")

@@ -57,11 +57,7 @@ def read_hf_config(path: Path) -> ModelConfig:
 
 
 def config_of(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
-    """Shapes by the entries of a `config.json`, wherever they come from; `path` names them in messages.
-
-    Raises:
-        InputError: as `read_hf_config`.
-    """
+    """Shapes by the entries of a `config.json`, wherever they come from; `path` names them in messages."""
     from haarkv.models.families import FAMILIES  # which reads entries by this module
 
     file = HFConfig(path, settings)
@@ -101,11 +97,7 @@ class HFConfig:
     raw: Mapping[str, Any]
 
     def part(self, key: str) -> HFConfig:
-        """An object within, as a config of its own; an absent or null one is empty.
-
-        Raises:
-            InputError: it is no object.
-        """
+        """An object within, as a config of its own; an absent or null one is empty, and what is no object is refused."""
         value = self.raw.get(key)
         if not isinstance(value, dict | None):
             raise InputError(f"{self.path}: {key} is not an object")
@@ -135,21 +127,13 @@ class HFConfig:
         return bool(value)
 
     def refuse(self, reasons: Mapping[str, object]) -> None:
-        """Refuse the first feature, by name, that the config asks for.
-
-        Raises:
-            InputError: the value of one is true.
-        """
+        """Refuse the first feature, by name, that the config asks for."""
         for reason, present in reasons.items():
             if present:
                 raise InputError(f"{self.path} asks for {reason}, which this project does not build")
 
     def layer_kinds(self, count: int, *known: str) -> list[str] | None:
-        """The kind of each layer; None where the config does not name them.
-
-        Raises:
-            InputError: not one for each, or one that is not known.
-        """
+        """The kind of each layer, one of `known`; None where the config does not name them."""
         kinds = self.raw.get("layer_types")
         if kinds is None:
             return None
@@ -220,11 +204,7 @@ class HFConfig:
 
 
 def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """Tokens that end a text, from a file's `eos_token_id`: an id, a list of them or nothing.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Tokens that end a text, from a file's `eos_token_id`: an id, a list of them or nothing; all else is refused."""
     value = raw.get("eos_token_id")
     ids = _listed(value)
     if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 2**31 for i in ids):
@@ -237,11 +217,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def read_hf_settings(path: Path) -> Mapping[str, Any]:
-    """The entries of a `config.json` over its family's defaults; of a model with other parts, those of the one for text.
-
-    Raises:
-        InputError: no such file, or no settings.
-    """
+    """The entries of a `config.json` over its family's defaults; of a model with other parts, those of the one for text."""
     from haarkv.models.families import FAMILIES
 
     if not path.exists():

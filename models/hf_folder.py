@@ -230,11 +230,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor, by the index of a sharded checkpoint or the header of a single file.
-
-    Raises:
-        InputError: there are no such files, or they do not fit together.
-    """
+    """Which file holds each tensor, by the index of a sharded checkpoint or the header of a single file."""
     for index, single in zip(INDICES, _SINGLES, strict=True):
         if (folder / index).is_file():
             return _indexed(folder, folder / index)
@@ -277,11 +273,7 @@ class _Saved(dict[str, Tensor]):
 
 
 def opened(path: Path) -> Any:
-    """A file whose `get_tensor` and `get_slice` give tensors by name, in the file's pages.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """A file whose `get_tensor` and `get_slice` give tensors by name, in the file's pages; refused if it cannot be read."""
     try:
         return safe_open(path, framework="pt") if path.suffix != ".bin" else _saved(path, path.stat().st_mtime_ns)
     except (SafetensorError, OSError) as error:
@@ -302,11 +294,7 @@ def _saved(path: Path, written: int) -> _Saved:  # noqa: ARG001 - a file that is
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file, offsets counted from the file's beginning.
-
-    Raises:
-        InputError: no file of tensors, or its header is cut off.
-    """
+    """The header of a file of tensors, offsets counted from the file's beginning."""
     if path.suffix == ".bin":
         words = {dtype: word for word, dtype in _DTYPES.items()}
         return {
@@ -343,11 +331,7 @@ def _entry(entry: object, data: int) -> dict[str, Any]:
 
 
 def held_in(header: Header, name: str, path: Path) -> Held:
-    """What the header of a file says of a tensor.
-
-    Raises:
-        InputError: the header does not know it.
-    """
+    """What the header of a file says of a tensor, which it must know."""
     entry = header.get(name)
     if entry is None:
         raise InputError(f"{path} lacks the tensor {name}, which the index says it holds")

@@ -289,11 +289,7 @@ MIXERS: dict[type, MixerKind] = {
 
 
 def kind_of(mixer: Mixer) -> MixerKind:
-    """The halves of a declared mixer.
-
-    Raises:
-        ValueError: nothing runs such a mixer.
-    """
+    """The halves of a declared mixer; a ValueError of one that nothing runs."""
     kind = MIXERS.get(type(mixer))
     if kind is None:
         raise ValueError(f"nothing here runs a layer that mixes tokens by {type(mixer).__name__}")

@@ -66,11 +66,7 @@ class MTP:
 
 
 def config_of_mtp(config: ModelConfig) -> ModelConfig:
-    """A model of the one layer that drafts for a model of this declaration.
-
-    Raises:
-        InputError: none of its layers attends to all tokens.
-    """
+    """A model of the one layer that drafts for a model of this declaration; refused where no layer attends to all tokens."""
     like = next((layer for layer in config.layers if isinstance(layer.mixer, Attention) and layer.mixer.window is None), None)
     if like is None:
         raise InputError("--draft mtp takes a model with a layer of full attention")

@@ -97,11 +97,7 @@ def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
 
 @dataclass(frozen=True)
 class Split:
-    """The part of a model that one rank holds.
-
-    Raises:
-        InputError: the model cannot be cut into so many parts, with what cannot.
-    """
+    """The part of a model that one rank holds; a model that cannot be cut into so many parts is refused."""
 
     whole: ModelConfig
     rank: int = 0

@@ -139,11 +139,7 @@ class RopeTable:
         self._on_device = None if self.device.type == "cpu" else self.whole()
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, D/2] fp32 of positions [T].
-
-        Raises:
-            IndexError: on the host, a position that there is not.
-        """
+        """cos and sin [T, D/2] fp32 of positions [T]; on the host, an IndexError at one that there is not."""
         if self._on_device is not None:
             cos, sin = self._on_device
             return cos[positions], sin[positions]
@@ -166,11 +162,7 @@ class RopeTable:
         return cos, sin
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, D/2] fp32 of all positions.
-
-        Raises:
-            InputError: this machine has no room for them.
-        """
+        """cos and sin [positions, D/2] fp32 of all positions; refused where this machine has no room for them."""
         shape = (self.positions, len(self._inv_freq))
         require_memory(
             2 * 4 * shape[0] * shape[1], f"cos and sin of {self.positions:,} positions",

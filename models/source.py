@@ -84,7 +84,7 @@ class Words:
 
 
 class TensorSource(Protocol):
-    """What tensors are read from.
+    """What tensors are read from; what is missing, damaged or of the wrong kind is an InputError of the method asked for it.
 
     Attributes:
         path: names it in messages, and stands for it wherever a model is named.
@@ -93,11 +93,7 @@ class TensorSource(Protocol):
     path: Path
 
     def tensors(self) -> Mapping[str, Held]:
-        """Every tensor of the text model by its Hugging Face name, and of its drafting layer; none is read.
-
-        Raises:
-            InputError: there are none, or a file is damaged.
-        """
+        """Every tensor of the text model by its Hugging Face name, and of its drafting layer; none is read."""
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         """One of `tensors()` that has no fault.
@@ -130,33 +126,17 @@ class Source(TensorSource, Protocol):
         """Those that decide what the model makes of a text, as far as they are there: settings, weights and tokenizer."""
 
     def settings(self) -> Mapping[str, Any]:
-        """The entries of a Hugging Face `config.json`, for the family to judge.
-
-        Raises:
-            InputError: they cannot be read.
-        """
+        """The entries of a Hugging Face `config.json`, for the family to judge."""
 
     def words(self) -> Words:
-        """The tokenizer and chat template.
-
-        Raises:
-            InputError: there are none, or they cannot be read.
-        """
+        """The tokenizer and chat template."""
 
     def sampling(self) -> dict[str, float]:
-        """What it says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy.
-
-        Raises:
-            InputError: a setting of the wrong kind.
-        """
+        """What it says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy."""
 
 
 def checked_templates(content: object, where: Path) -> dict[str, str]:
-    """Sources of chat templates by name: of one text, of several by name, or of a list of {`name`, `template`}.
-
-    Raises:
-        InputError: one is no text, or longer than any.
-    """
+    """Sources of chat templates by name: of one text, of several by name, or of a list of {`name`, `template`}."""
     if isinstance(content, list):
         try:
             content = {each["name"]: each["template"] for each in content}
@@ -173,11 +153,7 @@ def checked_templates(content: object, where: Path) -> dict[str, str]:
 
 
 def checked_sampling(content: Mapping[str, Any], path: Path, names: tuple[str, ...]) -> dict[str, float]:
-    """Those settings of sampling that there are.
-
-    Raises:
-        InputError: one is no number, or `top_k` no whole one.
-    """
+    """Those settings of sampling that there are: numbers, and of `top_k` a whole one; others are refused."""
     found: dict[str, float] = {}
     for key in names:
         value = content.get(key)

@@ -154,11 +154,7 @@ class SourceTokenizer:
         return self._encode(texts, special_tokens=False, mark=mark)
 
     def _template(self, *, with_tools: bool) -> str:
-        """Source of the chat template for a purpose.
-
-        Raises:
-            InputError: there is none, or no telling which.
-        """
+        """Source of the chat template for a purpose; refused where there is none, or no telling which."""
         templates = self._words.templates
         if (source := (templates.get("tool_use") if with_tools else None) or self._words.template) is None:
             several = (
@@ -310,20 +306,12 @@ class ByteTokenizer:
 
 
 def load_tokenizer(name: str | Path, config: ModelConfig) -> Tokenizer:
-    """Tokenizer of a model by name.
-
-    Raises:
-        InputError: the source has none, or it does not fit the model.
-    """
+    """Tokenizer of a model by name; refused where there is none, or none that fits the model."""
     source = tokenizer_source_of(name)
     return ByteTokenizer() if source is None else SourceTokenizer(source, config)
 
 
 def generation_settings(name: str) -> dict[str, float]:
-    """What a model says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy.
-
-    Raises:
-        InputError: no such model, or a setting of the wrong kind.
-    """
+    """What a model says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy."""
     source = source_of(name)
     return {} if source is None else source.sampling()

@@ -61,9 +61,6 @@ _LOOPBACK = (_HERE, "localhost", "::1")
 def require_vllm() -> None:
     """Refuse where there is nothing to serve with, and warn of a vLLM that the plug-in is not written for: to be asked before
     anything else is looked at.
-
-    Raises:
-        InputError: vLLM is not installed.
     """
     if find_spec("vllm") is None:
         raise InputError(
@@ -124,11 +121,7 @@ def serve(
 
 
 def _as_vllm_takes_it(model: str) -> str:
-    """A model's name or folder for vLLM, which would take `~` for the name of a folder.
-
-    Raises:
-        InputError: it can only be a folder, and there is none.
-    """
+    """A model's name, or its folder, which must be there: vLLM would take `~` for the name of a folder."""
     name = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
     # On the Hub a model is NAME or ORG/NAME, and one of its files ORG/NAME/FILE.gguf; an address elsewhere has a scheme.
     could_be_elsewhere = name.count("/") < 2 or "://" in name or name.endswith(".gguf")
@@ -141,11 +134,7 @@ def _as_vllm_takes_it(model: str) -> str:
 
 
 def _flags_of(cache: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
-    """vLLM's flags with ours in front.
-
-    Raises:
-        InputError: one of them is for `tq serve` to set.
-    """
+    """vLLM's flags with ours in front; those that are for `tq serve` to set are refused."""
     # vLLM's own default is every network; of two hosts the last one counts.
     ours = ["--host", _HERE]
     if not is_vllms_own(cache):
@@ -209,13 +198,7 @@ def _reached_by(parsed: Namespace) -> str:
 
 
 def _parsed(args: Sequence[str]) -> tuple[Namespace, Any]:
-    """The flags as vLLM reads them, and its configuration, once it has found that the model can be served so.
-
-    Nothing is started.
-
-    Raises:
-        InputError: it cannot, in one line.
-    """
+    """The flags as vLLM reads them, and its configuration, or in one line why it cannot serve so. Nothing is started."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -128,11 +128,7 @@ def _greet(ctx: click.Context) -> None:
 
 
 def _require_address_space() -> None:
-    """Refuse a limit under which libraries that torch loads end the process without a word of ours.
-
-    Raises:
-        InputError: `ulimit -v` leaves too little.
-    """
+    """Refuse a `ulimit -v` under which libraries that torch loads end the process without a word of ours."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     if resource.RLIM_INFINITY != allowed < _LEAST_ADDRESSES:
         least = f"{_LEAST_ADDRESSES / 2**30:g} GiB"

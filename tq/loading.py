@@ -152,12 +152,9 @@ def asked() -> dict[str, str]:
 
 
 def kv_spec(given: Mapping[str, Any]) -> KVSpec:
-    """The cache that `options.kv_options` ask for.
+    """The cache that `options.kv_options` ask for, refused as by `load`.
 
-    Args:
-        given: a command's arguments by name; an argument that the command lacks has its default.
-    Raises:
-        InputError: as `load`.
+    An argument that the command's arguments by name lack has its default.
     """
     values = {argument: given.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": given.get("kv_plan")}
     return _spec({**given, **values}, asked(), WORDS, lambda loss: _choice(given, loss))
@@ -191,11 +188,7 @@ def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:
 def named_plans(plan_files: Sequence[str], taken: Iterable[str], what: str) -> dict[str, KVSpec]:
     """The plans of some files, each by its file's name.
 
-    Args:
-        taken: names of formats that stand beside them.
-        what: what would have the same name, in the plural.
-    Raises:
-        InputError: a name would stand for two, or a file is not a plan.
+    A name that would stand for two is refused: `taken` are those of formats beside them, and `what` they are, in the plural.
     """
     plans = {Path(name).stem: plan_file.load(name) for name in plan_files}
     if len(plans) < len(plan_files) or plans.keys() & {*taken, *formats.names()}:

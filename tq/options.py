@@ -132,11 +132,7 @@ _THREADS = 2
 
 
 def set_threads(threads: int | None) -> None:
-    """Use `threads` CPU threads, if a number was asked for.
-
-    Raises:
-        click.UsageError: more than this machine has processors, which would only wait for each other.
-    """
+    """Use `threads` CPU threads, if a number was asked for: of at most the processors of this machine."""
     if threads is not None:
         processors = os.cpu_count() or 1
         most = max(_THREADS, processors)
@@ -254,8 +250,7 @@ collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn
 def kv_options(kv: bool = True, default: str = _DEFAULT) -> Decorator:
     """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache.
 
-    Args:
-        default: what help says of a cache that is not named.
+    Help says `default` of a cache that is not named.
     """
     options = (_kv_option(default), loss_option, calibration_option, *_BESIDE, plan_option)
     return together(*options) if kv else together(*_BESIDE)
@@ -293,14 +288,7 @@ draft_options = together(
 
 
 def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
-    """The draft that those options ask for; None without `--draft`.
-
-    Args:
-        given: a command's arguments by name.
-    Raises:
-        click.UsageError: another of the options without it.
-        InputError: values that do not fit together.
-    """
+    """The draft that those options ask for, by a command's arguments; None without `--draft`, which the others need."""
     from haarkv.engine.draft_choice import MTP_LAYER, NGRAM, DraftSpec
 
     others = {name: given[f"draft_{name}"] for name in ("tokens", "kv") if given[f"draft_{name}"] is not None}
@@ -372,13 +360,9 @@ def open_session(given: Mapping[str, Any], **others: Any) -> Session:
 
 
 def check_outputs(**outputs: Path | None) -> None:
-    """Refuse, before any work, to write files where that cannot be.
+    """Refuse, before any work, to write files, by their options' names without dashes, where that cannot be, or two to one.
 
-    Args:
-        outputs: by the names of their options, without dashes; None is not asked for.
-    Raises:
-        click.UsageError: two are one file.
-        InputError: as `check_writable`.
+    None is not asked for.
     """
     from haarkv.tq_ops.output_files import check_writable
 

@@ -234,9 +234,7 @@ _NARROW = 60
 def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Progress:
     """A bar on stderr behind some words, in which rich fills in `{task.description}`; silent when stderr is not a terminal.
 
-    Args:
-        count: shows how many are done, of what, once it is known how many there are; "" shows a percentage.
-        left: shows the time that is left as well.
+    It shows `count`, how many are done of what, or a percentage; with `left` the time that is left as well.
     """
     from rich import progress as rich
     from rich.text import Text

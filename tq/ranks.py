@@ -107,13 +107,7 @@ class RankError(click.ClickException):
 
 
 def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
-    """Run a command line on so many ranks and wait for all of them.
-
-    Returns:
-        rank 0's exit code, which has said what there is to say.
-    Raises:
-        RankError: a rank was lost; the others have been ended.
-    """
+    """Run a command line on so many ranks, all to their ends: rank 0's exit code, or a RankError of a rank that was lost."""
     with TemporaryFolder("ranks") as folder:
         # As long as this process lives, it keeps one end of a pipe open; ranks end when that end closes.
         watched, kept = os.pipe()
@@ -180,11 +174,7 @@ def _interrupt(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
 
 
 def _verdict(codes: Mapping[int, int], ranks: Mapping[int, object], errors: Mapping[int, Path], timeout_s: float) -> int:
-    """Rank 0's exit code, unless a rank was lost.
-
-    Raises:
-        RankError: which rank, and how.
-    """
+    """Rank 0's exit code, or a RankError: which rank was lost, and how."""
     first = codes.get(0)
     if first is not None and first >= 0 and first != LOST and (first or not any(codes.values())):
         return first

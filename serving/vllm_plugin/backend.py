@@ -135,11 +135,7 @@ def batch_of(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
 
 
 class RotatedAttention(AttentionImpl[RotatedMetadata]):
-    """One layer's attention over its pages; arguments are vLLM's.
-
-    Raises:
-        NotImplementedError: the layer's attention is not plain causal attention to all tokens.
-    """
+    """One layer's attention over its pages; arguments are vLLM's. None but causal attention to all tokens is built."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -218,11 +214,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         return self._index
 
     def _view(self, kv_cache: Tensor, index: int) -> PagedKVCache:
-        """vLLM's pages of this layer as a cache, made once for as long as they stay where they are.
-
-        Raises:
-            ValueError: they have no room for what this layer stores.
-        """
+        """vLLM's pages of this layer as a cache, made once for as long as they stay where they are, if they have the room."""
         if self._cache is None or self._pages is not kv_cache:
             num_blocks, heads, block_size, content = kv_cache.shape
             # A page may be larger than what it holds, which then lies at its beginning.

@@ -37,11 +37,7 @@ _OF_DRAFT = ("draft_model.", "mtp.")
 
 
 def spec_of(vllm_config: VllmConfig) -> KVSpec:
-    """The cache that is asked for.
-
-    Raises:
-        InputError: a value of another kind, an unknown format, or a file that is not what it should be.
-    """
+    """The cache that is asked for; a value of another kind, an unknown format or a file that is none is refused."""
     return spec_from(vllm_config.additional_config)
 
 
@@ -53,8 +49,7 @@ def spec_from(options: Mapping[str, Any]) -> KVSpec:
 def plan_of(vllm_config: VllmConfig) -> KVPlan:
     """How all KV heads of the model's own layers are stored; those with a sliding window are vLLM's, in BF16.
 
-    Raises:
-        InputError: as `spec_of`; or the plan was made for a model of another shape.
+    A plan of a model of another shape is refused.
     """
     plan = _plan(_asked(vllm_config.additional_config), shape_of(vllm_config), None)
     if not (sliding := sliding_layers(vllm_config.model_config)):
@@ -138,21 +133,13 @@ def tail_tokens(packed: int, exact: int, block_size: int) -> int:
 
 
 def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
-    """What K and V of one token and KV head take.
-
-    Args:
-        v_dim: numbers of V's vector; as many as of K's unless given.
-    """
+    """What K and V of one token and KV head take; V's vector is as wide as K's unless given."""
     k_format, v_format = pair
     return int(k_format.bytes_per_vector(head_dim) + v_format.bytes_per_vector(v_dim or head_dim))
 
 
 def shape_of(vllm_config: VllmConfig) -> ModelShape:
-    """What a plan names its model by.
-
-    Raises:
-        InputError: a hybrid of a kind that is not known here.
-    """
+    """What a plan names its model by; a hybrid of a kind that is not known here is refused."""
     model = vllm_config.model_config
     if model.is_hybrid:
         return _hybrid_shape(model.model)
@@ -217,10 +204,7 @@ def _spec(
 
 @cache
 def _plan(asked: _Asked, shape: ModelShape, heads: tuple[int, int] | None) -> KVPlan:
-    """
-    Args:
-        heads: the first KV head that is stored here, and the one behind the last; None for all.
-    """
+    """Of the KV heads stored here: from the first to the one behind the last; None for all."""
     spec = _spec(*asked)
     plan = spec.plan(shape.num_layers, shape)
     plan.require_layout(shape.layers)

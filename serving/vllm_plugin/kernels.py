@@ -39,11 +39,7 @@ def to_store(slots: Tensor, positions: Tensor | None = None, kept_slots: Tensor 
 
 
 class CpuKernels:
-    """The C++ kernels.
-
-    Raises:
-        KernelsMissingError: they are not built.
-    """
+    """The C++ kernels; a KernelsMissingError where they are not built."""
 
     def __init__(self) -> None:
         from haarkv.tq_ops.cpu.ops import CpuOps
@@ -118,9 +114,5 @@ class GpuKernels:
 
 @cache
 def kernels_on(device: torch.device) -> CpuKernels | GpuKernels:
-    """The kernels of a device.
-
-    Raises:
-        KernelsMissingError: on a CPU, the C++ kernels are not built.
-    """
+    """The kernels of a device."""
     return CpuKernels() if device.type == "cpu" else GpuKernels(device)

@@ -51,10 +51,7 @@ def is_asked_for(vllm_config: VllmConfig) -> bool:
 
 
 def require_supported(vllm_config: VllmConfig) -> None:
-    """
-    Raises:
-        ValueError: in one line, what the model is or what was asked for that the cache cannot do.
-    """
+    """Refuse, by a ValueError of one line, a model or what was asked for that the cache cannot do."""
     model = vllm_config.model_config
     if model is not None and (reason := _model(vllm_config) or _options(vllm_config) or _cache(vllm_config)):
         options = vllm_config.additional_config
@@ -113,11 +110,7 @@ def _on_cpu() -> bool:
 
 
 def _cache(vllm_config: VllmConfig) -> str | None:
-    """What about the formats stands in the way.
-
-    Raises:
-        InputError: there is no such format or file, or it was made for another model.
-    """
+    """What about the formats stands in the way; a format or file that there is not, or of another model, is an InputError."""
     model, plan = vllm_config.model_config, plan_of(vllm_config)
     if compared := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
         return f"{compared[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
@@ -221,8 +214,7 @@ def _kept_beside(vllm_config: VllmConfig) -> str | None:
 def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
     """Scales [H, D] fp32 of this rank's KV heads, K's and V's, of each layer that is uneven; None leaves a side as it is.
 
-    Raises:
-        InputError: as `judged`.
+    Refuses as `judged`.
     """
     scaling, parallel = judged(vllm_config), vllm_config.parallel_config
     if not scaling.scales or parallel.tensor_parallel_size == 1:

@@ -13,7 +13,7 @@ import tq
 from haarkv.engine.generation import generate, tail_chunk
 from haarkv.engine.plans import shape_of
 from haarkv.executors.catalog import create
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.kv import cache_file

@@ -19,8 +19,7 @@ from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.cuda import DecodeStep
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.base import DecoderModel
-from haarkv.models.caches import new_cache
+from haarkv.models.base import DecoderModel, new_cache
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.footprint import WeightBytes

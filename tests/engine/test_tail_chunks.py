@@ -7,7 +7,7 @@ from small_models import SMALL, gemma_config, small_model
 from haarkv.engine.generation import PREFILL_CHUNK, prefill_in_chunks, tail_chunk
 from haarkv.executors.base import verify
 from haarkv.executors.catalog import create
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
 

@@ -15,8 +15,7 @@ from small_models import random_tokens, resized, small_config, small_model
 from haarkv.engine.plans import shape_of
 from haarkv.executors import base
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.base import DecoderModel
-from haarkv.models.caches import new_cache
+from haarkv.models.base import DecoderModel, new_cache
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.errors import NonFiniteError

@@ -10,7 +10,7 @@ from real_files import STEPS, ids_of, ours, pytest_generate_tests, session
 
 from haarkv.executors.base import verify
 from haarkv.executors.catalog import create, info
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, source_of
 from haarkv.tq_ops.kv.plan import KVSpec
 

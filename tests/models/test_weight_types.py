@@ -14,7 +14,7 @@ import tq
 from haarkv.executors.base import verify
 from haarkv.executors.catalog import create
 from haarkv.models.balance import balance, folded
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, read_config, source_of
 from haarkv.models.checkpoint import load_weights, stored_tensors
 from haarkv.models.fingerprint import fingerprint

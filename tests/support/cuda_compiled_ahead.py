@@ -12,7 +12,7 @@ from cuda_launches import TAIL, TQ4, Nothing, learned, recorded, shaped_model
 from small_models import small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 
 ORDERS = {"tq4": TQ4, "tail": TAIL, "learned": learned("k=lr3,v=tq4", 64, 2, tail=32, sink=4), "short": TQ4}
 LATER = 400, 33, 11, 2, 1

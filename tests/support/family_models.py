@@ -10,7 +10,7 @@ from transformers_judge import saved_random
 
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import path_of
 from haarkv.tq_ops.kv.plan import KVSpec
 

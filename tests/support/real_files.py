@@ -8,7 +8,7 @@ import torch
 
 import tq
 from haarkv.executors.base import verify
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.tq_ops.kv.plan import KVSpec
 
 STEPS = 32

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.tq_ops.kv.plan import KVSpec
 
 # Its bars go to stderr, where tests read what the command says.

@@ -13,7 +13,7 @@ from vllm_soak import Request
 from haarkv.engine.generation import generate
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.kv.plan import KVSpec
 

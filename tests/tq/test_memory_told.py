@@ -13,7 +13,7 @@ from refusals import assert_refused
 import tq
 from haarkv.engine.plans import needed, plan_for
 from haarkv.executors.catalog import info
-from haarkv.models.caches import new_cache
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, maps_file, read_config, source_of, weights_of
 from haarkv.models.families import SIZES
 from haarkv.models.footprint import WeightBytes, weight_bytes, work_bytes

@@ -168,8 +168,7 @@ class _Talk:
 def _ended_by_ctrl_c() -> Iterator[Callable[[int, int], bool]]:
     """While it is open in a terminal, Ctrl-C ends an answer at a token; before the first one, or again, it interrupts.
 
-    Yields:
-        the `on_token` that ends it.
+    The `on_token` that ends it is what it yields.
     """
     begun = pressed = False
 
@@ -215,11 +214,7 @@ def _cost(result: Result | None) -> str:
 
 
 def _begun(session: Session, file: Path | None, system: str | None) -> tuple[list[dict[str, str]], StoredSequence | None]:
-    """Messages and stored sequence of a file, if it exists; else those of a new conversation.
-
-    Raises:
-        InputError: the file is none of a conversation, or of another model or cache.
-    """
+    """Messages and stored sequence of a file of this model and cache, if it exists; else those of a new conversation."""
     from haarkv.tq_ops.input_files import parse_json
     from haarkv.tq_ops.kv.cache_file import read_note
 

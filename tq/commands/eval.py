@@ -96,11 +96,7 @@ def command(
 
 
 def read_text(name: str, option: str) -> str:
-    """A text to measure by, or learn from.
-
-    Raises:
-        click.UsageError: it is empty.
-    """
+    """A text to measure by, or learn from; an empty one is a usage error."""
     if text := read_prompt(name, option):
         return text
     raise click.UsageError(f"{option} {name} is empty; give a text of a few thousand tokens")

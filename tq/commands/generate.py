@@ -118,11 +118,7 @@ def _room(texts: Sequence[str], asked: Mapping[str, Any]) -> Room:
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[str], ranks: Ranks) -> list[str]:
-    """Texts of `--prompt` and `--prompt-file`; rank 0 reads them for all.
-
-    Raises:
-        click.ClickException: there is none, or as `read_prompt`.
-    """
+    """Texts of `--prompt` and `--prompt-file`, of which there must be one; rank 0 reads them for all."""
     texts = [*prompts, *(read_prompt(file) for file in files)] if ranks.rank == 0 else []
     if ranks.rank == 0 and not texts:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
@@ -130,11 +126,7 @@ def read_prompts(prompts: Sequence[str], files: Sequence[str], ranks: Ranks) -> 
 
 
 def read_prompt(file: str, option: str = "--prompt-file") -> str:
-    """Text of a prompt file, or of the file that another option names; - is stdin.
-
-    Raises:
-        click.ClickException: it cannot be read, or is not UTF-8.
-    """
+    """Text in UTF-8 of a prompt file, or of the file that another option names; - is stdin."""
     if file == "-" and sys.stdin is None:
         raise click.UsageError(f"{option} -: stdin is closed")
     try:

@@ -83,11 +83,9 @@ def sensitivity(dtype: str | None, threads: int | None, as_json: bool) -> None:
 
 
 def _first_layers(model: str, dtype: str | None, kept: Sequence[str], tokens: Sequence[int]) -> _Subject:
-    """The first layers of a model, in each dtype that is asked for, and pieces of a text of code.
+    """The first layers of a model, in each dtype that is asked for, and pieces of a text of code of so many tokens each.
 
-    Args:
-        kept: types of blocks that stay as the file has them.
-        tokens: of each piece.
+    Blocks of the types in `kept` stay as the file has them.
     """
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer

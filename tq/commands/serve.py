@@ -92,10 +92,7 @@ def command(
 def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -> str | None:
     """The file of the cache that `--kv auto` chose for a model before; None where there is none, and none was asked for.
 
-    Args:
-        notes: get a sentence on which of the two it is.
-    Raises:
-        InputError: there is none, and it says how one is chosen.
+    `notes` get a sentence on which of the two it is. Where one was asked for, the refusal says how one is chosen.
     """
     from haarkv.tq_ops.errors import InputError
     from haarkv.validation.planning.auto import LOSS

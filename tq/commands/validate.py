@@ -253,14 +253,7 @@ def _selected(
     reference: str, of_reference: tuple[ModelConfig, KVPlan], executor: str, on_trial: tuple[ModelConfig, KVPlan],
     device: str | None, dtype: str | None, instead: str,
 ) -> tuple[str, Selection]:  # fmt: skip
-    """The reference and the executor on trial, each of a model and its cache.
-
-    Args:
-        instead: what a user may do where nothing but the reference runs it.
-    Raises:
-        InputError: no such executor, or the reference cannot run it.
-        click.UsageError: `auto` is the reference.
-    """
+    """The reference and the executor on trial, each of a model and its cache; `instead` says what helps without another."""
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, check, select
 
     trusted = select(reference, of_reference[0], [of_reference[1]], dtype=dtype).name  # a slip in the name is refused first

@@ -63,12 +63,7 @@ def describe(finding: Verdict) -> str:
 
 
 def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: str = "") -> None:
-    """The verdict, and what it rests on.
-
-    Args:
-        more: rows that stand after it.
-        where: what ends the verdict, if it was no device that ran.
-    """
+    """The verdict, which `where` ends if it was no device that ran, and what it rests on, with `more` rows behind."""
     same = sum(row.same_token == row.predictions for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first, verdict = report.first_divergence, "passed: no fault" if report.passed else "FAILED"
@@ -90,8 +85,7 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: s
 def unexercised(report: Report, chosen: bool) -> tuple[str, str]:
     """What the prompts did not reach, longer contexts always among it, as a row.
 
-    Args:
-        chosen: the prompts were not the user's own, so that no others would exercise more.
+    If they were chosen and not the user's own, no others would exercise more.
     """
     hint = " (leave out --prompt to exercise more)" if report.not_exercised and not chosen else ""
     return "not exercised", f"{'; '.join(report.beyond)}{hint}"

@@ -81,11 +81,7 @@ class _Recorder:
         self._layers = decoder_config(model.config).num_hidden_layers
 
     def sums(self) -> list[tuple[int, Sums]]:
-        """Of every layer, in order.
-
-        Raises:
-            InputError: a layer whose attention was not seen.
-        """
+        """Of every layer, in order; one whose attention was not seen is refused."""
         if missing := set(range(self._layers)) - self._sums.keys():
             raise InputError(
                 f"the attention of layer {min(missing)} does not go through transformers' attention interface, or has no K "

@@ -24,11 +24,7 @@ from haarkv.tq_ops.kv.shapes import KVShape
 
 
 def decoder_config(config: Any) -> Any:
-    """The part of a model's config that describes the decoder.
-
-    Raises:
-        InputError: not a config, or one of an encoder-decoder.
-    """
+    """The part of a model's config that describes the decoder; what is no config, or an encoder-decoder's, is refused."""
     if not hasattr(config, "get_text_config"):
         raise InputError(f"TQCache takes a Hugging Face config, model.config, and not {type(config).__name__}")
     for part in (config, config.get_text_config(decoder=True)):
@@ -38,11 +34,7 @@ def decoder_config(config: Any) -> Any:
 
 
 def head_dims(config: Any, layer: int) -> tuple[int, int]:
-    """D of K and of V in one layer.
-
-    Raises:
-        InputError: the config does not say.
-    """
+    """D of K and of V in one layer; a config that does not say is refused."""
     layers = getattr(config, "per_layer_config", None)
     described = layers[layer] if layers is not None else config
     if getattr(described, "qk_nope_head_dim", None) is not None:
@@ -58,11 +50,7 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
 
 
 def cache_layers(decoder: Any) -> list[Any]:
-    """transformers' own cache layers for a model, which ours replace.
-
-    Raises:
-        InputError: a layer is none of attention over all tokens, over a window, or over another layer's.
-    """
+    """transformers' own cache layers for a model, which ours replace; others than attention's are refused."""
     # Who balances weights reads a config as well, and may not have transformers.
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -189,14 +177,9 @@ class Watch:
 def balance_of(
     model: Any, decoder: Any, plan: KVPlan, *, wanted: bool, allow_collapse: bool
 ) -> tuple[Mapping[int, Scales], tuple[Uneven, ...]]:
-    """Scales of each layer that is uneven, after a look at what the cache would lose with them.
+    """Scales of each layer that is uneven, after a look at what the cache would lose with them; none unless `wanted`.
 
-    Args:
-        decoder: of `decoder_config`.
-        wanted: False scales nothing.
-        allow_collapse: warn where text would be garbage, instead of refusing.
-    Raises:
-        InputError: text would be garbage; it names the layers, and says what to use instead.
+    A model whose text would be garbage is refused, by its layers and with what to use instead; `allow_collapse` only warns.
     """
     scaling = balance.scaling_of(moments_of(model, decoder), balance.where_lossy(plan, wanted))
     if worth_saying(scaling.uneven):

@@ -56,11 +56,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.inference_mode(False)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the shapes, dtype and device of K and V [B, Hkv, n, D].
-
-        Raises:
-            InputError: a format has no layout for D.
-        """
+        """Take the shapes, dtype and device of K and V [B, Hkv, n, D], where the formats have a layout for D."""
         self.store = Store(
             self.layer, (self.k_format, self.v_format), (key_states, value_states), sink=self.sink, tails=self.tail,
             scales=self._scales,
@@ -146,8 +142,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens; the others are not quantized again.
 
-        Raises:
-            InputError: a positive number, or tokens that a window has left behind would have to come back.
+        A positive number is refused, and one by which tokens that a window has left behind would have to come back.
         """
         if tokens_to_remove > 0:
             raise InputError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}")

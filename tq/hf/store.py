@@ -123,11 +123,7 @@ class Store:
 
     # -- Storing and restoring -----------------------------------------------------------------------------------------------
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Store new tokens [B, Hkv, n, D] of every row.
-
-        Raises:
-            NonFiniteError: naming layer, side, row, KV head and position; nothing was stored.
-        """
+        """Store new tokens [B, Hkv, n, D] of every row, or none: a NonFiniteError says layer, side, row, head and position."""
         count = k.shape[2]
         self._reserve(self.end + count)
         k, v = (x if by is None else x.float() * by.unsqueeze(1) for x, by in zip((k, v), self.scales, strict=True))

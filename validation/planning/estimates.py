@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.session import Session
-from haarkv.models import caches
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderModel, new_cache
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -45,7 +44,7 @@ DRAWS = 32
 class _LargeChunks(Session):
     def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
         self.plan.require_context(max_context)
-        return caches.new_cache(
+        return new_cache(
             self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device, chunk=CHUNK
         )
 

@@ -79,11 +79,7 @@ def compile_programs(
 
 
 def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Programs that a plan needs: name, kind and layers of each.
-
-    Raises:
-        InputError: a config or a format that no program can be built for.
-    """
+    """Programs that a plan needs: name, kind and layers of each. Refuses as `compile_programs`."""
     if reason := programs.unsupported(config, plan):
         raise InputError(f"nothing to compile: {reason.removesuffix(ELSEWHERE)}")
     sharing: dict[object, list[int]] = {}

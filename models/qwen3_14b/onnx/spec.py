@@ -113,11 +113,7 @@ def new_name(layer: int, stored: str) -> str:
 
 
 def require_opset(opset: int) -> None:
-    """Refuse an opset that no graph can be written in.
-
-    Raises:
-        InputError: it has no functions, or ONNX Runtime or this onnx package does not know it.
-    """
+    """Refuse an opset that has no functions, or that ONNX Runtime or this onnx package does not know."""
     newest = min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)
     if not OLDEST_OPSET <= opset <= newest:
         raise InputError(f"there is no opset {opset} to write; choose one of {OLDEST_OPSET} … {newest}")
