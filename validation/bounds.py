@@ -14,8 +14,9 @@ POISSON_SIGMAS = 7.0
 # In any forward so many single numbers may fall to the other side of a rounding point.
 TIES = 14
 # What is always allowed. Gain: a reciprocal root of FP32 may be off by so much. Slip: a fiftieth of a known mistake.
-# Length: six scales of a forward may be the next FP16 number, 2**-11 of themselves away.
-LEAST = {"gain": 4e-6, "slip": 0.02, "length": 6 * 2.0**-11}
+# Length: so many scales of a forward may be the next FP16 number, 2**-11 of themselves away; or one is 2**-8 away, where a
+# coordinate of a learned key rounds to another BF16 number.
+LEAST = {"gain": 4e-6, "slip": 0.02, "length": TIES * 2.0**-11}
 # Attention's gain in a BF16 model, whose levels' values a device may keep in FP16.
 FP16_GAIN = 2.0**-12
 # The step in which energies are counted: one rounding of the largest number. FP32 sums are off by eight of theirs.
