@@ -42,8 +42,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kept import Kept
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.onnx import READS
 from haarkv.tq_ops.onnx.graph import StoredWeights
-from haarkv.tq_ops.onnx.reads import READS
 from haarkv.tq_ops.weight import Blocks, dense, rows_of
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs

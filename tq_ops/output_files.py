@@ -101,11 +101,7 @@ def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
 
 
 def check_folder(path: Path, *, replaces: str | None = None) -> None:
-    """Check that `whole_folder` can begin.
-
-    Raises:
-        InputError: as there.
-    """
+    """Check that `whole_folder` can begin; raises as it does."""
     target = path.absolute()
     if target.exists() or target.is_symlink():
         if replaces is None:

@@ -65,7 +65,7 @@ def export_command(
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.tq_ops.kv.reads import ELSEWHERE, unsupported
-    from haarkv.tq_ops.onnx.reads import EXPORTED
+    from haarkv.tq_ops.onnx import EXPORTED
 
     try:
         from haarkv.models.qwen3_14b.onnx.export import ABOUT, ATC_OPSET, Export, write_export

@@ -102,12 +102,9 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
     """Compile and link the library, whole or not at all. Of several builds in one folder, each waits for the one before.
 
     Args:
-        target: the file to write.
         werror: let a compiler warning fail the build.
         by: the compiler, the system's unless given.
         alone: link the compiler's libstdc++ into the library, for machines that have an older one.
-    Returns:
-        target.
     Raises:
         BuildError: no compiler, or it fails.
     """

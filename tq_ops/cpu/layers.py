@@ -73,8 +73,6 @@ class DenseLayers:
     def __init__(self, ops: CpuOps, layers: Sequence[Dense | None]) -> None:
         self._ops, self._layers = ops, tuple(layers)
         self._filled: WeakKeyDictionary[PagedKVCache, _Filled] = WeakKeyDictionary()
-        self.spent: Tensor | None = None
-        """[len(library.PARTS)] int64: nanoseconds are added to it while it is there."""
 
     def parts(self, span: range, cache: PagedKVCache) -> Iterator[tuple[bool, range]]:
         """The longest stretches of `span` that one call runs, and those between them that none does.
@@ -122,7 +120,7 @@ class DenseLayers:
         call = library.Layers(
             layers=ctypes.addressof(filled.layers[part.start]), hidden=hidden, ropes=ctypes.addressof(turns),
             places=ctypes.addressof(places), positions=positions, rows=rows, query_start=starts,
-            spent=0 if self.spent is None else self.spent, count=len(part), tokens=hidden.shape[0],
+            count=len(part), tokens=hidden.shape[0],
             hidden_size=hidden.shape[1], sequences=batch.block_table.shape[0], max_blocks=batch.block_table.shape[1],
             bf16=is_bf16(hidden), isa=self._ops.isa_number, threads=self._ops.threads,
         )  # fmt: skip

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from haarkv.tq_ops.cpu.build import LIBRARY
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.table import OP_NAMES
 
 ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
@@ -229,16 +228,12 @@ class Places(Structure):
     _fields_ = (("slots", c_void_p), ("block_table", c_void_p))
 
 
-PARTS = ("norms", "projections", "rope", "store", "attention", "gates", "residuals")
-"""What the time of a layer goes to, in the order of `Layers.spent`."""
-
-
 class Layers(Structure):
     """One call of `haarkv_layers`."""
 
     _fields_ = (
         ("layers", c_void_p), ("hidden", c_void_p), ("ropes", c_void_p), ("places", c_void_p), ("positions", c_void_p),
-        ("rows", c_void_p), ("query_start", c_void_p), ("spent", c_void_p), ("count", c_int64), ("tokens", c_int64),
+        ("rows", c_void_p), ("query_start", c_void_p), ("count", c_int64), ("tokens", c_int64),
         ("hidden_size", c_int64), ("sequences", c_int32), ("max_blocks", c_int32), ("bf16", c_int32), ("isa", c_int32),
         ("threads", c_int32),
     )  # fmt: skip
@@ -294,7 +289,7 @@ def load() -> ctypes.CDLL:
 
 def _is_of_these_sources(library: ctypes.CDLL) -> bool:
     """Whether the library has every function, and structures of the same sizes: of another size, calls would crash."""
-    if not all(hasattr(library, name) for name in ("haarkv_best_isa", "haarkv_kernel_from", "haarkv_sizes", *_CALLS)):
+    if not all(hasattr(library, name) for name in ("haarkv_best_isa", "haarkv_sizes", *_CALLS)):
         return False
     sizes = (c_int64 * len(_STRUCTURES))()
     count = library.haarkv_sizes(sizes, len(sizes))
@@ -308,12 +303,3 @@ def isas() -> tuple[str, ...]:
         KernelsMissingError: as `load`.
     """
     return ISAS[: load().haarkv_best_isa() + 1]
-
-
-def kernel_from(isa: str, op: str) -> str:
-    """The first instruction set whose kernel of an op is that of `isa`: sets that add nothing to an op share it.
-
-    Raises:
-        KernelsMissingError: as `load`.
-    """
-    return ISAS[load().haarkv_kernel_from(ISAS.index(isa), OP_NAMES.index(op))]

@@ -74,7 +74,7 @@ Attributes:
     codes, scales: the fields; both begin a block's tokens of one head after another's.
     codes_stride, scales_stride: from a block to the next, in bytes and in scales.
     centroids: of `layout.Layout`.
-    words: of `layout.words_of`; None where they are not looked up, or are K's.
+    words: of `layout.words_of`; None where they are not looked up.
     BITS: of a level.
     COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
     PERMUTE: whether centroids are looked up, or made two at a time, in registers.
@@ -147,11 +147,11 @@ def constant(value: Any) -> Any:
     return tl.constexpr(value)
 
 
-def read(fields: dict[str, Tensor], of: Layout, words: Tensor | None, permutes: bool) -> Read:
+def read(fields: dict[str, Tensor], of: Layout, permutes: bool) -> Read:
     """One side of a layer for attention."""
     codes, scales = fields["codes"], fields["scale"]
     return Read(
-        codes, scales, codes.stride(0), scales.stride(0), of.centroids, words,
+        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.words,
         *map(constant, (of.bits, len(of.columns.units), *of.columns, permutes)),
     )  # fmt: skip
 

@@ -300,13 +300,12 @@ def attend_kernel(
         parts: [places, HEADS, COLUMNS, D] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, D], sums of
             exp2(logit - maximum) * v, rotated.
         maxima, sums: the same without D; a part without tokens has maximum -inf and sum 0, its sums of v unset.
-        tokens: of `arguments.Tokens`; k, v: of `arguments.Read`, v's words None where they are K's.
+        tokens: of `arguments.Tokens`; k, v: of `arguments.Read`.
         WIDE: whether `attend_wide_tile` does it.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     stored, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
-    of_k = load_words(k)
-    of_v = of_k if v.words is None else load_words(v)
+    of_k, of_v = load_words(k), load_words(v)
     if WHOLE:
         # The last tiles of a prompt see most and begin first.
         sequence, own = find_column_tile(columns, programs - 1 - program)

@@ -81,11 +81,7 @@ PLANES = {
 
 @dataclass(frozen=True, eq=False)
 class PlaneBlocks(Blocks):
-    """A weight [out, in] in planes; `data` is [out, bytes of a row] uint8.
-
-    Attributes:
-        planes: of its type.
-    """
+    """A weight [out, in] in planes; `data` is [out, bytes of a row] uint8."""
 
     planes: Planes = PLANES["Q8_0"]
 

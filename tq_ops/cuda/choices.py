@@ -15,9 +15,7 @@ from haarkv.tq_ops.cuda.layout import Layout
 COMPILED = {"enable_fp_fusion": True}
 """Options of every launch: products and sums become one instruction, which Triton does by itself up to 3.9 alone."""
 PROGRAMS_A_PROCESSOR = 3
-_HOPPER, _BLACKWELL = 90, 100  # capabilities
-_REGISTERS = 65536  # of a processor
-_ALL_REGISTERS = 255  # that a thread can have; said so, ptxas does not spill for the sake of one more program on a processor
+_HOPPER = 90  # capability
 _WIDE_FROM = 64  # columns of a sequence
 _NARROW = 4  # bits of a level whose centroids are looked up in registers
 _PARTS_AT_ONCE = 16
@@ -38,7 +36,6 @@ class AttentionTile:
         tokens: stored tokens a step.
         wide: whether columns are the rows of the products, and so many that each code is looked up once for 64.
         warps, stages: of a program.
-        registers: that a thread may have at most; without, ptxas decides how many programs are to share a processor.
     """
 
     columns: int
@@ -46,13 +43,12 @@ class AttentionTile:
     wide: bool = False
     warps: int = 4
     stages: int = 2
-    registers: int | None = None
 
 
 def attention_tile(
-    most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, crowded: bool, learned: bool
+    most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, learned: bool
 ) -> AttentionTile:
-    """Sizes for a launch, with which no loop of a BF16 model spills. FP32, for comparing, may spill.
+    """Sizes for a launch, with which no loop of a BF16 model spills on sm_80 and sm_90. FP32, for comparing, may spill.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
@@ -60,14 +56,11 @@ def attention_tile(
         width: of a vector, head_dim.
         capability: from `available.capability`.
         bits: from `widest_level`.
-        crowded: whether queries have gains, or V words of its own (`words_of_v`): both take registers.
         learned: whether keys are, whose queries change with each stretch.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
         return AttentionTile(columns, 16 if width > 128 else 32)
-    if capability >= _BLACKWELL:
-        return _blackwell_tile(one_each, columns, width, bits, crowded)
     if bits > _NARROW:  # more bytes a token, and centroids by loads
         return AttentionTile(columns, 32)
     if width > 128:
@@ -82,47 +75,13 @@ def attention_tile(
     return AttentionTile(columns, 128, stages=3)
 
 
-def _blackwell_tile(one_each: bool, columns: int, width: int, bits: int, crowded: bool) -> AttentionTile:
-    """As `attention_tile`. Products of 64 rows have their sums in a memory of their own, whose layouts take more registers.
-
-    Consumer GPUs (12.0 and up) have no such memory, and 99 KB of shared memory a program. The same sizes fit there, spill in
-    no loop, and take less shared memory than those of sm_80.
-    """
-    if bits > _NARROW:
-        # Not fewer, with which ptxas spills: more programs than these are not on a processor.
-        shared = _REGISTERS // (PROGRAMS_A_PROCESSOR * 128) // 8 * 8
-        return AttentionTile(columns, 32, registers=_ALL_REGISTERS if width > 128 else shared)
-    if width > 128:
-        return AttentionTile(columns, 64, warps=8, registers=_ALL_REGISTERS)
-    if not one_each:  # 64 rows spill, most of all in pages of 16 tokens, and so do 32 columns that are not rows
-        # Not copied ahead: earlier kernels of learned keys at head_dim 64 spilled seven numbers once.
-        return AttentionTile(32, 32, True, stages=1) if crowded else AttentionTile(32, 64, True)
-    if width < 128:
-        return AttentionTile(columns, 128)
-    if crowded:
-        return AttentionTile(columns, 64, registers=_ALL_REGISTERS)
-    return AttentionTile(columns, 64, stages=3)
-
-
 def widest_level(of_k: Layout, of_v: Layout) -> int:
     """Bits of a level of K or V, the wider; learned keys, whose centroids need no loads, are no wider than 4."""
     return max(min(of.bits, _NARROW) if of.learned else of.bits for of in (of_k, of_v))
 
 
-def words_of_v(of_k: Layout, of_v: Layout, capability: int) -> Tensor | None:
-    """The words in which V's centroids are looked up; None on Blackwell where they are K's, which spares up to five registers.
-
-    Other GPUs have as many programs on a processor either way.
-    """
-    return None if of_k is of_v and capability >= _BLACKWELL else of_v.words
-
-
 def kept_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
-    """Sizes for attention over tokens in BF16, which are few: their loads are on their way before the first is worked on.
-
-    Args:
-        most, group: as of `attention_tile`.
-    """
+    """Sizes for attention over tokens in BF16, which are few: their loads are on their way before the first is worked on."""
     columns = max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32 or head_dim > 128:
         return AttentionTile(columns, 16 if operand == tl.float32 else 32, warps=8)
@@ -235,13 +194,3 @@ def row_warps(size: int) -> int:
 def permutes(q: Tensor, of: Layout) -> bool:
     """Whether centroids come of registers: FP16 ones that fit words, or are learned; not in the interpreter: it has no PTX."""
     return (of.words is not None or of.learned is not None) and q.is_cuda and attention_operand(q) == tl.float16
-
-
-def schedule_size(sequences: int, capability: int) -> int:
-    """Sequences, a power of two, among which a program looks for its share.
-
-    On Blackwell it is a whole warp or more, unless there is one. Triton 3.6 adds up fewer lanes by shuffles, which for ptxas
-    leave a number in each lane, where `redux` leaves one: decode at 128 then takes 245 registers instead of 168.
-    """
-    size = 1 << (sequences - 1).bit_length()
-    return max(32, size) if size > 1 and capability >= _BLACKWELL else size

@@ -186,11 +186,7 @@ def _counters_of(cache: PagedKVCache, sequences: int, heads: int, device: torch.
 
 
 def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, device: torch.device) -> int:
-    """Thread blocks that share a KV head's work: as many as run at once, and no more than there are tiles at most.
-
-    Args:
-        at_once: from `blocks_a_processor`.
-    """
+    """Thread blocks that share a KV head's work: as many as run at once, and no more than there are tiles at most."""
     return max(1, min(at_once * processors(device) // heads, MOST_BLOCKS, sequences * -(-most_tokens // TILE)))
 
 

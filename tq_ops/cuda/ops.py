@@ -212,20 +212,17 @@ def _attend_in_parts(
     kept: arguments.Kept | None, in_bf16: arguments.Part | None,
 ) -> Tensor:  # fmt: skip
     """The Triton kernels: partial results by `attention`, added up by `merge`."""
-    (of_k, of_v), shape, gpu = layouts, cache.shape(layer), capability(q.device)
+    (of_k, of_v), shape = layouts, cache.shape(layer)
     (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, batch.seq_lens.shape[0]
     group, one_each, operand = q_heads // heads, tokens == sequences, choices.attention_operand(q)
     table = batch.block_table.contiguous()
-    v_words = choices.words_of_v(of_k, of_v, gpu)
-    crowded = of_k.learned is not None or v_words is not None
     tile = choices.attention_tile(
         triton.cdiv(tokens, sequences),
         group,
         head_dim,
         operand,
-        gpu,
+        capability(q.device),
         choices.widest_level(of_k, of_v),
-        crowded,
         of_k.learned is not None,
     )
     # Ragged column tiles: a sequence wastes less than one.
@@ -238,17 +235,17 @@ def _attend_in_parts(
     parts_shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
     parts = torch.empty(*parts_shape, head_dim, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(parts_shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    new = arguments.tokens_of(batch, kept, shape.window, choices.schedule_size(sequences, gpu))
+    new = arguments.tokens_of(batch, kept, shape.window, triton.next_power_of_2(sequences))
     same = {
         "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole,
         **choices.COMPILED,
     }  # fmt: skip
     launch(attention.attend_kernel, (programs, heads))(
         *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
-        arguments.read(cache.k_fields(layer), of_k, of_k.words, choices.permutes(q, of_k)),
-        arguments.read(cache.v_fields(layer), of_v, v_words, choices.permutes(q, of_v)), scale, programs,
+        arguments.read(cache.k_fields(layer), of_k, choices.permutes(q, of_k)),
+        arguments.read(cache.v_fields(layer), of_v, choices.permutes(q, of_v)), scale, programs,
         BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **same,
+        num_warps=tile.warps, num_stages=tile.stages, **same,
     )  # fmt: skip
     out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
     tiles = arguments.tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads

@@ -112,7 +112,6 @@ class PagedKVCache:
         """A cache of one layer over memory of another owner, for attention to read: nothing is allocated.
 
         Args:
-            formats: K's and V's.
             layer: the only one that it holds; chooses the rotation.
             fields: K's and V's, each [num_blocks, Hkv, block_size / group_tokens, *field.shape].
             kept: the tokens of K and V in BF16, where some are.

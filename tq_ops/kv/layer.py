@@ -213,11 +213,7 @@ def _cut(tensor: Tensor, groups: int) -> Tensor:
 
 
 def page_bytes(formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: int, block_size: int) -> int:
-    """Bytes of one page: of block_size tokens, K and V, all heads.
-
-    Args:
-        formats: K's and V's.
-    """
+    """Bytes of one page: of block_size tokens, K and V, all heads."""
     *_, (_, _, _, end) = _places(formats, num_kv_heads, head_dim, block_size)
     return -(-end // _alignment(formats, head_dim)) * _alignment(formats, head_dim)
 
@@ -229,7 +225,6 @@ def fields_in(
 
     Args:
         pages: [num_blocks, page_bytes] uint8, each page in one piece; pages may lie apart.
-        formats: K's and V's.
     Returns:
         K's fields and V's, each [num_blocks, Hkv, block_size / G, *field.shape]; a block in one piece.
     Raises:

@@ -47,11 +47,7 @@ class StoreProgram:
 
 
 class StoreByProgram:
-    """The op `store_kv`, run by a program of its own: tokens are padded to whole tiles, the cache is handed over as it is.
-
-    Args:
-        runner: calls the program.
-    """
+    """The op `store_kv`, run by a program of its own: tokens are padded to whole tiles, the cache is handed over as it is."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -12,8 +12,7 @@ from places import ROOT
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 LONG = (
-    "attention", "tail", "window", "learned", "blackwell", "store", "blocks", "delta", "experts", "executor", "planted",
-    "contract",
+    "attention", "tail", "window", "learned", "store", "blocks", "delta", "experts", "executor", "planted", "contract",
 )  # fmt: skip
 
 

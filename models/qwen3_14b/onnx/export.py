@@ -44,10 +44,10 @@ from haarkv.models.rope import RopeTable
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
+from haarkv.tq_ops.onnx import EXPORTED, FORMAT
 from haarkv.tq_ops.onnx.block_codes import CODES
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
-from haarkv.tq_ops.onnx.reads import EXPORTED, FORMAT
 from haarkv.tq_ops.weight import Blocks, Weight
 
 ATC_OPSET = 15  # the newest that the documentation lists for every operator used

@@ -21,9 +21,9 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.packing import planes, widths_of
 from haarkv.tq_ops.formats.rotated import Description
+from haarkv.tq_ops.onnx import FORMAT
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
-from haarkv.tq_ops.onnx.reads import FORMAT
 
 _FLOAT, _INT32 = TensorProto.FLOAT, TensorProto.INT32
 # Vectors with larger or smaller coordinates are first multiplied by a power of two, which is exact: squares stay in FP32.

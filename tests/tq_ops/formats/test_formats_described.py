@@ -25,8 +25,8 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.sides import READS as NPU_READS
-from haarkv.tq_ops.onnx.reads import EXPORTED as ONNX_EXPORTED
-from haarkv.tq_ops.onnx.reads import READS as ONNX_READS
+from haarkv.tq_ops.onnx import EXPORTED as ONNX_EXPORTED
+from haarkv.tq_ops.onnx import READS as ONNX_READS
 
 CPU = torch.device("cpu")
 LAYER = 1

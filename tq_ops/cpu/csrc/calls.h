@@ -98,9 +98,6 @@ struct HaarkvPlaces {
     const int32_t* block_table;
 };
 
-// What the time of a layer goes to.
-enum Part : int32_t { kNorms, kProjections, kRope, kStore, kAttention, kGates, kResiduals, kParts };
-
 // One call of `haarkv_layers`.
 struct HaarkvLayers {
     const HaarkvDenseLayer* layers;
@@ -110,7 +107,6 @@ struct HaarkvLayers {
     const int64_t* positions;  // [T], and so on as in HaarkvStore and HaarkvAttention
     const int64_t* rows;
     const int32_t* query_start;
-    int64_t* spent;  // [kParts] nanoseconds, to which the caller's are added: of CPU time if threads is 1; or null
     int64_t count, tokens, hidden_size;
     int32_t sequences, max_blocks, bf16, isa, threads;
 };

@@ -65,33 +65,6 @@ __attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room
     return kCount;
 }
 
-// The first instruction set whose kernel of an op is that of `isa`. Ops are numbered as in `tq_ops.table.OP_NAMES`.
-__attribute__((visibility("default"))) int haarkv_kernel_from(int isa, int op) {
-    auto same = [op](const Kernels& a, const Kernels& b) {
-        switch (op) {
-            case 0:
-                return a.rms_norm == b.rms_norm;
-            case 1:
-                return a.prepare == b.prepare && a.project == b.project && a.project_blocks == b.project_blocks;
-            case 2:
-                return a.rope == b.rope;
-            case 3:
-            case 4:
-            case 5:
-                return a.gated_mul == b.gated_mul;
-            case 6:
-                return a.quantize == b.quantize;
-            case 8:
-                return a.delta_inputs == b.delta_inputs && a.delta_columns == b.delta_columns;
-            default:
-                return a.attend == b.attend && a.rotate == b.rotate && a.rotate_pairs == b.rotate_pairs;
-        }
-    };
-    int first = isa;
-    while (first > 0 && same(kernels_of(first - 1), kernels_of(isa))) --first;
-    return first;
-}
-
 // Where a vector's codes and its scale go.
 struct Stored {
     uint8_t* codes;

@@ -1,6 +1,5 @@
 // Dense layers, one after the other, for few tokens: the ops of the C interface in the order in which `decoder_layer` calls
 // them, to the same bits, without going back to the caller between them.
-#include <ctime>
 #include <initializer_list>
 
 #include "calls.h"
@@ -16,30 +15,6 @@ void haarkv_gated_mul(const GatedMul*);
 }
 
 namespace {
-
-// Adds up where the time goes; nothing where nobody asked. One thread's is its CPU time, that of several is by the wall.
-class Watch {
-  public:
-    Watch(int64_t* spent, int threads) : spent_(spent), clock_(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC) {
-        if (spent_) last_ = now();
-    }
-    void after(Part part) {
-        if (!spent_) return;
-        const int64_t time = now();
-        spent_[part] += time - last_, last_ = time;
-    }
-
-  private:
-    int64_t now() const {
-        timespec time{};
-        clock_gettime(clock_, &time);
-        return static_cast<int64_t>(time.tv_sec) * 1000000000 + time.tv_nsec;
-    }
-
-    int64_t* const spent_;
-    const clockid_t clock_;
-    int64_t last_ = 0;
-};
 
 // What lies between the ops of a layer, in one piece of memory: FP32, and of the model's dtype where it is said.
 struct Between {
@@ -65,10 +40,9 @@ struct Between {
 
 class Layer {
   public:
-    Layer(const HaarkvLayers& l, const HaarkvDenseLayer& w, Watch& watch)
+    Layer(const HaarkvLayers& l, const HaarkvDenseLayer& w)
         : l_(l),
           w_(w),
-          watch_(watch),
           dim_(w.attention->cache.head_dim),
           q_size_(w.num_heads * dim_),
           kv_size_(w.attention->cache.num_kv_heads * dim_),
@@ -94,7 +68,6 @@ class Layer {
         const GatedMul product{b_.gate, b_.up,  b_.product, l_.tokens * inner, w_.gelu ? kGelu : kSilu,
                                l_.bf16, l_.isa, l_.threads};
         haarkv_gated_mul(&product);
-        watch_.after(kGates);
         project({linear(b_.product, inner, w_.down_proj, l_.hidden_size, b_.update)});
         add_update(w_.mlp_out_norm);
         return true;
@@ -103,7 +76,6 @@ class Layer {
   private:
     const HaarkvLayers& l_;
     const HaarkvDenseLayer& w_;
-    Watch& watch_;
     const int64_t dim_, q_size_, kv_size_;
     const Between b_;
 
@@ -111,7 +83,6 @@ class Layer {
     void norm(const void* x, int32_t bf16, const void* weight, int64_t rows, int64_t width, void* y) {
         const RmsNorm op{x, weight, y, rows, width, w_.eps, bf16, w_.norms_bf16, l_.isa, l_.threads};
         haarkv_rms_norm(&op);
-        watch_.after(kNorms);
     }
 
     HaarkvLinear linear(const void* x, int64_t in, const Weight& weight, int64_t out, float* y) const {
@@ -120,7 +91,6 @@ class Layer {
 
     void project(std::initializer_list<HaarkvLinear> linears) {
         project_together(linears.begin(), static_cast<int>(linears.size()));
-        watch_.after(kProjections);
     }
 
     void add_bias(float* x, const void* bias, int64_t width) {
@@ -130,7 +100,6 @@ class Layer {
                 l_.bf16 ? bf16_to_float(static_cast<const uint16_t*>(bias)[i]) : static_cast<const float*>(bias)[i];
             for (int64_t t = 0; t < l_.tokens; ++t) x[t * width + i] += more;
         }
-        watch_.after(kProjections);
     }
 
     // Queries or keys [T, heads, D] as projected, to what RoPE makes of them.
@@ -141,7 +110,6 @@ class Layer {
         const HaarkvTurns& by = l_.ropes[w_.rope];
         const Rope rope{x, by.cos, by.sin, turned, l_.tokens * heads, heads, dim_ / 2, l_.isa, l_.threads};
         haarkv_rope(&rope);
-        watch_.after(kRope);
     }
 
     bool store() {
@@ -149,9 +117,7 @@ class Layer {
         call.k.x = b_.turned_k, call.v.x = b_.v, call.k.bf16 = call.v.bf16 = 0;
         call.slots = l_.places[w_.place].slots, call.positions = l_.positions, call.query_start = l_.query_start;
         call.rows = l_.rows, call.tokens = l_.tokens, call.sequences = l_.sequences, call.threads = l_.threads;
-        const int refused = haarkv_store(&call);
-        watch_.after(kStore);
-        return !refused;
+        return !haarkv_store(&call);
     }
 
     void attend() {
@@ -165,7 +131,6 @@ class Layer {
         call.rows = l_.rows, call.sequences = l_.sequences, call.max_blocks = l_.max_blocks;
         call.num_heads = w_.num_heads, call.softmax_scale = w_.softmax_scale, call.threads = l_.threads;
         haarkv_attention(&call);
-        watch_.after(kAttention);
     }
 
     // The residual: one sum in FP32, rounded once, of the update as it is or as the norm behind it makes it.
@@ -179,7 +144,6 @@ class Layer {
             float* hidden = static_cast<float*>(l_.hidden);
             for (int64_t i = 0; i < n; ++i) hidden[i] += b_.update[i];
         }
-        watch_.after(kResiduals);
     }
 };
 
@@ -189,9 +153,8 @@ extern "C" {
 
 // Returns 0; or 1 where a layer's K and V are such as `haarkv_store` refuses. The layers before it have stored theirs then.
 __attribute__((visibility("default"))) int haarkv_layers(const HaarkvLayers* l) {
-    Watch watch(l->spent, l->threads);
     for (int64_t i = 0; i < l->count; ++i)
-        if (!Layer(*l, l->layers[i], watch).run()) return 1;
+        if (!Layer(*l, l->layers[i]).run()) return 1;
     return 0;
 }
 
