@@ -92,7 +92,7 @@ def _reason(report: Report) -> str:
     if found is None:
         said = "<p>No fault: every bit is equal.</p>" if report.passed else "<p class=bad>Something was not compared.</p>"
     else:
-        where = escape(f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage)
+        where = escape(found.where)
         head = f" (KV head {found.head})" if found.head is not None else ""
         if found.fails:
             said = f'<p>First fault: <strong class="bad">{where}: {found.reason}</strong>{head} in '
