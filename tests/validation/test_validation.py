@@ -238,7 +238,6 @@ def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_
     by = {(row.mode, row.layer): row for row in report.rows}
     assert [by["teacher-forced", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, False]
     assert [by["free-running", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, True]
-    assert report.worst("free-running")[2].rel_l2 == by["free-running", 2].rel_l2
 
 
 def test_a_fused_reference_can_be_held_against_too():

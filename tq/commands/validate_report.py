@@ -57,9 +57,8 @@ def versions() -> tuple[dict[str, str], dict[str, str]]:
 
 def describe(finding: Verdict) -> str:
     """Where and why, in one line."""
-    place = f"layer {finding.layer}, " if finding.layer is not None else ""
     reason = finding.reason if finding.fails else f"{finding.reason}, no fault"
-    return f"{finding.phase} {finding.step}, {place}{finding.stage}: {reason} ({finding.detail})"
+    return f"{finding.phase} {finding.step}, {finding.where}: {reason} ({finding.detail})"
 
 
 def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: str = "") -> None:

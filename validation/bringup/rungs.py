@@ -30,7 +30,7 @@ from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.tq_ops.npu.versions import sourced_from
 from haarkv.tq_ops.output_files import TemporaryFolder
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.validation import Report, validate
+from haarkv.validation import validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.ladder import Found
 from haarkv.validation.bringup.workbench import Workbench
@@ -92,18 +92,11 @@ def validated(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
         report = validate(ReferenceExecutor(model), executor, model, tokens, bench.steps, plan, on_row, [mode], repeats)
         compared += len(report.rows)
         if not report.passed:
-            where, said = _fault(report)
+            first = report.first_divergence
+            where = first.where if first else "the whole forward"
+            said = f"{where} in {first.phase} {first.step}: {first.detail}" if first else "not every row was compared"
             return Found(False, f"{kv}: {said}", compared, "rows", f"{kv}, {where}")
     return Found(True, f"{', '.join(bench.plans)}: {compared} rows within their bounds", compared, "rows")
-
-
-def _fault(report: Report) -> tuple[str, str]:
-    """Where a report fails, and why."""
-    found = report.first_divergence
-    if found is None:
-        return "the whole forward", "not every row lies within its bounds"
-    where = f"layer {found.layer}, {found.stage}" if found.layer is not None else found.stage
-    return where, f"{where} in {found.phase} {found.step}: {found.detail}"
 
 
 def _of_layers(plan: KVPlan, count: int) -> KVPlan:

@@ -22,6 +22,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.npu.device import Runner
 from haarkv.validation.bringup.environment import versions
+from haarkv.validation.layers.self_test import first_layers
 
 Tell = Callable[[str], None]
 """Told what is being done."""
@@ -168,8 +169,7 @@ class Workbench:
 
     @cached_property
     def first_layer(self) -> DecoderModel:
-        weights = replace(self.model.weights, layers=self.model.weights.layers[:1])
-        return replace(self.model, config=self.config.with_layers(1), weights=weights)
+        return first_layers(self.model, 1)
 
     def executor(self, model: DecoderModel, plan: KVPlan) -> Executor:
         """The executor on trial, for the whole model or its first layer; one serves every plan that it supports."""

@@ -125,6 +125,11 @@ class Verdict:
         return cls(stage, reason, math.inf, 0.0, detail)
 
     @property
+    def where(self) -> str:
+        """Layer and stage, in words."""
+        return self.stage if self.layer is None else f"layer {self.layer}, {self.stage}"
+
+    @property
     def fails(self) -> bool:
         """Whether it fails a run."""
         return self.reason in FAILS
@@ -226,14 +231,6 @@ class Report:
         longest = max(self.prompt_tokens, default=0) + self.steps
         alone = (f"another executor: both sides are {self.candidate}",) if self.candidate == self.reference else ()
         return *alone, *self.not_exercised, f"contexts beyond {longest:,} tokens"
-
-    def worst(self, mode: Mode) -> dict[int, LayerRow]:
-        """The row with the lowest cosine of each layer."""
-        worst: dict[int, LayerRow] = {}
-        for row in self.rows:
-            if row.mode == mode and (row.layer not in worst or not row.hidden_cos >= worst[row.layer].hidden_cos):
-                worst[row.layer] = row
-        return worst
 
 
 def joined(report: Report, other: Report, prefix: str) -> Report:

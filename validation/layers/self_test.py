@@ -109,7 +109,7 @@ def self_test(
     for model in models:
         if kept := delta_layers(model):
             states = _Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
-            rows += _planted(model, states, delta_faults(model, kept[-1]), on_row)
+            rows += _planted(model, states, [*_controls(states), *delta_faults(model, kept[-1])], on_row)
             continue
         layer, config = model.config.num_layers // 2, model.config
         learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
@@ -131,7 +131,7 @@ def self_test(
             (_Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
         ]
         for setting, faults in every if kv == "tq4" else every[:1]:
-            rows += _planted(model, setting, faults, on_row)
+            rows += _planted(model, setting, [*_controls(setting), *faults], on_row)
     return rows
 
 
@@ -139,17 +139,18 @@ def _planted(
     model: DecoderModel, setting: _Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
 ) -> list[SelfTestRow]:
     """Every fault of a setting, and its controls, in both ways of driving."""
-    controls = [
-        _control(f"none ({setting.control})"),
-        _control(f"none, sums in another order ({setting.control})", ops=vars(reordered())),
-    ]
     rows = []
     for driven in DRIVES:
-        for fault in (*controls, *faults):
+        for fault in faults:
             rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
             if on_row:
                 on_row(rows[-1])
     return rows
+
+
+def _controls(setting: _Setting) -> list[Fault]:
+    names = f"none ({setting.control})", f"none, sums in another order ({setting.control})"
+    return [_control(names[0]), _control(names[1], ops=vars(reordered()))]
 
 
 def self_test_of_blocks(
@@ -169,11 +170,7 @@ def self_test_of_blocks(
             continue
         layer, setting = model.config.num_layers // 2, _Setting(KVSpec("tq4"), prompts, 1, "")
         control = BlockFault("none (control, blocks)", None, _NOTHING, runner=runner)
-        for driven in DRIVES:
-            for fault in (control, *block_faults(model, layer, runner)):
-                rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
-                if on_row:
-                    on_row(rows[-1])
+        rows += _planted(model, setting, [control, *block_faults(model, layer, runner)], on_row)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The contract of an op table: every op of every table against the reference. `python -m haarkv.validation.ops --help`.
+"""The contract of an op table: every op of every table against the reference.
 
 `cases`, `caches` and `delta` have the kinds of cases, `suite` the tables and the cases themselves.
 """

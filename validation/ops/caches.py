@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.judge import stored_figures
-from haarkv.validation.layers.null import Sums, of_numbers
+from haarkv.validation.layers.null import Figure
 from haarkv.validation.layers.parts import Stored, take
-from haarkv.validation.ops.cases import FP32, Finding, beside, changed, honest_runs, misshapen, numbers_beside, same
+from haarkv.validation.ops.cases import FP32, HOST, Case, same
 
 LAYER = 1
 """Of every cache: not the first, so that a layer's own rotation counts."""
@@ -154,12 +153,10 @@ def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKV
 _filled_once = cache(filled)
 
 
-class _OnCache:
+class _OnCache(Case):
     """What the two ops that use a cache share."""
 
     cache: CacheCase
-    dtype: torch.dtype
-    op: ClassVar[str]
 
     def __str__(self) -> str:
         return f"{self.op}-{self.cache}-{str(self.dtype).removeprefix('torch.')}"
@@ -180,7 +177,7 @@ class Attention(_OnCache):
     cache: CacheCase
     dtype: torch.dtype
     small: bool = False
-    op: ClassVar[str] = "paged_attention"
+    op: str = field(default="paged_attention", init=False)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
@@ -189,22 +186,14 @@ class Attention(_OnCache):
         q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
         return q, cache, LAYER, batch, self.cache.head_dim**-0.5
 
-    def check(self, table: OpTable, device: torch.device) -> Finding:
-        arguments = self.arguments(device)
-        before = arguments[0].clone()
-        stored = [tensor.clone() for tensor in _tensors(arguments[1])]
-        ours, (theirs, runs) = table.paged_attention(*arguments), _attended(self)
-        fault = misshapen(ours, theirs, self.dtype) or changed(arguments[:1], (before,))
-        if any(not same(was, now) for was, now in zip(stored, _tensors(arguments[1]), strict=True)):
-            fault = "it changed the cache"
-        return numbers_beside(self.op, theirs, ours, runs, self.dtype, fault, self.cache.kv_heads)
+    @property
+    def heads(self) -> int:
+        return self.cache.kv_heads
 
-
-@cache
-def _attended(case: Attention) -> tuple[Tensor, list[Sums]]:
-    arguments, heads = case.arguments(torch.device("cpu")), case.cache.kv_heads
-    expected = reference.paged_attention(*arguments)
-    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, ops.paged_attention(*arguments), heads))
+    def unchanged(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        """Queries, and whatever the cache holds."""
+        made = arguments[1]
+        return [arguments[0], *(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
 
 
 @dataclass(frozen=True)
@@ -214,7 +203,7 @@ class Store(_OnCache):
     cache: CacheCase
     dtype: torch.dtype = FP32
     small: bool = False
-    op: ClassVar[str] = "store_kv"
+    op: str = field(default="store_kv", init=False)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         """k, v, cache, layer, batch; among K and V a zero vector, tiny ones, one along an axis and a mean that was learned.
@@ -237,45 +226,28 @@ class Store(_OnCache):
             k[-1, -1] = learned.k[LAYER].mean[-1]
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache, LAYER, batch.to(device)
 
-    def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Levels and lengths by KV head, what stays in BF16, and slots that must not change."""
-        arguments, before = self.arguments(device), self.arguments(device)
-        theirs, runs = _stored(self)
-        table.store_kv(*arguments)
-        fault = changed(arguments[:2], before[:2])
-        batch = arguments[4].to("cpu")
-        untouched = [_untouched(made, batch) for made in (arguments[2], before[2])]
-        if any(not same(a, b) for a, b in zip(*untouched, strict=True)):
-            fault = fault or "it changed a slot of no token"
-        cache, ours = poisoned_cache(self.cache), take(arguments[2], LAYER, arguments[4])
-        kept = [name for name in theirs if name not in ("k", "v")]
-        if any(not same(ours[name]["data"], theirs[name]["data"]) for name in kept):
-            fault = fault or "it does not keep the same in BF16"
-        figures = stored_figures(cache, LAYER, batch, theirs, ours, before[:2])
-        return beside(runs, figures, self.dtype, fault)
+    def unchanged(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        """K, V and slots of no token."""
+        return [*arguments[:2], *_untouched(arguments[2], arguments[4].to("cpu"))]
 
-
-@cache
-def _stored(case: Store) -> tuple[Stored, list[Sums]]:
-    """What the reference stores, and the figures of honest runs."""
-
-    def stored_by(ops: OpTable) -> Stored:
-        arguments = case.arguments(torch.device("cpu"))
-        ops.store_kv(*arguments)
+    def outcome(self, result: None, arguments: tuple[Any, ...]) -> Stored:
+        """What is stored."""
         return take(arguments[2], LAYER, arguments[4])
 
-    expected, (k, v, cache, _, batch) = stored_by(cast(OpTable, reference)), case.arguments(torch.device("cpu"))
-    return expected, honest_runs(lambda ops: stored_figures(cache, LAYER, batch, expected, stored_by(ops), (k, v)))
+    def fault(self, expected: Stored, outcome: Stored) -> str | None:
+        """What stays in BF16 is the same, bit for bit."""
+        kept = [name for name in expected if name not in ("k", "v")]
+        alike = all(same(outcome[name]["data"], expected[name]["data"]) for name in kept)
+        return None if alike else "it does not keep the same in BF16"
 
+    def figures(self, expected: Stored, outcome: Stored) -> Iterator[tuple[Figure, Tensor]]:
+        """Levels and lengths by KV head."""
+        k, v, cache, _, batch = self._on_host
+        return stored_figures(cache, LAYER, batch, expected, outcome, (k, v))
 
-def _tensors(made: PagedKVCache) -> list[Tensor]:
-    """Whatever a cache holds."""
-    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
-
-
-def _places(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
-    """The block of each new token, and its place there."""
-    return batch.slot_mapping // block_size, batch.slot_mapping % block_size
+    @cached_property
+    def _on_host(self) -> tuple[Any, ...]:
+        return self.arguments(HOST)
 
 
 def _untouched(made: PagedKVCache, batch: Batch) -> list[Tensor]:
@@ -284,7 +256,6 @@ def _untouched(made: PagedKVCache, batch: Batch) -> list[Tensor]:
     for layer, _, _, tensor in cache_tensors(made):
         outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
         if layer == LAYER:
-            block, place = _places(batch, made.block_size)
-            outside[block, :, place] = False
+            outside[batch.slot_mapping // made.block_size, :, batch.slot_mapping % made.block_size] = False
         parts.append(tensor.cpu()[outside])
     return parts

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from haarkv.models.gguf_file import block_type_named
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks, numbers_of
 from haarkv.validation.layers.null import RUNS, Figure, Null, Sums, by_figure, collected, drawn, honest, of_numbers
 
 FP32, BF16 = torch.float32, torch.bfloat16
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -39,41 +41,85 @@ class Finding:
         return self.share <= 1 and self.fault is None
 
 
-def honest_runs(figures_of: Callable[[OpTable], Iterable[tuple[Figure, Tensor]]]) -> list[Sums]:
-    """The figures of honest runs of the reference.
+class Case:
+    """One case of an op: `str` names it, `check` holds a table against the reference.
 
-    Args:
-        figures_of: of what a table makes of a case. Products with weights in blocks round their activations.
-    """
-    ops = cast(OpTable, reference)
-    tables = (honest(ops, seed, blocks=lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
-    return drawn([by_figure(figures_of(table)) for table in tables])
-
-
-def beside(
-    runs: list[Sums], figures: Iterable[tuple[Figure, Tensor]], dtype: torch.dtype, fault: str | None = None
-) -> Finding:
-    """A candidate's figures beside those of honest runs.
-
-    Args:
+    Attributes:
         dtype: of what the op is given; in BF16 a device may round centroids to FP16.
+        small: quick enough for an interpreter.
     """
-    excesses = Null(runs).excesses(collected(figures), dtype != torch.float32)
-    worst = max(excesses, key=excesses.__getitem__)
-    return Finding(excesses[worst], " ".join(str(part) for part in worst if part != -1), fault)
 
+    op: str
+    dtype: torch.dtype
+    small: bool
 
-def misshapen(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with a result's dtype or shape, in words; None if nothing is."""
-    if ours.dtype == dtype and ours.shape == expected.shape:
+    @property
+    def heads(self) -> int:
+        """KV heads along the second axis of the result; 0 for none."""
+        return 0
+
+    @property
+    def plan(self) -> KVPlan | None:
+        """Of the cache that the op uses, if it uses one."""
         return None
-    return f"it returns {ours.dtype} {tuple(ours.shape)}, not {dtype} {tuple(expected.shape)}"
+
+    @property
+    def head_dim(self) -> int | None:
+        """Of that cache."""
+        return None
+
+    def arguments(self, device: torch.device) -> tuple[Any, ...]:
+        """What the op is given; the same each time."""
+        raise NotImplementedError
+
+    def unchanged(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        """Of what the op is given, all that it must not change: the very tensors."""
+        return [part for part in arguments if isinstance(part, Tensor)]
+
+    def outcome(self, result: Any, arguments: tuple[Any, ...]) -> Any:
+        """What is judged, on the host: the op's result, unless it also leaves something in a cache."""
+        return result.cpu()
+
+    def right(self) -> Any:
+        """The outcome that is right, here the reference's."""
+        return self._of(cast(OpTable, reference), HOST)
+
+    def fault(self, expected: Any, outcome: Any) -> str | None:
+        """What is wrong with an outcome beside its figures, in words: here a dtype or a shape."""
+        if outcome.dtype == expected.dtype and outcome.shape == expected.shape:
+            return None
+        return f"it returns {outcome.dtype} {tuple(outcome.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+
+    def figures(self, expected: Any, outcome: Any) -> Iterator[tuple[Figure, Tensor]]:
+        """Figures of an outcome beside what is right."""
+        return of_numbers(self.op, expected, outcome, self.heads)
+
+    def check(self, table: OpTable, device: torch.device) -> Finding:
+        """A table's outcome beside those of honest runs of the reference."""
+        arguments = self.arguments(device)
+        before = [tensor.clone() for tensor in self.unchanged(arguments)]
+        outcome = self.outcome(getattr(table, self.op)(*arguments), arguments)
+        expected, runs = _honest(self)
+        fault = self.fault(expected, outcome)
+        if not all(map(same, before, self.unchanged(arguments))):
+            fault = "it changed what it is to leave as it is"
+        if fault is not None:
+            return Finding(math.nan, "", fault)
+        excesses = Null(runs).excesses(collected(self.figures(expected, outcome)), self.dtype != FP32)
+        worst = max(excesses, key=excesses.__getitem__)
+        return Finding(excesses[worst], " ".join(str(part) for part in worst if part != -1))
+
+    def _of(self, ops: OpTable, device: torch.device) -> Any:
+        arguments = self.arguments(device)
+        return self.outcome(getattr(ops, self.op)(*arguments), arguments)
 
 
-def changed(now: tuple[Any, ...], before: tuple[Any, ...]) -> str | None:
-    """What is wrong if an op changed what it was given, in words."""
-    pairs = [(a, b) for a, b in zip(now, before, strict=True) if isinstance(a, Tensor)]
-    return None if all(same(a, b) for a, b in pairs) else "it changed its input"
+@cache
+def _honest(case: Case) -> tuple[Any, list[Sums]]:
+    """What is right, and the figures of honest runs of the reference; with weights in blocks these round their activations."""
+    ops, expected = cast(OpTable, reference), case.right()
+    tables = (honest(ops, seed, blocks=lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
+    return expected, drawn([by_figure(case.figures(expected, case._of(table, HOST))) for table in tables])
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -85,7 +131,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Case):
     """An op without a cache, against its formula in float64.
 
     Attributes:
@@ -98,8 +144,6 @@ class Plain:
     shape: tuple[int, ...]
     dtype: torch.dtype
     small: bool = True
-    plan: ClassVar[None] = None
-    head_dim: ClassVar[None] = None
 
     def __str__(self) -> str:
         return f"{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype).removeprefix('torch.')}"
@@ -122,7 +166,8 @@ class Plain:
         return (*random(*rows, 2 * last, dtype=FP32).chunk(2, dim=-1), self.dtype)
 
     def expected(self) -> Tensor:
-        a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (*self.arguments(torch.device("cpu")), None)[:3])
+        """The formula, in float64."""
+        a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (*self.arguments(HOST), None)[:3])
         if self.op == "rms_norm":
             return a * torch.rsqrt((a * a).mean(-1, keepdim=True) + c) * b
         if self.op == "linear":
@@ -137,29 +182,10 @@ class Plain:
             return a / 2 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (a + 0.044715 * a**3))) * b
         return a / (1 + torch.exp(-a)) * b
 
-    def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Against the formula, rounded where the op rounds to BF16, and beside honest runs."""
-        arguments, before = self.arguments(device), self.arguments(device)
-        ours, (expected, runs) = getattr(table, self.op)(*arguments), _plain(self)
-        fault = misshapen(ours, expected, expected.dtype) or changed(arguments, before)
-        return numbers_beside(self.op, expected, ours, runs, self.dtype, fault)
-
-
-@cache
-def _plain(case: Plain) -> tuple[Tensor, list[Sums]]:
-    rounds = case.dtype == BF16 and case.op in ("rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul")
-    expected = case.expected().to(BF16 if rounds else FP32)
-    arguments = case.arguments(torch.device("cpu"))
-    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, getattr(ops, case.op)(*arguments)))
-
-
-def numbers_beside(
-    op: str, expected: Tensor, ours: Tensor, runs: list[Sums], dtype: torch.dtype, fault: str | None, heads: int = 0
-) -> Finding:
-    """The finding on an op's result."""
-    if fault is not None:
-        return Finding(math.nan, "", fault)
-    return beside(runs, of_numbers(op, expected, ours.cpu(), heads), dtype)
+    def right(self) -> Tensor:
+        """The formula's, rounded where the op rounds to BF16."""
+        rounds = self.dtype == BF16 and self.op in ("rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul")
+        return self.expected().to(BF16 if rounds else FP32)
 
 
 # -- Products with quantised blocks -----------------------------------------------------------------------------------------
@@ -172,7 +198,7 @@ _EXPONENTS = (118, 124)
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(Case):
     """`linear` with blocks of one type."""
 
     kind: str
@@ -181,9 +207,7 @@ class Product:
     outputs: int
     dtype: torch.dtype
     small: bool = True
-    op: ClassVar[str] = "linear"
-    plan: ClassVar[None] = None
-    head_dim: ClassVar[None] = None
+    op: str = field(default="linear", init=False)
 
     def __str__(self) -> str:
         sizes = f"{self.tokens}x{self.inputs}x{self.outputs}"
@@ -209,19 +233,8 @@ class Product:
         x *= torch.where(torch.rand(1, self.inputs, generator=generator) < 0.02, 30.0, 1.0)
         return x.to(self.dtype).to(device), self.weight.to(device)
 
-    def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Against the product in float64; honest runs round x to integers, 32 numbers at a time."""
-        x, weight = self.arguments(device)
-        before = x.clone()
-        ours, (expected, runs) = table.linear(x, weight), _expected(self)
-        fault = misshapen(ours, expected, torch.float32) or changed((x,), (before,))
-        if fault is not None:
-            return Finding(math.nan, "", fault)
-        return beside(runs, of_numbers(self.op, expected, ours.cpu()), torch.float32)
-
-
-@cache
-def _expected(case: Product) -> tuple[Tensor, list[Sums]]:
-    x, weight = case.arguments(torch.device("cpu"))
-    expected = (x.double() @ numbers_of(weight).double().T).float()
-    return expected, honest_runs(lambda ops: of_numbers(case.op, expected, ops.linear(x.float(), weight)))
+    def right(self) -> Tensor:
+        """The product in float64; honest runs round x to integers, 32 numbers at a time."""
+        x, weight = self.arguments(HOST)
+        product: Tensor = x.double() @ numbers_of(weight).double().T
+        return product.float()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +15,17 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import Place
-from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.judge import Values
-from haarkv.validation.layers.null import Sums, of_numbers
+from haarkv.validation.layers.null import Figure, of_numbers
 from haarkv.validation.ops.caches import LAYER
-from haarkv.validation.ops.cases import Finding, beside, changed, honest_runs, misshapen
+from haarkv.validation.ops.cases import Case
 
 _VERSIONS = 4
+Outcome = tuple[Tensor, list[dict[str, Tensor]]]
+"""A result [T, Hv, dv], and of each sequence the tensors of its state by name."""
 
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(Case):
     """`gated_delta` of new tokens over states that have seen others.
 
     Attributes:
@@ -42,10 +40,8 @@ class Delta:
     new: tuple[int, ...]
     taps: int = 4
     small: bool = True
-    dtype: ClassVar[torch.dtype] = torch.float32
-    op: ClassVar[str] = "gated_delta"
-    plan: ClassVar[None] = None
-    head_dim: ClassVar[None] = None
+    dtype: torch.dtype = field(default=torch.float32, init=False)
+    op: str = field(default="gated_delta", init=False)
 
     def __str__(self) -> str:
         heads = f"{self.value_heads}of{self.key_heads}x{self.key_dim}x{self.value_dim}-taps{self.taps}"
@@ -145,42 +141,28 @@ class Delta:
                 out[t, head] = memory @ q[t, key] / self.key_dim**0.5
         return out
 
-    def check(self, table: OpTable, device: torch.device) -> Finding:
-        """Each head's output, and every version of the states that are left."""
-        arguments, before = self.arguments(device), self.arguments(device)
-        ours, (expected, left, runs) = table.gated_delta(*arguments), _formula(self)
-        fault = misshapen(ours, expected, torch.float32) or changed(arguments[:6], before[:6])
-        kept = list(self._kept(arguments))
-        for mine, theirs, row in zip(kept, left, arguments[-1].rows, strict=True):
-            if not torch.equal(mine["seen"], theirs["seen"]):
-                fault = fault or f"row {int(row)} has seen {mine['seen'].tolist()} tokens, not {theirs['seen'].tolist()}"
-            elif not torch.equal(mine["conv"], theirs["conv"]):
-                fault = fault or f"row {int(row)} does not keep the convolution's last inputs"
-        if fault is not None:
-            return Finding(math.nan, "", fault)
-        return beside(runs, self._figures(expected, left, ours.cpu(), kept), self.dtype)
-
-    def _figures(self, expected: Tensor, left: list[dict[str, Tensor]], ours: Tensor, kept: list[dict[str, Tensor]]) -> Values:
-        """Of the output [T, Hv, dv] and of the states [versions, Hv, dk, dv], by head."""
-        states, theirs = (torch.cat([one["delta"].cpu().flatten(2) for one in some]) for some in (left, kept))
-        heads = self.value_heads
-        yield from of_numbers(self.op, expected, ours, heads)
-        yield from of_numbers("delta_state", states, theirs, heads)
-
-    def _kept(self, arguments: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
-        """What each sequence's state is after the call, version by version."""
+    def outcome(self, result: Tensor, arguments: tuple[Any, ...]) -> Outcome:
+        """The result, and each sequence's state after the call, version by version."""
         made, layer, batch = arguments[6:]
-        for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
-            yield {name: tensor.cpu() for name, tensor in made.states[layer].take(Place((), row), length).items()}
+        places = zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)
+        taken = [made.states[layer].take(Place((), row), length) for row, length in places]
+        return result.cpu(), [{name: tensor.cpu() for name, tensor in state.items()} for state in taken]
 
+    def right(self) -> Outcome:
+        """The formula's output, and the states that the reference leaves."""
+        return self.expected().float(), super().right()[1]
 
-@cache
-def _formula(case: Delta) -> tuple[Tensor, list[dict[str, Tensor]], list[Sums]]:
-    """The formula's output, the states that the reference leaves, and the figures of honest runs."""
+    def fault(self, expected: Outcome, outcome: Outcome) -> str | None:
+        """A dtype, a shape, or a state of other tokens."""
+        for number, (theirs, ours) in enumerate(zip(expected[1], outcome[1], strict=True)):
+            if not torch.equal(ours["seen"], theirs["seen"]):
+                return f"sequence {number} has seen {ours['seen'].tolist()} tokens, not {theirs['seen'].tolist()}"
+            if not torch.equal(ours["conv"], theirs["conv"]):
+                return f"sequence {number} does not keep the convolution's last inputs"
+        return super().fault(expected[0], outcome[0])
 
-    def run(ops: OpTable) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        arguments = case.arguments(torch.device("cpu"))
-        return ops.gated_delta(*arguments), list(case._kept(arguments))
-
-    expected, left = case.expected().float(), run(cast(OpTable, reference))[1]
-    return expected, left, honest_runs(lambda ops: case._figures(expected, left, *run(ops)))
+    def figures(self, expected: Outcome, outcome: Outcome) -> Iterator[tuple[Figure, Tensor]]:
+        """Of the output [T, Hv, dv] and of the states [versions, Hv, dk, dv], by head."""
+        left, states = (torch.cat([state["delta"].flatten(2) for state in of]) for _, of in (expected, outcome))
+        yield from of_numbers(self.op, expected[0], outcome[0], self.value_heads)
+        yield from of_numbers("delta_state", left, states, self.value_heads)

@@ -11,7 +11,7 @@ from haarkv.benchmarks.decode import Request
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.table import OP_NAMES
 
-_CONTRACT = ("-m", "haarkv.validation.ops", "--table", "cuda", "--threads", "1", "--json")
+_CONTRACT = ("-m", "lab.bench.contract", "--table", "cuda", "--threads", "1", "--json")
 _TESTS = {
     "the kernels": tuple(f"tests/tq_ops/cuda/test_{name}.py" for name in ("cuda_ops", "blocks", "stretches", "schedule")),
     "the executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),

@@ -76,7 +76,7 @@ def test_a_checkout_that_is_not_installed_is_found_by_the_parts():
 
 def test_the_checks_need_no_zstd():
     """A machine with a card may lack it, and only stored conversations are packed."""
-    program = "import sys; sys.modules['zstandard'] = None; import lab.bench.gpu.__main__, haarkv.validation.ops.__main__"
+    program = "import sys; sys.modules['zstandard'] = None; import lab.bench.gpu.__main__, lab.bench.contract"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 

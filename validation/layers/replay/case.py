@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.calibration_file import calibration_of
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.tq_ops.words import counted
 from haarkv.validation.layers.forced import Forced
 from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
 from haarkv.validation.layers.parts import Stored, load
@@ -115,14 +116,10 @@ class LayerCase:
         config, width = self.config, self.config.common.mlp.width
         sequences, heads = len(self.lengths), config.heads.num_kv_heads
         return (
-            f"layer {self.index}, {_count(self.tokens, 'token')} of {_count(sequences, 'sequence')} "
-            f"(context {max(self.lengths)}), {_count(heads, 'KV head')} for {config.heads.num_heads}, "
+            f"layer {self.index}, {counted(self.tokens, 'token')} of {counted(sequences, 'sequence')} "
+            f"(context {max(self.lengths)}), {counted(heads, 'KV head')} for {config.heads.num_heads}, "
             f"hidden {config.hidden_size}, intermediate {width}"
         )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 @torch.inference_mode()
@@ -148,21 +145,14 @@ def capture(
     trusted = Reference(reference, model, schedule.new_cache(model))
     found: list[LayerCase] = []
 
-    def layers_of(forward: Forward) -> tuple[Tensor, MadeLayer | None]:
-        """The hidden states after a forward; or, in the forward that is looked for, the layer."""
+    def logits_of(forward: Forward) -> Tensor | None:
         hidden = model.embed(forward.token_ids)
         for index in range(model.config.num_layers):
             made = trusted.layer(index, hidden, forward)
             if (forward.phase, forward.step, index) == (finding.phase, finding.step, finding.layer):
-                return hidden, made
+                found.append(_case(model, plan, index, forward, made, calibration))
+                return None
             hidden = made.hidden_out
-        return hidden, None
-
-    def logits_of(forward: Forward) -> Tensor | None:
-        hidden, made = layers_of(forward)
-        if made is not None and finding.layer is not None:
-            found.append(_case(model, plan, finding.layer, forward, made, calibration))
-            return None
         return model.head(hidden[forward.predicted], trusted.ops)
 
     schedule.run(schedule.paging(), logits_of)
@@ -268,10 +258,6 @@ def forward_of(case: LayerCase) -> Forward:
 
 
 # -- From a validation that failed -------------------------------------------------------------------------------------
-_MOST_FORWARDS = 8
-"""In which a layer is tried that does not fail alone where it was found."""
-
-
 @dataclass(frozen=True)
 class OneRun:
     """One validation, and what it takes to run any of its layers again.
@@ -300,19 +286,10 @@ def failing_case(runs: Sequence[OneRun]) -> tuple[LayerCase, OneRun, Verdict]:
     if run is None or finding is None:
         raise InputError("no layer failed")
     reference, candidate = run.make
-    trusted = reference(run.model, run.plan)
-    for place in _places(run, finding):
-        case = capture(trusted, run.model, run.prompts, run.steps, run.plan, place, run.calibration)
-        again = judged(case, reference, candidate).first_divergence
-        if again is not None and (again.stage, again.reason) == (finding.stage, finding.reason):
-            return case, run, finding
-    raise InputError(f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone")
-
-
-def _places(run: OneRun, finding: Verdict) -> Iterator[Verdict]:
-    """Where the layer may fail alone: in the forward of the finding, or in another if it was found over all of them."""
-    yield finding
-    forwards = dict.fromkeys((row.phase, row.step) for row in run.report.rows if row.layer == finding.layer)
-    for phase, step in list(forwards)[:_MOST_FORWARDS]:
-        if (phase, step) != (finding.phase, finding.step):
-            yield replace(finding, phase=phase, step=step)
+    case = capture(reference(run.model, run.plan), run.model, run.prompts, run.steps, run.plan, finding, run.calibration)
+    again = judged(case, reference, candidate).first_divergence
+    if again is None or (again.stage, again.reason) != (finding.stage, finding.reason):
+        raise InputError(
+            f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone"
+        )
+    return case, run, finding

@@ -1,7 +1,7 @@
 """Run every op of every op table against the reference; exit code 1 if a case fails.
 
-python -m haarkv.validation.ops                       test all tables that run here
-python -m haarkv.validation.ops --share 2/8           the second of eight processes that share the cases
+python -m lab.bench.contract                       test all tables that run here
+python -m lab.bench.contract --share 2/8           the second of eight processes that share the cases
 
 Without an NVIDIA GPU, table `cuda` runs in Triton's interpreter where TRITON_INTERPRET=1 is set.
 """
@@ -24,7 +24,7 @@ from haarkv.validation.ops.suite import TABLES, Table
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     parser = argparse.ArgumentParser(
-        prog="haarkv.validation.ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lab.bench.contract", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--table", action="append", choices=[table.name for table in TABLES], help="repeatable [default: all]")
     parser.add_argument("--op", action="append", choices=OP_NAMES, help="repeatable [default: all]")
