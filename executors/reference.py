@@ -97,7 +97,9 @@ def blame(weights: Weights, seen: str = "") -> NonFiniteError:
             value = tensor[tuple(index)].item()
             return NonFiniteError(f"the weight {name} holds {value} at {index}; the checkpoint is damaged")
     seen = seen or "logits are not finite"
-    return NonFiniteError(f"{seen}, although all weights are finite; the model does not fit this dtype or is damaged")
+    return NonFiniteError(
+        f"{seen}, although all weights are finite; the model does not fit this dtype or is damaged: tq validate says in which layer"
+    )
 
 
 def not_finite_among_ranks() -> NonFiniteError:
