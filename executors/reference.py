@@ -98,7 +98,8 @@ def blame(weights: Weights, seen: str = "") -> NonFiniteError:
             return NonFiniteError(f"the weight {name} holds {value} at {index}; the checkpoint is damaged")
     seen = seen or "logits are not finite"
     return NonFiniteError(
-        f"{seen}, although all weights are finite; the model does not fit this dtype or is damaged: tq validate says in which layer"
+        f"{seen}, although all weights are finite; the model does not fit this dtype or is damaged: tq validate says in which "
+        "layer"
     )
 
 

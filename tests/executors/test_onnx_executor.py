@@ -186,9 +186,10 @@ def test_chunks_that_begin_and_end_in_any_stretch(turns, kept):
         batch = paging.batch(sequences, counts)
         theirs, ours = (each.forward(tokens, batch, cache) for each, cache in zip(executors, caches, strict=True))
         errors.append(torch.linalg.vector_norm(ours - theirs, dim=-1) / torch.linalg.vector_norm(theirs, dim=-1))
-        # Of a level beside a boundary later chunks would tell again and again.
+        # Of a level beside a boundary later chunks would tell again and again. A number of the normed input that rounds to the
+        # other BF16 neighbour moves a whole key, of which a level or two may fall to the other side; a stretch moves most.
         stored = [[tensor for *_, tensor in cache_tensors(cache)] for cache in caches]
-        assert sum((a != b).sum() for a, b in zip(*stored, strict=True) if a.dtype == torch.uint8) <= 5 * (step + 1)
+        assert sum((a != b).sum() for a, b in zip(*stored, strict=True) if a.dtype == torch.uint8) <= 20 * (step + 1)
         for a, b in zip(*stored, strict=True):
             b.copy_(a)
     # Tokens of a chunk that look at a key whose level fell to the other side may differ by more.

@@ -65,7 +65,7 @@ def compare_stored(
     generator, x = torch.Generator().manual_seed(0), x.float()
     for _ in range(DRAWS if different.any() else 0):
         drawn = torch.randn(x.shape, generator=generator)
-        fields = kv_format.quantize(x + 2 * noise * x.norm(dim=-1, keepdim=True) * drawn, layer)
+        fields = kv_format.quantize(x + (2 * noise * lengths_of(x).unsqueeze(-1) * drawn).float(), layer)
         moved = kv_format.levels(fields)
         moved = next(iter(fields.values())) if moved is None else moved
         low, high = torch.minimum(low, moved), torch.maximum(high, moved)

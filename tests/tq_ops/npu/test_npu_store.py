@@ -14,11 +14,13 @@ pytestmark = needs_pypto
 
 
 def check(simulator, case):
-    """Every number that the program writes, and every other one in the cache, is the format's."""
+    """Every number that the program writes, and every other one in the cache, is the format's; an FP32 norm but for its last
+    bit, as it may be summed otherwise."""
     simulator.run(case.program, ordered(case.program, case.tensors), Mode.NUMBERS)
     for name, golden in case.goldens.items():
         assert golden.any()
-        assert torch.equal(case.tensors[name], golden), name
+        rtol = 2.0**-22 if golden.dtype == torch.float32 else 0.0
+        torch.testing.assert_close(case.tensors[name], golden, rtol=rtol, atol=0, msg=name)
 
 
 @pytest.mark.parametrize(("tokens", "kv_heads"), [(20, 2), (5, 8), pytest.param(1, 2, marks=pytest.mark.npu_long)])
