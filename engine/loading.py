@@ -179,7 +179,7 @@ def _balanced(
 
 
 def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) -> None:
-    """Refuse activation bits other than 16 where nobody rounds to them: 8 is for `cpu` and weights in blocks."""
+    """Refuse activation bits other than 16 where no kernel rounds to them: 8 is for `cpu` and weights in blocks."""
     if bits not in (8, 16):
         raise InputError(f"activations have 16 or 8 bits where they meet quantised weights, not {bits}")
     if bits == 16:

@@ -97,7 +97,7 @@ def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
 
 @dataclass(frozen=True)
 class Split:
-    """The part of a model that one rank holds; a model that cannot be cut into so many parts is refused."""
+    """The part of a model that one rank holds; a model that cannot be split over that many ranks is refused."""
 
     whole: ModelConfig
     rank: int = 0

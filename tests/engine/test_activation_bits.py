@@ -1,4 +1,4 @@
-"""Activations of 8 bits where they meet quantised weights: asked for, said, and refused where nobody rounds."""
+"""Activations of 8 bits where they meet quantised weights: asked for, said, and refused where no kernel rounds."""
 
 import pytest
 import torch

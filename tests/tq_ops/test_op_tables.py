@@ -40,7 +40,7 @@ OP_OF = {
     **dict.fromkeys(("prepared_floats", "prepare", "prepare_blocks", "project", "project_blocks"), "linear"),
     **dict.fromkeys(("scratch_floats", "attend", "rotate_pairs"), "paged_attention"),
 }
-"""The op that a kernel is of, of those that an instruction set may replace in another's."""
+"""Which op each kernel belongs to, of those that one instruction set may take from another."""
 
 
 def own_ops(isa):

@@ -136,7 +136,7 @@ def test_a_layer_that_is_left_out_of_a_very_long_residual_is_found_by_its_update
 
 @pytest.mark.parametrize("spoil", [lambda out: out.roll(1, -1), lambda out: out * 1.001], ids=["rolled", "a little too long"])
 def test_what_is_wrong_when_left_to_itself_is_named(spoil):
-    """Right whenever it is fed the reference's input, wrong when left to itself, and of one mind with its whole forward."""
+    """Right whenever it is fed the reference's input, wrong when left to itself, and its whole forward does the same."""
     calls, last = [], {}
 
     def layers(out, _hidden, span, *_):

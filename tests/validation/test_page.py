@@ -57,7 +57,7 @@ def browser():
 
 @contextmanager
 def opened(browser, path, width, *, dark=False):
-    """A page of a file in a window so many pixels wide. It asks for nothing but itself."""
+    """A file as a page, in a window of this width in pixels. It loads nothing but itself."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
     errors, asked = [], []
     page.on("pageerror", lambda error: errors.append(str(error)))

@@ -153,8 +153,8 @@ class KVFormat:
         raise NotImplementedError
 
     def length(self, x: Tensor, layer: int) -> Tensor:
-        """Length [..., Hkv, n] fp32 of differences x [..., Hkv, n, D] of vectors, in the norm in which levels are chosen."""
-        return x.float().square().sum(-1).sqrt()
+        """Lengths [..., Hkv, n] of differences x [..., Hkv, n, D] of vectors, in the norm in which levels are chosen."""
+        return lengths_of(x)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """uint8 [..., n]: each vector, or group of them, as its origin lays it: the layout, little-endian, block by block."""

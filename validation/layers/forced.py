@@ -265,7 +265,7 @@ _STAGES = {
 
 
 def _differing(ours: Stored, theirs: Stored, figures: Sums) -> list[str]:
-    """Stages of what was stored that show another bit. A state has versions that nobody goes on from: its figures tell."""
+    """Stages of what was stored that show another bit. A state may hold versions that no forward reads: its figures tell."""
     if STATE in ours:
         return [figure.stage for figure, sums in figures.items() if figure.kind == "energy" and sums[0] != 0]
     same = all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])

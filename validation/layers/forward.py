@@ -120,7 +120,7 @@ class Schedule:
 
     @property
     def num_blocks(self) -> int:
-        """Room for all of it, and a block and a row that nobody owns."""
+        """Room for all of it, and one block and one row that belong to no sequence."""
         return sum(self._blocks) + 1
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:

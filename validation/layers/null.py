@@ -219,7 +219,7 @@ def computed(tokens: int, attention: torch.dtype = torch.float32) -> int:
 
 
 def drawn(runs: Sequence[Rows]) -> list[Sums]:
-    """Sixteen honest runs, from all of them or from two of each kind, one kind after the other.
+    """Sixteen honest runs, from all of them or from two of each kind, the kinds in turn.
 
     As many are drawn of each two: token by token their mean, and half the difference that two such runs have, up or down.
     """

@@ -107,7 +107,7 @@ def table_of(executor: Executor) -> OpTable | None:
 
 
 def copied(value: Any, device: torch.device) -> Any:
-    """A tensor or a batch, copied, so that whoever gets it can neither change ours nor hand ours back."""
+    """A tensor or a batch, copied, so that the candidate can neither change ours nor hand ours back."""
     if isinstance(value, Batch):
         return Batch(**{name: tensor.to(device, copy=True) for name, tensor in value.tensors.items()})
     return value.to(device, copy=True) if isinstance(value, Tensor) else value

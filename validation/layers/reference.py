@@ -117,7 +117,7 @@ class Reference:
         return found
 
     def _require_states(self, index: int, state: Recurrent, fields: Fields, forward: Forward) -> None:
-        """Refuse a state of which a head is zero or not finite: whoever reads it, or does not, is right there."""
+        """Refuse a state of which a head is zero or not finite: reading it or not makes no difference there."""
         for row, counts in enumerate(left_after(state, forward.batch)):
             version = int((fields[SEEN][row] == counts[-1]).nonzero()[0])
             for name in state.tensors:

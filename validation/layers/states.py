@@ -1,9 +1,9 @@
 """What a layer keeps in place of K and V: a state by sequence, in versions that have seen so many tokens.
 
 A state cannot be told apart by places, so each row is taken and put whole. What a forward must leave is known: the state after
-each of its last tokens, and, untouched, the one that it began with. What else lies in a row is nobody's. It is spoilt before a
-run (`spoil`). Whoever reads it, of a new sequence, after tokens were taken back, or because it lies first, goes on from
-something far off.
+each of its last tokens, and, untouched, the one that it began with. What else lies in a row is unused. It is spoilt before a
+run (`spoil`), so that an executor which reads it, for a new sequence, after tokens were taken back, or because it lies first,
+goes on from something far off.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Running an executor on trial: on its own device, on copies, in a cache whose every slot is watched; and again, on the same
-inputs: is it of one mind with itself?
+"""Running an executor on trial: on its own device, on copies, in a cache whose every slot is watched; and again, to see
+whether the same inputs give the same result.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _BARRIER = ", submit_before_loop=True"
 
 
 def stretched(model, positions):
-    """The model with rotary tables for at least so many positions."""
+    """The model, whose rotary tables reach at least this number of positions."""
     config = replace(model.config, max_position_embeddings=max(positions, model.config.max_position_embeddings))
     return DecoderModel.of(config, model.weights)
 
