@@ -19,7 +19,7 @@ from haarkv.validation.layers.forward import MadeLayer
 from haarkv.validation.layers.judge import Values, hidden_figures, stored_figures
 from haarkv.validation.layers.null import (
     RUNS,
-    Rows,
+    RunRows,
     Slips,
     Sums,
     added,
@@ -30,6 +30,7 @@ from haarkv.validation.layers.null import (
     of_runs,
     repeated,
     repeated_batch,
+    stacked,
 )  # fmt: skip
 from haarkv.validation.layers.parts import KV, Stored, load, parts_of, snapshot, take
 from haarkv.validation.layers.record import Call
@@ -73,7 +74,7 @@ class HonestRuns:
         slips = {name: repeated(by, runs) for name, by in self.slips(made).items()}
         of_hidden = of_runs(hidden_figures(before, repeated(made.hidden_out, runs), hidden, slips), runs)
         reach = aside.reach()
-        return drawn([{**one, **other} for one, other in zip(aside.rows(reach), of_hidden, strict=True)]), reach
+        return drawn({**aside.rows(reach), **of_hidden}), reach
 
     def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
         """What was found of a layer's forward, now or before."""
@@ -137,18 +138,18 @@ class HonestRuns:
             total = [added(before, sums) for before, sums in zip(total, of_op, strict=True)]
         return steeper, total
 
-    def _op(self, call: Call, made: MadeLayer, salt: int, slips: Slips) -> list[Rows]:
+    def _op(self, call: Call, made: MadeLayer, salt: int, slips: Slips) -> RunRows:
         """Figures of an op's honest runs."""
         x = call.args[0]
         runs = computed(len(x) if call.op != "gated_delta" else 1, x.dtype if call.op == "paged_attention" else torch.float32)
         aside = _Aside(self.reference, self._scratch, made, runs)
         table = self.reference.honest(_place(made) + salt, runs, replaced=aside.ops)
         result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
-        rows: list[Rows] = aside.rows({})
+        rows = aside.rows({})
         if result is not None:
             one = replace(call, result=repeated(call.result, runs))
             numbers = self.figures(one, made, result, {}, {name: repeated(by, runs) for name, by in slips.items()})
-            rows = [{**of_stored, **others} for of_stored, others in zip(rows, of_runs(numbers, runs), strict=True)]
+            rows = {**rows, **of_runs(numbers, runs)}
         return rows
 
     def figures(self, call: Call, made: MadeLayer, result: Any, stored: Stored, slips: Slips) -> Values:
@@ -240,13 +241,15 @@ class _Aside:
             reach[part.name] = lengths.view(len(lengths), lengths.shape[1] // runs, runs).amax(-1)
         return reach
 
-    def rows(self, reach: Mapping[str, Tensor]) -> list[Rows]:
-        """Figures of what was stored, by run; none where nothing was."""
+    def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
+        """Figures of what was stored; none where nothing was."""
         made, runs, cache = self._made, self._runs, self._reference.cache
         if not self._stored:
-            return [{} for _ in range(runs)]
+            return {}
         if made.kv is None:
-            return [by_figure(stored_figures(cache, made.index, made.batch, made.stored, one, None)) for one in self._stored]
+            return stacked(
+                [by_figure(stored_figures(cache, made.index, made.batch, made.stored, one, None)) for one in self._stored]
+            )
         theirs = {
             part: {name: torch.stack([one[part][name] for one in self._stored], 1).flatten(0, 1) for name in fields}
             for part, fields in made.stored.items()

@@ -44,6 +44,8 @@ class Figure(NamedTuple):
 Rows = Mapping[Figure, Tensor]
 """[n, 3] fp64: three numbers a figure of each token, or of whatever a stage gives. Of an energy or a count the first is all;
 of a gain or a slip they are a ratio's two parts, and the sum of fourth powers from which `excess` has what ties may do."""
+RunRows = Mapping[Figure, Tensor]
+"""[n, runs, 3] fp64: the same of several honest runs."""
 Numbers = tuple[float, float, float]
 Sums = Mapping[Figure, Numbers]
 """The same of all tokens; they add up over forwards."""
@@ -194,13 +196,17 @@ def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
     rows: dict[Figure, list[Tensor]] = {}
     for figure, part in pairs:
         rows.setdefault(figure, []).append(part)
-    return {figure: torch.cat(parts) for figure, parts in rows.items()}
+    return {figure: torch.cat(parts) if len(parts) > 1 else parts[0] for figure, parts in rows.items()}
 
 
-def of_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> list[Rows]:
+def of_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> RunRows:
     """Figures of runs that are computed at once: each token has as many rows, one behind the other."""
-    pairs = list(pairs)
-    return [by_figure((figure, rows[run::runs]) for figure, rows in pairs) for run in range(runs)]
+    return {figure: rows.reshape(-1, runs, 3) for figure, rows in by_figure(pairs).items()}
+
+
+def stacked(runs: Sequence[Rows]) -> RunRows:
+    """Figures of runs that are computed one by one."""
+    return {figure: torch.stack([run[figure] for run in runs], 1) for figure in runs[0]}
 
 
 def repeated(x: Tensor, runs: int) -> Tensor:
@@ -218,22 +224,23 @@ def computed(tokens: int, attention: torch.dtype = torch.float32) -> int:
     return RUNS if tokens < _MANY else 2 if attention == torch.float32 else 4
 
 
-def drawn(runs: Sequence[Rows]) -> list[Sums]:
+def drawn(rows: RunRows) -> list[Sums]:
     """Sixteen honest runs, from all of them or from two of each kind, the kinds in turn.
 
     As many are drawn of each two: token by token their mean, and half the difference that two such runs have, up or down.
     """
-    if len(runs) == RUNS:
-        return [{figure: _total(rows) for figure, rows in run.items()} for run in runs]
-    generator, kinds = torch.Generator().manual_seed(len(runs[0])), len(runs) // 2
+    generator = torch.Generator().manual_seed(0)
     sums: list[dict[Figure, Numbers]] = [{} for _ in range(RUNS)]
-    for figure in runs[0]:
-        for kind in range(kinds):
-            one, other = (run[figure] for run in runs[kind::kinds])
-            signs = 2 * torch.randint(2, (RUNS // kinds, len(one)), generator=generator).double() - 1
-            totals = (one + other).sum(0) / 2 + signs @ (one - other) / math.sqrt(2)
-            for place, (top, bottom, fourth) in enumerate(totals.tolist()):
-                sums[kinds * place + kind][figure] = (top, bottom, fourth)
+    for figure, numbers in rows.items():
+        tokens, runs, _ = numbers.shape
+        totals = numbers.sum(0)
+        if runs < RUNS:
+            one, other = numbers.chunk(2, 1)  # [n, kinds, 3]
+            signs = 2 * torch.randint(2, (2 * RUNS // runs, tokens, runs // 2), generator=generator).double() - 1
+            off = torch.einsum("rtk,tkn->rkn", signs, one - other) / math.sqrt(2)
+            totals = (totals.view(2, -1, 3).sum(0) / 2 + off).flatten(0, 1)
+        for run, (top, bottom, fourth) in enumerate(totals.tolist()):
+            sums[run][figure] = (top, bottom, fourth)
     return list(sums)
 
 

@@ -16,7 +16,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks, numbers_of
-from haarkv.validation.layers.null import RUNS, Figure, Null, Sums, by_figure, collected, drawn, honest, of_numbers
+from haarkv.validation.layers.null import RUNS, Figure, Null, Sums, by_figure, collected, drawn, honest, of_numbers, stacked
 
 FP32, BF16 = torch.float32, torch.bfloat16
 HOST = torch.device("cpu")
@@ -119,7 +119,7 @@ def _honest(case: Case) -> tuple[Any, list[Sums]]:
     """What is right, and the figures of honest runs of the reference; with weights in blocks these round their activations."""
     ops, expected = cast(OpTable, reference), case.right()
     tables = (honest(ops, seed, blocks=lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
-    return expected, drawn([by_figure(case.figures(expected, case._of(table, HOST))) for table in tables])
+    return expected, drawn(stacked([by_figure(case.figures(expected, case._of(table, HOST))) for table in tables]))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
